@@ -1,0 +1,21 @@
+"""Owns the `Codec` contract: how an object's bytes are packed on their way to an L2 tier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class Codec(ABC):
+    """Packs and unpacks object bytes. Called from storage threads, several at once; stateless. Blocking, CPU only."""
+
+    name: str
+
+    @abstractmethod
+    def encode(self, data: memoryview) -> Sequence[memoryview]:
+        """The packed form of `data` (1-D bytes). May borrow `data`, which stays valid and unchanged until the tier's `put`
+        has returned."""
+
+    @abstractmethod
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        """Unpacks into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length."""

@@ -1,0 +1,33 @@
+"""Owns the `EvictionPolicy` contract: which object leaves L1 first. Called under the storage lock, so never blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from kvframework.api.keys import PackedKey
+
+
+class EvictionPolicy(ABC):
+    """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written."""
+
+    name: str
+
+    @abstractmethod
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        """`key` was committed and is now readable. Never called twice without `on_remove` between."""
+
+    @abstractmethod
+    def on_access(self, key: PackedKey) -> None:
+        """`key` was looked up or retrieved. Only for keys that are in."""
+
+    @abstractmethod
+    def on_remove(self, key: PackedKey) -> None:
+        """`key` left L1, by eviction or otherwise. Only for keys that are in."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[PackedKey]:
+        """All keys that are in, best victim first, lazily.
+
+        The core may stop iterating at any point. It calls no other method while it iterates.
+        """

@@ -1,0 +1,34 @@
+"""Owns the `KeyHasher` contract: from token ids to chunk digests. Pure, used by servers and engines alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from kvframework.api.types import Buffer
+
+
+class KeyHasher(ABC):
+    """Turns tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
+
+    `fingerprint` names algorithm, seed and version; engines and server compare it in HELLO.
+    """
+
+    name: str
+    fingerprint: str
+
+    @abstractmethod
+    def chunk_digests(
+        self,
+        tokens: Buffer,
+        chunk_tokens: int,
+        *,
+        parent: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+    ) -> bytes:
+        """Packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32), the rest is ignored.
+
+        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can go
+        on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA, multimodal and
+        embedding digests). Blocking, CPU only; keeps no reference to `tokens`.
+        """

@@ -1,0 +1,254 @@
+"""Owns the hook specifications. Hooks run once, at startup; what they return makes the plain objects of the hot path.
+
+Every hook takes no argument, is collect-all and returns a list of provider descriptors. A plugin is a module (or
+object) with hook implementations, named by entry points of the group `kvframework.v1`: one entry point per provider, called
+`<kind>.<name>`, for example in a plugin's pyproject.toml:
+
+    [project.entry-points."kvframework.v1"]
+    "tier.mystore" = "kvf_mystore"
+"""
+
+from __future__ import annotations
+
+import pluggy
+
+from kvframework.api.providers import (
+    CodecProvider,
+    EvictionProvider,
+    HasherProvider,
+    L1Provider,
+    LayoutProvider,
+    RequestsProvider,
+    TierProvider,
+    TransportProvider,
+)
+
+PROJECT = "kvframework"
+ENTRY_POINT_GROUP = "kvframework.v1"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-body]
+    """Transports: how bytes move between engine memory and the server.
+
+    Example, an engine-driven transport named `copy` (entry point `transport.copy`):
+
+        from kvframework.api import MessagingFuture, TransferContext, TransportProvider, hookimpl
+
+        class CopyContext(TransferContext):
+            def __init__(self, link):
+                self._link = link
+
+            def memory_handles(self, kv_caches):
+                return ()
+
+            def register(self, registration, layout):
+                self._registration, self._layout = registration, layout
+
+            def submit_store(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk):
+                plan = self._link.prepare_store(key, instance_id)
+                if plan.lease:
+                    ...  # write plan.ranges of self._link.arena()
+                    outcome = self._link.commit_store(plan.lease)
+                    return MessagingFuture.resolved(outcome.ok, outcome)
+                return MessagingFuture.resolved(plan.outcome.ok, plan.outcome)
+
+            def submit_retrieve(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk,
+                                skip_first_n_tokens=0):
+                plan = self._link.prepare_retrieve(key, instance_id)
+                if not plan.hit:
+                    return MessagingFuture.resolved(False)
+                ...  # read plan.ranges of self._link.arena()
+                return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease))
+
+            def close(self):
+                pass
+
+        @hookimpl
+        def kvf_transports():
+            return [TransportProvider(name="copy", summary="copies", create=lambda options, link: CopyContext(link))]
+    """
+
+
+@hookspec
+def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
+    """Layouts: how an engine's tensors hold KV, and what one stored object looks like.
+
+    Example, tensors `[blocks, tokens, heads, dim]`, one for K and one for V (entry point `layout.pair`):
+
+        from kvframework.api import KVLayout, LayerGroup, Layout, LayoutProvider, hookimpl
+
+        class PairLayout(Layout):
+            name = "pair"
+
+            def describe(self, kv_caches, *, block_size):
+                keys, values = next(iter(kv_caches.values()))
+                blocks, tokens, heads, dim = keys.shape
+                group = LayerGroup(len(kv_caches), block_size, heads, dim, str(keys.dtype).removeprefix("torch."),
+                                   axes=("block", "token", "head", "dim"))
+                return KVLayout("pair", (group,), blocks)
+
+            def block_views(self, layout, kv_caches):
+                return [[[pair[plane] for pair in kv_caches.values()] for plane in (0, 1)]]
+
+        @hookimpl
+        def kvf_layouts():
+            return [LayoutProvider(name="pair", summary="K and V apart", create=lambda options: PairLayout())]
+    """
+
+
+@hookspec
+def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,empty-body]
+    """Storage tiers: the memory of L1, and L2 stores.
+
+    Example, an L2 tier in a dict (entry point `tier.dict`):
+
+        from kvframework.api import Outcome, Tier, TierProvider, hookimpl
+
+        class DictTier(Tier):
+            name = "dict"
+
+            def __init__(self):
+                self._values = {}
+
+            def contains(self, keys, *, deadline):
+                return [Outcome.FOUND if key in self._values else Outcome.MISSING for key in keys]
+
+            def get_into(self, keys, parts, *, deadline):
+                return [self._get(key, buffers) for key, buffers in zip(keys, parts)]
+
+            def _get(self, key, buffers):
+                value = self._values.get(key)
+                if value is None:
+                    return Outcome.MISSING
+                if len(value) != sum(buffer.nbytes for buffer in buffers):
+                    return Outcome.FAILED
+                for buffer in buffers:
+                    buffer[:], value = value[: buffer.nbytes], value[buffer.nbytes :]
+                return Outcome.FOUND
+
+            def put(self, keys, parts, *, deadline):
+                self._values.update((key, b"".join(buffers)) for key, buffers in zip(keys, parts))
+                return [Outcome.STORED] * len(keys)
+
+            def delete(self, keys, *, deadline):
+                return [Outcome.DELETED if self._values.pop(key, None) is not None else Outcome.MISSING for key in keys]
+
+            def close(self):
+                self._values.clear()
+
+        @hookimpl
+        def kvf_tiers():
+            return [TierProvider(name="dict", summary="a dict", create=lambda options, context: DictTier())]
+    """
+
+
+@hookspec
+def kvf_eviction_policies() -> list[EvictionProvider]:  # type: ignore[type-arg,empty-body]
+    """Eviction policies: which object leaves L1 first.
+
+    Example, first in first out (entry point `eviction.fifo`):
+
+        from kvframework.api import EvictionPolicy, EvictionProvider, hookimpl
+
+        class Fifo(EvictionPolicy):
+            name = "fifo"
+
+            def __init__(self):
+                self._keys = {}
+
+            def on_insert(self, key, nbytes):
+                self._keys[key] = None
+
+            def on_access(self, key):
+                pass
+
+            def on_remove(self, key):
+                del self._keys[key]
+
+            def victims(self):
+                return iter(self._keys)
+
+        @hookimpl
+        def kvf_eviction_policies():
+            return [EvictionProvider(name="fifo", summary="oldest first", create=lambda options: Fifo())]
+    """
+
+
+@hookspec
+def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-body]
+    """Key hashers: from token ids to chained chunk digests.
+
+    Example, BLAKE2b (entry point `hasher.blake2b`):
+
+        import hashlib
+        from kvframework.api import TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
+
+        class Blake2b(KeyHasher):
+            name = "blake2b"
+            fingerprint = "blake2b-256/1"
+
+            def chunk_digests(self, tokens, chunk_tokens, *, parent=b"", extras=None):
+                view, step, digests = memoryview(tokens), chunk_tokens * TOKEN_BYTES, []
+                for index in range(view.nbytes // step):
+                    parent = hashlib.blake2b(
+                        b"".join((parent, (extras or {}).get(index, b""), view[index * step : (index + 1) * step])),
+                        digest_size=32,
+                    ).digest()
+                    digests.append(parent)
+                return b"".join(digests)
+
+        @hookimpl
+        def kvf_key_hashers():
+            return [HasherProvider(name="blake2b", summary="BLAKE2b", create=lambda options: Blake2b())]
+    """
+
+
+@hookspec
+def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
+    """Codecs: how an object's bytes are packed on their way to an L2 tier.
+
+    Example, zlib (entry point `codec.zlib`):
+
+        import zlib
+        from kvframework.api import Codec, CodecProvider, hookimpl
+
+        class Zlib(Codec):
+            name = "zlib"
+
+            def encode(self, data):
+                return [memoryview(zlib.compress(data, 1))]
+
+            def decode_into(self, packed, out):
+                data = zlib.decompress(packed, bufsize=out.nbytes)
+                if len(data) != out.nbytes:
+                    raise ValueError(f"expected {out.nbytes} bytes, found {len(data)}")
+                out[:] = data
+
+        @hookimpl
+        def kvf_codecs():
+            return [CodecProvider(name="zlib", summary="zlib, level 1", create=lambda options: Zlib())]
+    """
+
+
+@hookspec
+def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,empty-body]
+    """Requests of a plugin's own, in its own namespace of names.
+
+    Example, `echo.SAY` (entry point `requests.echo`):
+
+        from kvframework.api import Handler, Message, RequestSpec, RequestsProvider, hookimpl
+
+        class Say(Message, frozen=True):
+            text: str
+
+        def create(options, services):
+            return [Handler(RequestSpec("echo.SAY", Say, Say), lambda client, payload, buffers: payload)]
+
+        @hookimpl
+        def kvf_request_handlers():
+            return [RequestsProvider(name="echo", summary="says it again", create=create)]
+    """

@@ -1,0 +1,100 @@
+"""Owns names of content: cache keys as engines send them, object keys as storage uses them, and namespaces.
+
+Pure functions and structs; every byte format here is little-endian and part of the stable protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+import msgspec
+
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.types import Message
+
+DIGEST_BYTES = 32
+NAMESPACE_BYTES = 16
+SALT_BYTES = 16
+TOKEN_BYTES = 4
+
+# An object key as storage and tiers see it: `ObjectKey.pack()`.
+PackedKey = bytes
+
+
+class CacheKey(Message, frozen=True):
+    """What an engine sends, one a request.
+
+    `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
+    token to `end`, in exactly one form: `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests);
+    `start` selects, in tokens. `start` and `end` are multiples of the namespace's chunk.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int | None
+    namespace: bytes
+    start: int
+    end: int
+    request_id: str
+    tokens: bytes = b""
+    digests: bytes = b""
+    cache_salt: str = ""
+
+
+class ObjectKey(NamedTuple):
+    """Names the bytes of one chunk, of one rank, of one layer group. `salt` is 16 bytes, see `salt_digest`."""
+
+    namespace: bytes
+    salt: bytes
+    rank: int
+    group: int
+    digest: bytes
+
+    def pack(self) -> PackedKey:
+        """72 bytes: namespace 16, salt 16, rank u32, group u32, digest 32."""
+        return key_prefix(self.namespace, self.salt, self.rank, self.group) + self.digest
+
+    @staticmethod
+    def unpack(packed: PackedKey) -> ObjectKey:
+        """The inverse of `pack`. Raises `ValueError` for another length."""
+        if len(packed) != PACKED_KEY_BYTES:
+            raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(packed)}")
+        rank = int.from_bytes(packed[32:36], "little")
+        group = int.from_bytes(packed[36:40], "little")
+        return ObjectKey(packed[:16], packed[16:32], rank, group, packed[40:])
+
+
+PACKED_KEY_BYTES = NAMESPACE_BYTES + SALT_BYTES + 4 + 4 + DIGEST_BYTES
+
+
+def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
+    """What the packed keys of one request, rank and group share; append a digest to get a key."""
+    return namespace + salt + rank.to_bytes(4, "little") + group.to_bytes(4, "little")
+
+
+def salt_digest(cache_salt: str) -> bytes:
+    """16 bytes for a salt: zeros for none, else BLAKE2b of it."""
+    if not cache_salt:
+        return bytes(SALT_BYTES)
+    return hashlib.blake2b(cache_salt.encode(), digest_size=SALT_BYTES, person=b"kvf-salt").digest()
+
+
+def compute_namespace(
+    *,
+    model: str,
+    desc: MemoryLayoutDesc,
+    hasher_fingerprint: str,
+    world_size: int,
+    revision: str = "",
+    quantization: str = "",
+    packing: str = "",
+) -> bytes:
+    """16 bytes that name everything which must be equal before two engines may share bytes.
+
+    BLAKE2b-16 over the JSON array of: model, revision, quantisation, packing (instruction-set specific order inside a
+    block, "" for none), hasher fingerprint, world size and the desc (chunk size, shapes, dtypes, forms, windows).
+    """
+    fields = [model, revision, quantization, packing, hasher_fingerprint, world_size, msgspec.to_builtins(desc)]
+    encoded = msgspec.json.encode(fields, order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=NAMESPACE_BYTES, person=b"kvf-ns").digest()

@@ -1,0 +1,109 @@
+"""Owns the provider descriptors: what a hook returns. Made at startup; what `create` makes is called on hot paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from kvframework.api.codec import Codec
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout
+from kvframework.api.requests import EngineServices, Handler
+from kvframework.api.tier import L1Memory, Tier
+from kvframework.api.transport import EngineLink, ServerTransport, TransferContext
+from kvframework.api.types import Message, NoOptions, Options
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+API_VERSION = (1, 0)
+
+
+def always_available() -> str | None:
+    """The default probe: nothing stands in the way."""
+    return None
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """What a tier may know when it is created: its place in the TOML, for error texts."""
+
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider(Generic[O]):
+    """What every descriptor holds.
+
+    `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
+    the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the command
+    that installs what is missing), or None; it must be quick and without side effects.
+    """
+
+    kind: ClassVar[str]
+
+    name: str
+    summary: str
+    options: type[O] = NoOptions  # type: ignore[assignment]
+    requires_api: str = "1.0"
+    capabilities: frozenset[str] = frozenset()
+    probe: Callable[[], str | None] = always_available
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportProvider(Provider[O]):
+    """`create` makes the engine half; `create_server` the server half, None for an engine-driven transport."""
+
+    kind = "transport"
+    create: Callable[[O, EngineLink], TransferContext]
+    create_server: Callable[[O], ServerTransport] | None = None
+    is_gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutProvider(Provider[O]):
+    kind = "layout"
+    create: Callable[[O], Layout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class L1Provider(Provider[O]):
+    """A tier for `[l1]`: provides the arena's memory."""
+
+    kind = "tier"
+    create: Callable[[O, TierContext], L1Memory]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierProvider(Provider[O]):
+    """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan"."""
+
+    kind = "tier"
+    create: Callable[[O, TierContext], Tier]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionProvider(Provider[O]):
+    kind = "eviction"
+    create: Callable[[O], EvictionPolicy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasherProvider(Provider[O]):
+    kind = "hasher"
+    create: Callable[[O], KeyHasher]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecProvider(Provider[O]):
+    kind = "codec"
+    create: Callable[[O], Codec]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsProvider(Provider[O]):
+    """Requests of a plugin's own; their names start with `name` and a dot."""
+
+    kind = "requests"
+    create: Callable[[O, EngineServices], Sequence[Handler[Message]]]

@@ -1,0 +1,221 @@
+"""Owns the transport contract: how bytes move between an engine's memory and the server's arena, both halves.
+
+Engine-driven transports (CPU gather) copy in the engine process and need no server half. Server-driven ones (CUDA IPC)
+send memory handles at registration; their server half copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvframework.api.futures import MessagingFuture
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.types import BlockIds, Message
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ArenaRange(Message, frozen=True, array_like=True):
+    """One object's place in the arena, in bytes; `chunk` counts from the key's `start`."""
+
+    chunk: int
+    group: int
+    offset: int
+    length: int
+
+
+class StoreOutcome(Message, frozen=True):
+    """What a STORE did with each object: counts over chunks x layer groups."""
+
+    stored: int = 0
+    present: int = 0
+    in_flight: int = 0
+    dropped: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True if every object is or will be a hit: nothing was dropped."""
+        return self.dropped == 0
+
+
+class StorePlan(Message, frozen=True):
+    """Answer to PREPARE_STORE: write `ranges`, then commit `lease`.
+
+    `lease` is "" when there is nothing to write. The ranges belong to the caller until COMMIT, ABORT or its end; after
+    `lease_s` seconds they are quarantined: still the caller's to write, but never published.
+    """
+
+    lease: str
+    ranges: tuple[ArenaRange, ...]
+    outcome: StoreOutcome
+    lease_s: float = 0.0
+
+
+class RetrievePlan(Message, frozen=True):
+    """Answer to PREPARE_RETRIEVE: read `ranges`, then commit `lease`. Empty and `hit` False when anything is missing.
+
+    The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE tells whether they were pinned throughout.
+    """
+
+    hit: bool
+    lease: str = ""
+    ranges: tuple[ArenaRange, ...] = ()
+    lease_s: float = 0.0
+    reason: str = ""
+
+
+class Registration(Message, frozen=True):
+    """What the engine side knows of its own instance once the server accepted it."""
+
+    instance_id: int
+    rank: int
+    namespace: bytes
+    layout: KVLayout
+    desc: MemoryLayoutDesc
+
+
+class EngineLink(ABC):
+    """What a transport's engine half may ask of the server. All calls wait for the answer, at most for the link's
+    own control deadline, and raise `KVFrameworkError` (`DeadlineExceeded`, `ServerGone`, a typed refusal)."""
+
+    @abstractmethod
+    def arena(self) -> memoryview | None:
+        """The server's arena, mapped writable in this process, or None if it cannot be (over TCP). Valid until the
+        server is gone; ask again for every request."""
+
+    @abstractmethod
+    def prepare_store(self, key: CacheKey, instance_id: int) -> StorePlan: ...
+
+    @abstractmethod
+    def commit_store(self, lease: str) -> StoreOutcome:
+        """Publishes the lease's ranges. What could not be published counts as dropped."""
+
+    @abstractmethod
+    def abort_store(self, lease: str) -> None: ...
+
+    @abstractmethod
+    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan: ...
+
+    @abstractmethod
+    def commit_retrieve(self, lease: str) -> bool:
+        """False if the pins did not hold throughout: what was read may be foreign bytes."""
+
+    @abstractmethod
+    def submit(
+        self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
+    ) -> MessagingFuture[bool]:
+        """Server-driven STORE or RETRIEVE (`kind`); never waits. The future resolves once the server touches the
+        blocks no more; `cancel()` on it sends CANCEL."""
+
+
+class TransferContext(ABC):
+    """The engine half of a transport, one per registered instance. Called from the engine's own thread.
+
+    Returns futures and never polls or keeps them. Tensors are passed at each submit and are borrowed until the
+    future is resolved.
+    """
+
+    @abstractmethod
+    def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
+        """What the server half needs to reach the engine's memory; () for an engine-driven transport."""
+
+    @abstractmethod
+    def register(self, registration: Registration, layout: Layout) -> None:
+        """Called after every successful registration, a reconnect's too."""
+
+    @abstractmethod
+    def submit_store(
+        self,
+        request_id: str,
+        key: CacheKey,
+        instance_id: int,
+        kv_caches: Mapping[str, LayerTensors],
+        block_ids: BlockIds,
+        event: torch.Event | None,
+        blocks_in_chunk: Sequence[int],
+    ) -> MessagingFuture[bool]:
+        """Stores the tokens `[key.start, key.end)` held in `block_ids` (one list per layer group).
+
+        True: every object is stored, present, or being stored by another. `future.detail` is a `StoreOutcome`.
+        `blocks_in_chunk` has one count per layer group. Raises `BadBlockIds` before anything is reserved.
+        """
+
+    @abstractmethod
+    def submit_retrieve(
+        self,
+        request_id: str,
+        key: CacheKey,
+        instance_id: int,
+        kv_caches: Mapping[str, LayerTensors],
+        block_ids: BlockIds,
+        event: torch.Event | None,
+        blocks_in_chunk: Sequence[int],
+        skip_first_n_tokens: int = 0,
+    ) -> MessagingFuture[bool]:
+        """Loads the tokens `[key.start + skip_first_n_tokens, key.end)` into `block_ids`.
+
+        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written. False: a miss or a lost
+        pin; the blocks then hold anything and must be computed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the context holds. Idempotent."""
+
+
+class CopyJob:
+    """One server-driven STORE or RETRIEVE, made by the core, carried out by a transport's server half.
+
+    `ranges` are in `arena`; `block_ids` as the engine sent them, checked against the registered number of blocks.
+    """
+
+    __slots__ = ("arena", "block_ids", "blocks_in_chunk", "cancelled", "event", "is_store", "ranges", "skip_tokens")
+
+    def __init__(
+        self,
+        *,
+        is_store: bool,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        block_ids: BlockIds,
+        blocks_in_chunk: Sequence[int],
+        event: bytes,
+        skip_tokens: int = 0,
+    ) -> None:
+        self.is_store = is_store
+        self.arena = arena
+        self.ranges = ranges
+        self.block_ids = block_ids
+        self.blocks_in_chunk = blocks_in_chunk
+        self.event = event
+        self.skip_tokens = skip_tokens
+        self.cancelled = threading.Event()
+
+
+class ServerContext(ABC):
+    """The server half of one instance: the engine's memory, opened. Called from the serving thread; must not block."""
+
+    @abstractmethod
+    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
+        """Starts the copy. The future resolves only once the job's blocks and ranges are touched no more, whether it
+        succeeded (True), failed (False or an error) or saw `job.cancelled` (False)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the mappings at once; copies in flight resolve first. Idempotent."""
+
+
+class ServerTransport(ABC):
+    """The server half of a server-driven transport, one per server."""
+
+    @abstractmethod
+    def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> ServerContext:
+        """Opens an instance's memory handles. Raises `RequestError` if they are malformed."""
+
+    @abstractmethod
+    def close(self) -> None: ...

@@ -1,0 +1,27 @@
+"""Owns version negotiation: a pure function on HELLO's version range."""
+
+from __future__ import annotations
+
+from kvframework.errors import VersionMismatch
+from kvframework.wire.messages import PROTOCOL_VERSION, Hello
+
+MIN_VERSION = 1
+
+
+def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
+    """The highest protocol version that both speak. Raises `VersionMismatch`, with both ranges, if there is none or the
+    hashers differ."""
+    version = min(PROTOCOL_VERSION, hello.max_version)
+    if version < max(MIN_VERSION, hello.min_version):
+        raise VersionMismatch(
+            f"the client speaks protocol versions {hello.min_version} to {hello.max_version}",
+            available=f"{MIN_VERSION} to {PROTOCOL_VERSION}",
+            hint="install the same kvframework release beside the engine and the server",
+        )
+    if hello.hasher and hello.hasher != hasher_fingerprint:
+        raise VersionMismatch(
+            f"the client hashes with {hello.hasher}",
+            available=hasher_fingerprint,
+            hint="configure the same hasher on both sides",
+        )
+    return version

@@ -1,0 +1,261 @@
+"""Owns the payload structs of the core's requests and responses. They evolve by adding defaulted fields only."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvframework.api import (
+    CacheKey,
+    KVLayout,
+    MemoryLayoutDesc,
+    Message,
+    RetrievePlan,
+    StoreOutcome,
+    StorePlan,
+)
+
+PROTOCOL_VERSION = 1
+
+InstanceId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+
+
+class Empty(Message, frozen=True):
+    """No payload."""
+
+
+class Hello(Message, frozen=True):
+    """The first request on every connection. `session` joins a further socket to a session; `min_version` and
+    `max_version` bound what the client speaks; `hasher` is a fingerprint, "" to take the server's."""
+
+    client: str
+    pid: int
+    min_version: int = PROTOCOL_VERSION
+    max_version: int = PROTOCOL_VERSION
+    capabilities: tuple[str, ...] = ()
+    session: bytes = b""
+    hasher: str = ""
+
+
+class HelloReply(Message, frozen=True):
+    """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
+    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server."""
+
+    version: int
+    boot_id: bytes
+    session: bytes
+    chunk_size: int
+    hasher: str
+    hasher_fingerprint: str
+    transports: tuple[str, ...]
+    layouts: tuple[str, ...]
+    capabilities: tuple[str, ...] = ()
+    liveness: str = ""
+    arena_bytes: int = 0
+    server_version: str = ""
+
+
+class Pong(Message, frozen=True):
+    boot_id: bytes
+
+
+class GetChunkSize(Message, frozen=True):
+    """`namespace` b"": the configured chunk size; else the chunk of that registered namespace."""
+
+    namespace: bytes = b""
+
+
+class ChunkSize(Message, frozen=True):
+    chunk_size: int
+
+
+class RegisterKvCache(Message, frozen=True):
+    """Registers an instance with a declared layout. `handles` come from the transport's engine half."""
+
+    instance_id: InstanceId
+    model_name: str
+    world_size: int
+    rank: int
+    namespace: bytes
+    transport: str
+    layout: KVLayout
+    handles: tuple[bytes, ...] = ()
+
+
+class RegisterNonGpuContextPayload(Message, frozen=True):
+    """The eight scalars that say: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
+
+    `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of
+    K and V. The namespace follows from them, see `kvframework.wire.non_gpu`.
+    """
+
+    instance_id: InstanceId
+    model_name: str
+    world_size: int
+    block_size: int
+    num_layers: int
+    hidden_dim_size: int
+    dtype_str: str
+    use_mla: bool
+
+
+class Registered(Message, frozen=True):
+    """Both registrations' response."""
+
+    namespace: bytes
+    desc: MemoryLayoutDesc
+
+
+class Unregister(Message, frozen=True):
+    instance_id: InstanceId
+
+
+class TransferRequest(Message, frozen=True):
+    """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, one frame of bytes per
+    layer group; `event` is the transport's own handle of an event to wait for before the engine's memory is touched."""
+
+    key: CacheKey
+    instance_id: InstanceId
+    block_ids: tuple[bytes, ...]
+    event: bytes = b""
+    skip_first_n_tokens: int = 0
+
+
+class TransferReply(Message, frozen=True):
+    ok: bool
+    outcome: StoreOutcome = StoreOutcome()
+    reason: str = ""
+
+
+class Prepare(Message, frozen=True):
+    """PREPARE_STORE and PREPARE_RETRIEVE."""
+
+    key: CacheKey
+    instance_id: InstanceId
+
+
+class LeaseRef(Message, frozen=True):
+    """COMMIT_STORE, ABORT and COMMIT_RETRIEVE."""
+
+    lease: str
+
+
+class Committed(Message, frozen=True):
+    """COMMIT_STORE: what became of the lease's objects."""
+
+    outcome: StoreOutcome
+
+
+class RetrieveCommitted(Message, frozen=True):
+    """COMMIT_RETRIEVE: whether the pins held throughout."""
+
+    held: bool
+
+
+class Aborted(Message, frozen=True):
+    freed: int
+
+
+class Lookup(Message, frozen=True):
+    """ONE key, worker id None. The hit counts from `key.start`."""
+
+    key: CacheKey
+
+
+class LookupReply(Message, frozen=True):
+    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or under way).
+
+    `pending` True: L2 is being asked; poll QUERY_PREFETCH_STATUS with the ticket.
+    """
+
+    hit_tokens: int
+    ticket: str = ""
+    pending: bool = False
+
+
+class TicketRef(Message, frozen=True):
+    """QUERY_PREFETCH_STATUS and FREE_LOOKUP_LOCKS."""
+
+    ticket: str
+
+
+class Freed(Message, frozen=True):
+    pins: int
+
+
+class EndSession(Message, frozen=True):
+    """Ends all that the client holds under a request id; with "" all that it holds (it is going away)."""
+
+    request_id: str = ""
+
+
+class SessionEnded(Message, frozen=True):
+    leases: int
+    tickets: int
+
+
+class Cancel(Message, frozen=True):
+    """Cancels the server-driven transfer that the same client sent as message `request`. Answered only once the server touches
+    its blocks no more."""
+
+    request: int
+
+
+class CancelReply(Message, frozen=True):
+    """`found` False: the transfer had ended before."""
+
+    found: bool
+
+
+class Clear(Message, frozen=True):
+    """Drops what L1 holds and nobody uses; `l2` also what L2 holds of the objects dropped here."""
+
+    l2: bool = False
+
+
+class Cleared(Message, frozen=True):
+    objects: int
+    in_use: int
+
+
+class StatusReply(Message, frozen=True):
+    """The JSON document that `kvframework status --json` prints, see docs/architecture.md."""
+
+    document: bytes
+
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Aborted",
+    "Cancel",
+    "CancelReply",
+    "ChunkSize",
+    "Clear",
+    "Cleared",
+    "Committed",
+    "Empty",
+    "EndSession",
+    "Freed",
+    "GetChunkSize",
+    "Hello",
+    "HelloReply",
+    "LeaseRef",
+    "Lookup",
+    "LookupReply",
+    "Pong",
+    "Prepare",
+    "RegisterKvCache",
+    "RegisterNonGpuContextPayload",
+    "Registered",
+    "RetrieveCommitted",
+    "RetrievePlan",
+    "SessionEnded",
+    "StatusReply",
+    "StoreOutcome",
+    "StorePlan",
+    "TicketRef",
+    "TransferReply",
+    "TransferRequest",
+    "Unregister",
+]

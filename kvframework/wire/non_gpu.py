@@ -1,0 +1,37 @@
+"""Owns what the eight-field registration means: the layout, the desc and the namespace that follow from it.
+
+Engine and server both compute the namespace here, so that neither has to be told by the other.
+"""
+
+from __future__ import annotations
+
+from kvframework.api import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc, compute_namespace
+from kvframework.wire.messages import RegisterNonGpuContextPayload
+
+
+def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
+    """One layer group in canonical form; the number of blocks is not told."""
+    group = LayerGroup(
+        num_layers=payload.num_layers,
+        block_size=payload.block_size,
+        heads=1,
+        head_dim=payload.hidden_dim_size,
+        dtype=payload.dtype_str,
+        planes=1 if payload.use_mla else 2,
+    )
+    return KVLayout("canonical", (group,))
+
+
+def non_gpu_desc(payload: RegisterNonGpuContextPayload, chunk_size: int) -> MemoryLayoutDesc:
+    """Raises `BadLayout` / `BadDtype`."""
+    return canonical_desc(non_gpu_layout(payload), chunk_size)
+
+
+def non_gpu_namespace(payload: RegisterNonGpuContextPayload, hasher_fingerprint: str, chunk_size: int) -> bytes:
+    """The 16-byte namespace. `chunk_size` is the server's configured one, as HELLO tells it."""
+    return compute_namespace(
+        model=payload.model_name,
+        desc=non_gpu_desc(payload, chunk_size),
+        hasher_fingerprint=hasher_fingerprint,
+        world_size=payload.world_size,
+    )

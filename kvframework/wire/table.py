@@ -1,0 +1,32 @@
+"""Owns the core's request table: every request of the protocol, its payload, its response, its deadline."""
+
+from __future__ import annotations
+
+from kvframework.api import RequestSpec
+from kvframework.wire import messages as m
+
+_SPECS = (
+    RequestSpec("HELLO", m.Hello, m.HelloReply),
+    RequestSpec("PING", m.Empty, m.Pong),
+    RequestSpec("NOOP", m.Empty, m.Empty),
+    RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
+    RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered),
+    RequestSpec("REGISTER_KV_CACHE_NON_GPU_CONTEXT", m.RegisterNonGpuContextPayload, m.Registered),
+    RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty),
+    RequestSpec("STORE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
+    RequestSpec("RETRIEVE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
+    RequestSpec("PREPARE_STORE", m.Prepare, m.StorePlan),
+    RequestSpec("COMMIT_STORE", m.LeaseRef, m.Committed),
+    RequestSpec("ABORT", m.LeaseRef, m.Aborted),
+    RequestSpec("PREPARE_RETRIEVE", m.Prepare, m.RetrievePlan),
+    RequestSpec("COMMIT_RETRIEVE", m.LeaseRef, m.RetrieveCommitted),
+    RequestSpec("LOOKUP", m.Lookup, m.LookupReply),
+    RequestSpec("QUERY_PREFETCH_STATUS", m.TicketRef, m.LookupReply),
+    RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),
+    RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
+    RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
+    RequestSpec("CLEAR", m.Clear, m.Cleared),
+    RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
+)
+
+REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
