@@ -13,8 +13,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, data: memoryview) -> Sequence[memoryview]:
-        """The packed form of `data` (1-D bytes). May borrow `data`, which stays valid and unchanged until the tier's `put`
-        has returned."""
+        """The packed form of `data` (1-D bytes). May borrow `data`, which stays valid and unchanged until the tier's
+        `put` has returned."""
 
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Owns `MessagingFuture`, the one future of the framework. Thread-safe; resolved once, by whoever completes the work."""
+"""Owns `MessagingFuture`, the one future of the framework. Thread-safe; resolved once, by whoever does the work."""
 
 from __future__ import annotations
 

@@ -29,6 +29,6 @@ class KeyHasher(ABC):
         """Packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32), the rest is ignored.
 
         `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can go
-        on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA, multimodal and
-        embedding digests). Blocking, CPU only; keeps no reference to `tokens`.
+        on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
+        multimodal and embedding digests). Blocking, CPU only; keeps no reference to `tokens`.
         """

@@ -63,8 +63,8 @@ class KVLayout(Message, frozen=True):
 class GroupDesc(Message, frozen=True):
     """Shape and dtype of one object of one layer group.
 
-    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`; any other name is opaque bytes that only the
-    same layout plugin reads.
+    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`; any other name is opaque bytes that only
+    the same layout plugin reads.
     """
 
     shape: tuple[int, ...]
@@ -111,7 +111,7 @@ def validate_layout(layout: KVLayout) -> None:
     if not layout.groups or len(layout.groups) > MAX_GROUPS:
         raise BadLayout(f"{len(layout.groups)} layer groups", available=f"1 to {MAX_GROUPS}", where="layout.groups")
     if layout.num_blocks < 0:
-        raise BadLayout(f"num_blocks is {layout.num_blocks}", where="layout.num_blocks", available="0 (unknown) or more")
+        raise BadLayout(f"num_blocks is {layout.num_blocks}", where="layout.num_blocks", available="0 (unknown) up")
     for index, group in enumerate(layout.groups):
         where = f"layout.groups[{index}]"
         dtype_bytes(group.dtype)
@@ -176,9 +176,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def block_views(
-        self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]
-    ) -> list[list[list[torch.Tensor]]]:
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """Views, never copies, as `[group][plane][layer]`, each of shape `[blocks, slots per block, heads, head_dim]`
         with any strides, where slots per block = block_size / compress_ratio.
 

@@ -37,8 +37,8 @@ class Provider(Generic[O]):
     """What every descriptor holds.
 
     `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
-    the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the command
-    that installs what is missing), or None; it must be quick and without side effects.
+    the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the
+    command that installs what is missing), or None; it must be quick and without side effects.
     """
 
     kind: ClassVar[str]

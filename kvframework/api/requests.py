@@ -54,9 +54,9 @@ P = TypeVar("P", bound=Message)
 class Handler(Generic[P]):
     """Binds a function to a request: `call(client, payload, buffers)`.
 
-    Inline handlers run on the serving thread and must not block; `pooled` ones run in a worker thread. `ordered` ones of
-    one client run one after the other in the order of arrival. A handler may return a future: the response follows
-    when it resolves. It may raise `KVFrameworkError` for a typed error frame.
+    Inline handlers run on the serving thread and must not block; `pooled` ones run in a worker thread. `ordered`
+    ones of one client run one after the other in the order of arrival. A handler may return a future: the response
+    follows when it resolves. It may raise `KVFrameworkError` for a typed error frame.
     """
 
     spec: RequestSpec
@@ -70,6 +70,10 @@ class PrefetchTask(ABC):
 
     done: bool
     loaded: int
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ends the load early; what has arrived stays."""
 
 
 class EngineServices(ABC):
@@ -86,7 +90,8 @@ class EngineServices(ABC):
         """The desc of a registered namespace, None if unknown here."""
 
     @abstractmethod
-    def submit_prefetch_task(
-        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, client: ClientInfo, request_id: str
-    ) -> PrefetchTask:
-        """Asks L2 for what L1 lacks of `keys` and loads it into L1, in the background."""
+    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
+        """Asks L2 for what L1 lacks of `keys` and loads it into L1, in the background.
+
+        None if there is no L2 tier or too much is under way.
+        """

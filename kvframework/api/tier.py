@@ -82,7 +82,7 @@ class Tier(ABC):
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Tells that the keys were used (for LRU or TTL). Optional."""
-        return None
+        return
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. By default asks for a key that does not exist."""

@@ -159,8 +159,8 @@ class TransferContext(ABC):
     ) -> MessagingFuture[bool]:
         """Loads the tokens `[key.start + skip_first_n_tokens, key.end)` into `block_ids`.
 
-        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written. False: a miss or a lost
-        pin; the blocks then hold anything and must be computed.
+        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written. False: a miss or a
+        lost pin; the blocks then hold anything and must be computed.
         """
 
     @abstractmethod

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Union
 
 import msgspec
 
 from kvframework.errors import BadDtype
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer = bytes | bytearray | memoryview
 
 # One list of block ids per layer group, in the order of the layout's groups.
 BlockIds = Sequence[Sequence[int]]
@@ -53,9 +52,7 @@ class ByteSize(int):
     """A number of bytes; in TOML an integer or a string such as "512MiB", "1.5 GiB" or "10GB"."""
 
     _UNITS = {"": 1, "b": 1} | {
-        f"{p}{u}": b**e
-        for e, p in enumerate("kmgt", start=1)
-        for u, b in (("", 1024), ("ib", 1024), ("b", 1000))
+        f"{p}{u}": b**e for e, p in enumerate("kmgt", start=1) for u, b in (("", 1024), ("ib", 1024), ("b", 1000))
     }
 
     @classmethod

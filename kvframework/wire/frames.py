@@ -1,8 +1,8 @@
 """Owns the framing of messages: request id, request type, one msgpack payload, then raw buffers. Pure, no sockets.
 
-Frames of a request (after ZMQ's routing id): an 8-byte little-endian request id chosen by the client, the request's name
-in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request id; its type
-frame is the request's name, or `ERROR` with an `ErrorPayload`.
+Frames of a request (after ZMQ's routing id): an 8-byte little-endian request id chosen by the client, the request's
+name in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request
+id; its type frame is the request's name, or `ERROR` with an `ErrorPayload`.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class SessionEnded(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Cancels the server-driven transfer that the same client sent as message `request`. Answered only once the server touches
-    its blocks no more."""
+    """Cancels the server-driven transfer that the same client sent as message `request`. Answered only once the
+    server touches its blocks no more."""
 
     request: int
 

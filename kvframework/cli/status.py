@@ -1,0 +1,66 @@
+"""Owns `kvframework status`: asks a running server and shows what it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvframework.api import ByteSize
+from kvframework.cli.console import stdout
+from kvframework.client.connection import ENDPOINT_VARIABLE, KVClient
+from kvframework.config import default_endpoint, load_config
+from kvframework.wire import messages as m
+
+
+def register(app: typer.Typer) -> None:
+    app.command("status")(status)
+
+
+def status(
+    endpoint: Annotated[str | None, typer.Option(help="The server's endpoint.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the server.")] = 3.0,
+) -> None:
+    """Show what a running server holds and does."""
+    target = endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
+    with KVClient(target, name="status", connect_timeout_s=timeout) as client:
+        _ = client.hello
+        reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=timeout)
+    if as_json:
+        stdout.print_json(reply.document.decode())
+    else:
+        _show(msgspec.json.decode(reply.document))
+
+
+def _show(document: dict[str, Any]) -> None:
+    server, l1 = document["server"], document["l1"]
+    stdout.print(f"[bold]kvframework {server['version']}[/] at {server['endpoint']} (pid {server['pid']})")
+    stdout.print(f"up {server['uptime_s']:.0f} s, configuration {server['config']}, chunk size {server['chunk_size']}")
+    share = l1["used_bytes"] / l1["capacity_bytes"]
+    stdout.print(
+        f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} ({share:.0%}), {l1['objects']} objects, "
+        f"{l1['pins']} pins, {l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}"
+    )
+    for tier in document["l2"]:
+        stdout.print(
+            f"L2 {tier['name']} {tier['state']}, {tier.get('stored', 0)} stored, {tier.get('hits', 0)} hits, "
+            f"{tier.get('errors', 0)} errors, {tier['write_pending']} to write"
+        )
+    table = Table("instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token")
+    for context in document["instances"]:
+        rank = "?" if context["rank"] is None else context["rank"]
+        table.add_row(
+            str(context["instance_id"]), str(context["pid"]), context["model"], f"{rank}/{context['world_size']}",
+            context["transport"], context["format"], str(context["layers"]), context["dtype"],
+            str(context["chunk_tokens"]), f"{context['bytes_per_token']:g}",
+        )  # fmt: skip
+    if document["instances"]:
+        stdout.print(table)
+    else:
+        stdout.print("no instance is registered")

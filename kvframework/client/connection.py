@@ -1,0 +1,241 @@
+"""Owns one engine process's connection to the server: handshake, arena mapping, reconnects, and the calls of
+transports.
+
+The connection's own threads do the I/O; calls here come from engine threads and wait at most the control timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvframework.api import (
+    BlockIds,
+    CacheKey,
+    EngineLink,
+    HasherProvider,
+    KeyHasher,
+    Message,
+    MessagingFuture,
+    RetrievePlan,
+    StoreOutcome,
+    StorePlan,
+)
+from kvframework.client.arena import MappedArena
+from kvframework.client.blocks import pack_block_ids
+from kvframework.config import default_endpoint
+from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
+from kvframework.messaging.client import Connection
+from kvframework.plugins.registry import PluginRegistry
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
+TRANSFER_TIMEOUT_S = 30.0
+SETUP_TIMEOUT_S = 5.0
+
+M = TypeVar("M", bound=Message)
+
+
+class KVClient(EngineLink):
+    """A client session. Thread-safe. Starts to connect at once, and again by itself whenever the server is gone.
+
+    `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `control_timeout_s`
+    bounds every call on an engine's thread; after one timeout all fail at once until the server answers PINGs again.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        name: str = "engine",
+        connect_timeout_s: float = 5.0,
+        control_timeout_s: float = 0.05,
+        plugins: PluginRegistry | None = None,
+    ) -> None:
+        self.endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or default_endpoint()
+        self.control_timeout_s = control_timeout_s
+        self.plugins = plugins or PluginRegistry()
+        self._connect_timeout_s = connect_timeout_s
+        self._reply: m.HelloReply | None = None
+        self._hasher: KeyHasher | None = None
+        self._arena: MappedArena | None = None
+        self._on_up: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._connection = Connection(
+            self.endpoint,
+            m.Hello(client=name, pid=os.getpid()),
+            table=REQUESTS,
+            on_up=self._up,
+            on_down=self._down,
+        )
+        self._connection.start()
+
+    def __enter__(self) -> KVClient:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls are worth making now: connected, set up, and not in doubt. Never blocks."""
+        return self._connection.state == "up"
+
+    @property
+    def boot_id(self) -> bytes | None:
+        return self._connection.boot_id
+
+    @property
+    def chunk_size(self) -> int:
+        """The server's configured chunk size. Raises `ServerGone` if there never was a connection."""
+        return self.hello.chunk_size
+
+    @property
+    def hasher(self) -> KeyHasher:
+        """The hasher that the server named, loaded here. Raises `ServerGone` like `chunk_size`."""
+        if self.hello and self._hasher:
+            return self._hasher
+        raise ServerGone("not connected yet")
+
+    @property
+    def hello(self) -> m.HelloReply:
+        """What the server said at the last handshake; waits for the first one, at most the connect timeout."""
+        if self._reply is None and not self.wait_up(self._connect_timeout_s):
+            self.raise_down()
+        if self._reply is None:
+            raise ServerGone("not connected yet")
+        return self._reply
+
+    def wait_up(self, timeout: float) -> bool:
+        """Waits until calls may be made; False after `timeout` seconds."""
+        return self._connection.wait_up(timeout)
+
+    def raise_down(self) -> None:
+        """Raises why there is no connection: the server's refusal, or `ServerGone`."""
+        error = self._connection.last_error
+        if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
+            raise error
+        raise ServerGone(
+            f"no server answers at {self.endpoint}", hint="start one with: kvframework serve", where=str(error or "")
+        )
+
+    def when_up(self, callback: Callable[[], None]) -> None:
+        """Calls back after every further handshake, in the connection's supervisor thread, before calls may be made by
+        others: to register again."""
+        with self._lock:
+            self._on_up.append(callback)
+
+    def forget(self, callback: Callable[[], None]) -> None:
+        """Ends `when_up` for a callback."""
+        with self._lock:
+            self._on_up.remove(callback)
+
+    def request(
+        self, name: str, payload: Message, response: type[M], *, timeout: float | None = None, urgent: bool = False
+    ) -> M:
+        """One request, waiting for its answer. Raises typed errors, `DeadlineExceeded` and `ServerGone`."""
+        wait = self.control_timeout_s if timeout is None else timeout
+        future = self._connection.request(name, payload, timeout=wait, urgent=urgent)
+        # The connection ends the wait; the margin only covers a connection that is being closed.
+        reply = future.result(wait + 1.0)
+        if not isinstance(reply, response):
+            raise ServerGone(f"{name} was answered with {type(reply).__name__}")
+        return reply
+
+    def close(self) -> None:
+        """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""
+        self._connection.close()
+        self._down()
+
+    # EngineLink
+
+    def arena(self) -> memoryview | None:
+        arena = self._arena
+        return arena.view if arena else None
+
+    def prepare_store(self, key: CacheKey, instance_id: int) -> StorePlan:
+        return self.request("PREPARE_STORE", m.Prepare(key, instance_id), StorePlan)
+
+    def commit_store(self, lease: str) -> StoreOutcome:
+        # Urgent: a doubt about the server must not leave the range reserved until this process ends.
+        return self.request("COMMIT_STORE", m.LeaseRef(lease), m.Committed, urgent=True).outcome
+
+    def abort_store(self, lease: str) -> None:
+        self.request("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
+
+    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan:
+        return self.request("PREPARE_RETRIEVE", m.Prepare(key, instance_id), RetrievePlan)
+
+    def commit_retrieve(self, lease: str) -> bool:
+        return self.request("COMMIT_RETRIEVE", m.LeaseRef(lease), m.RetrieveCommitted, urgent=True).held
+
+    def submit(
+        self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
+    ) -> MessagingFuture[bool]:
+        payload = m.TransferRequest(key, instance_id, pack_block_ids(block_ids), event, skip_first_n_tokens)
+        sent = self._connection.request(kind, payload, timeout=TRANSFER_TIMEOUT_S)
+        future: MessagingFuture[bool] = MessagingFuture(sent.cancel)
+
+        def answered(reply: MessagingFuture[Message]) -> None:
+            error = reply.exception()
+            if error is not None:
+                log.warning("%s of request %s failed: %s", kind, key.request_id, error)
+                future.set_result(False)
+                return
+            result = reply.result(0)
+            ok = isinstance(result, m.TransferReply) and result.ok
+            future.set_result(ok, result.outcome if isinstance(result, m.TransferReply) else None)
+
+        sent.add_done_callback(answered)
+        return future
+
+    # the connection's supervisor thread
+
+    def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
+        arena = MappedArena(arena_fd) if arena_fd is not None else None
+        try:
+            self._check(reply)
+            if self._hasher is None:
+                self._hasher = self._load_hasher(reply)
+        except BaseException:
+            if arena:
+                arena.close()
+            raise
+        self._reply, self._arena = reply, arena
+        with self._lock:
+            callbacks = list(self._on_up)
+        for callback in callbacks:
+            callback()
+
+    def _down(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena:
+            arena.close()
+
+    def _check(self, reply: m.HelloReply) -> None:
+        """Another server at the same place must cut and hash as the first did: what engines hold depends on it."""
+        before = self._reply
+        if before and (before.chunk_size, before.hasher_fingerprint) != (reply.chunk_size, reply.hasher_fingerprint):
+            raise VersionMismatch(
+                f"the new server has chunk size {reply.chunk_size} and hasher {reply.hasher_fingerprint}",
+                available=f"{before.chunk_size} and {before.hasher_fingerprint} as before",
+                hint="restart the engine, or the server with its former configuration",
+            )
+
+    def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
+        provider = self.plugins.resolve("hasher", reply.hasher, where="the server's hasher")
+        if not isinstance(provider, HasherProvider):
+            raise VersionMismatch(f"{reply.hasher!r} is no hasher here")
+        hasher: KeyHasher = provider.create(self.plugins.options(provider, {}, where="the server's hasher"))
+        if hasher.fingerprint != reply.hasher_fingerprint:
+            raise VersionMismatch(
+                f"the server hashes with {reply.hasher_fingerprint}", available=f"{hasher.fingerprint} here",
+                hint="install the same hasher beside the engine and the server",
+            )  # fmt: skip
+        return hasher

@@ -1,0 +1,110 @@
+"""Owns the scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
+
+Called from the scheduler's thread: no call waits longer than the client's control timeout (`wait` says its own), and
+any failure is a miss, one log line and a count.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kvframework.api import CacheKey
+from kvframework.client.connection import KVClient
+from kvframework.client.hashing import RequestHashes
+from kvframework.errors import KVFrameworkError
+from kvframework.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """`hit_tokens` from the lookup's start are pinned under `ticket` ("" for none). `pending`: L2 is still being
+    asked."""
+
+    hit_tokens: int
+    ticket: str = ""
+    pending: bool = False
+
+
+MISS = LookupResult(0)
+
+
+class SchedulerAdapter:
+    """Looks up for all ranks of one namespace. Thread-safe."""
+
+    def __init__(
+        self, client: KVClient, *, model_name: str, namespace: bytes, chunk_tokens: int, world_size: int = 1
+    ) -> None:
+        self.failures = 0
+        self.chunk_tokens = chunk_tokens
+        self._client = client
+        self._model_name = model_name
+        self._namespace = namespace
+        self._world_size = world_size
+
+    def lookup(self, request: RequestHashes, start: int = 0, end: int | None = None) -> LookupResult:
+        """How many tokens after `start` all ranks can load. `end` (default: all that is hashed) is rounded down to a
+        chunk, `start` must be a multiple of it."""
+        last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
+        last -= last % self.chunk_tokens
+        if last <= start:
+            return MISS
+        key = CacheKey(
+            model_name=self._model_name,
+            world_size=self._world_size,
+            worker_id=None,
+            namespace=self._namespace,
+            start=start,
+            end=last,
+            request_id=request.request_id,
+            digests=request.digests(last),
+            cache_salt=request.cache_salt,
+        )
+        return self._ask("LOOKUP", m.Lookup(key))
+
+    def poll(self, result: LookupResult) -> LookupResult:
+        """The state of a pending lookup."""
+        return self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket)) if result.pending else result
+
+    def wait(self, result: LookupResult, timeout: float) -> LookupResult:
+        """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has."""
+        deadline = time.monotonic() + timeout
+        while result.pending and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            result = self.poll(result)
+        return result
+
+    def free(self, result: LookupResult) -> None:
+        """Lets go of what a lookup pinned: after the workers have loaded, or when the request is given up."""
+        if result.ticket:
+            self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
+
+    def end_request(self, request_id: str) -> None:
+        """Ends all that this client holds under a request id. Request ids of other clients are not touched."""
+        if request_id:
+            self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
+
+    def _ask(self, name: str, payload: m.Lookup | m.TicketRef) -> LookupResult:
+        if not self._client.usable:
+            self.failures += 1
+            return MISS
+        try:
+            reply = self._client.request(name, payload, m.LookupReply)
+        except KVFrameworkError as error:
+            self.failures += 1
+            log.warning("%s failed, taken as a miss: %s", name, error)
+            return MISS
+        return LookupResult(reply.hit_tokens, reply.ticket, reply.pending)
+
+    def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
+        try:
+            self._client.request(name, payload, response, urgent=True)
+        except KVFrameworkError as error:
+            # The ticket ends by its time, or with this process.
+            self.failures += 1
+            log.warning("%s failed: %s", name, error)

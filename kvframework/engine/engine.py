@@ -1,0 +1,159 @@
+"""Owns `CacheEngine`: the contexts registry, key resolution and all request handlers of the core, wired together.
+
+Made by `kvframework.server`; its handlers run on the serving thread unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+from kvframework.api import (
+    CacheKey,
+    ClientInfo,
+    EngineServices,
+    Handler,
+    KeyHasher,
+    Layout,
+    MemoryLayoutDesc,
+    PackedKey,
+    PrefetchTask,
+)
+from kvframework.config import ServerConfig
+from kvframework.engine.contexts import Contexts
+from kvframework.engine.copies import ServerDrivenTransfers
+from kvframework.engine.lookups import Lookups
+from kvframework.engine.registration import AttachedTransport, Registrations
+from kvframework.engine.resolve import KeyResolver
+from kvframework.engine.status import StatusReport
+from kvframework.engine.transfers import EngineDrivenTransfers
+from kvframework.errors import RequestError
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+
+class CacheEngine(EngineServices):
+    """All that the server does, without sockets. Owns `storage` and closes it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        storage: StorageManager,
+        hasher: KeyHasher,
+        transports: Mapping[str, AttachedTransport],
+        layouts: Mapping[str, Layout],
+        server_facts: Mapping[str, object],
+        messaging_status: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self.boot_id = secrets.token_bytes(16)
+        self.chunk_size = config.chunk_size
+        self.contexts: Contexts = {}
+        self.storage = storage
+        self.hasher = hasher
+        self._transports = transports
+        self._layouts = layouts
+        self._resolver = KeyResolver(hasher)
+        self._registrations = Registrations(
+            self.contexts,
+            storage,
+            transports=transports,
+            layouts=layouts,
+            chunk_size=config.chunk_size,
+            hasher_fingerprint=hasher.fingerprint,
+        )
+        self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
+        self._parts = (
+            self._registrations,
+            EngineDrivenTransfers(
+                self.contexts,
+                storage,
+                self._resolver,
+                chunk_size=config.chunk_size,
+                store_lease_s=config.store_lease_s,
+                retrieve_lease_s=config.retrieve_lease_s,
+            ),
+            ServerDrivenTransfers(self.contexts, storage, self._resolver, chunk_size=config.chunk_size),
+            self._lookups,
+            StatusReport(
+                self.contexts,
+                storage,
+                chunk_size=config.chunk_size,
+                server={"boot_id": self.boot_id.hex(), **server_facts},
+                messaging=messaging_status,
+                tickets=lambda: len(self._lookups),
+            ),
+        )
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        """The handlers of every core request that the message server does not answer itself."""
+        own: list[Handler] = [  # type: ignore[type-arg]
+            Handler(REQUESTS["PING"], lambda _client, _payload, _buffers: m.Pong(self.boot_id)),
+            Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
+            Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
+            Handler(REQUESTS["CLEAR"], self._clear, pooled=True),
+        ]
+        return own + [handler for part in self._parts for handler in part.handlers()]
+
+    def welcome(self, _hello: m.Hello, _client: ClientInfo, version: int) -> m.HelloReply:
+        """The engine's part of the answer to HELLO; the message server fills in the session."""
+        return m.HelloReply(
+            version=version,
+            boot_id=self.boot_id,
+            session=b"",
+            chunk_size=self.chunk_size,
+            hasher=self.hasher.name,
+            hasher_fingerprint=self.hasher.fingerprint,
+            transports=tuple(self._transports),
+            layouts=tuple(self._layouts),
+            arena_bytes=self.storage.capacity,
+        )
+
+    def end_session(self, client: ClientInfo) -> None:
+        """A client is gone: its instances, tickets, pins and reservations end at once."""
+        self._registrations.end_session(client)
+        self._lookups.end_owner(client.session_id)
+        self.storage.end_owner(client.session_id)
+
+    def tick(self) -> None:
+        """To be called every 100 ms or so, on the serving thread: leases, tickets and watermarks."""
+        self._lookups.expire()
+        self.storage.tick()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """After the last request: closes contexts, transports and storage, waiting up to `drain_s` for L2."""
+        for context in list(self.contexts.values()):
+            if context.memory is not None:
+                context.memory.close()
+        self.contexts.clear()
+        for transport in self._transports.values():
+            if transport.server is not None:
+                transport.server.close()
+        self.storage.close(drain_s)
+
+    # EngineServices, for the request handlers of plugins
+
+    def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
+        desc = self.layout_desc(key.namespace)
+        if desc is None:
+            raise RequestError(f"namespace {key.namespace.hex()} is not registered", hint="register an instance first")
+        return self._resolver.resolve(key, desc).by_row()
+
+    def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
+        record = self.storage.records.get(namespace)
+        return record.desc if record else None
+
+    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
+        return self.storage.submit_prefetch_task(keys, layout_desc)
+
+    def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
+        if not payload.namespace:
+            return m.ChunkSize(self.chunk_size)
+        desc = self.layout_desc(payload.namespace)
+        if desc is None:
+            raise RequestError(f"namespace {payload.namespace.hex()} is not registered")
+        return m.ChunkSize(desc.chunk_tokens)
+
+    def _clear(self, _client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
+        return m.Cleared(*self.storage.clear(l2=payload.l2))

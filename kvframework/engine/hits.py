@@ -1,0 +1,54 @@
+"""Owns the hit rule: how many chunks of a prompt can be used, given which objects there are. Pure.
+
+A row is one (rank, layer group): all rows must hold. Full attention needs every chunk before the end of the hit; a
+window needs the chunks that its last tokens lie in. Chunks before the request's start are the engine's own and not
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def window_chunks(window: int, chunk_tokens: int) -> int:
+    """Chunks that a window of `window` tokens needs behind any chunk boundary; 0 for full attention."""
+    return -(-window // chunk_tokens)
+
+
+def hit_chunks(rows: Sequence[Sequence[bool]], windows: Sequence[int]) -> int:
+    """The longest usable prefix in chunks. `rows[r][c]`: object c of row r is there; `windows[r]` in chunks, 0:
+    full."""
+    if not rows:
+        return 0
+    bound = len(rows[0])
+    for row, window in zip(rows, windows, strict=True):
+        if not window:
+            bound = min(bound, _prefix(row))
+    if not any(windows):
+        return bound
+    usable = [_usable_ends(row, window) for row, window in zip(rows, windows, strict=True) if window]
+    for end in range(bound, 0, -1):
+        if all(ends[end] for ends in usable):
+            return end
+    return 0
+
+
+def needed_chunks(end: int, window: int) -> range:
+    """The chunks of one row that a hit of `end` chunks uses."""
+    return range(max(end - window, 0) if window else 0, end)
+
+
+def _prefix(row: Sequence[bool]) -> int:
+    for index, there in enumerate(row):
+        if not there:
+            return index
+    return len(row)
+
+
+def _usable_ends(row: Sequence[bool], window: int) -> list[bool]:
+    run = 0
+    ends = [True]
+    for index, there in enumerate(row, start=1):
+        run = run + 1 if there else 0
+        ends.append(run >= min(index, window))
+    return ends

@@ -1,0 +1,183 @@
+"""Owns LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS and END_SESSION: tickets and what they pin.
+
+Handlers run on the serving thread and never wait for L2; loads end in a storage thread. The storage lock guards the
+tickets.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from kvframework.api import CacheKey, ClientInfo, Handler, MemoryLayoutDesc
+from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
+from kvframework.errors import BadRange, LeaseUnknown, NamespaceMismatch
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.prefetch import LoadTask
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One LOOKUP's: its pins, and the load that may still be under way."""
+
+    id: str
+    owner: int
+    key: CacheKey
+    hit_tokens: int = 0
+    pending: bool = False
+    pins: str = ""
+    task: LoadTask | None = None
+    deadline: float = 0.0
+    ended: bool = False
+
+
+class Lookups:
+    """Tickets belong to the client session that asked. Request ids may collide; tickets don't."""
+
+    def __init__(self, storage: StorageManager, resolver: KeyResolver, *, ticket_s: float) -> None:
+        self._storage = storage
+        self._resolver = resolver
+        self._ticket_s = ticket_s
+        self._tickets: dict[str, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["LOOKUP"], self._lookup),
+            Handler(REQUESTS["QUERY_PREFETCH_STATUS"], self._query),
+            Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
+            Handler(REQUESTS["END_SESSION"], self._end_session),
+        ]
+
+    def end_owner(self, owner: int, request_id: str | None = None) -> int:
+        """Ends a client's tickets (those of one request); the number ended."""
+        with self._storage.lock:
+            ending = [
+                ticket
+                for ticket in self._tickets.values()
+                if ticket.owner == owner and (request_id is None or ticket.key.request_id == request_id)
+            ]
+            for ticket in ending:
+                self._end(ticket)
+            return len(ending)
+
+    def expire(self) -> None:
+        """Ends tickets whose time is over, so that a client that forgets them leaves nothing behind."""
+        now = time.monotonic()
+        with self._storage.lock:
+            for ticket in [t for t in self._tickets.values() if not t.pending and now >= t.deadline]:
+                self._end(ticket)
+
+    def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply:
+        key = payload.key
+        check_key(key)
+        if not 0 <= key.start < key.end:
+            raise BadRange(f"start {key.start}, end {key.end}", where="key", available="0 <= start < end")
+        ticket = Ticket(secrets.token_hex(8), client.session_id, key)
+        with self._storage.lock:
+            record = self._storage.records.get(key.namespace)
+            if record is None:
+                ticket.pending = self._storage.submit_record_task(key.namespace, lambda: self._know(ticket))
+            else:
+                self._ask(ticket, self._desc(key))
+            return self._reply(ticket)
+
+    def _query(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.LookupReply:
+        with self._storage.lock:
+            return self._reply(self._own(client, payload.ticket))
+
+    def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
+        with self._storage.lock:
+            return m.Freed(self._end(self._own(client, payload.ticket)))
+
+    def _end_session(self, client: ClientInfo, payload: m.EndSession, _buffers: object) -> m.SessionEnded:
+        request_id = payload.request_id or None
+        tickets = self.end_owner(client.session_id, request_id)
+        return m.SessionEnded(self._storage.end_owner(client.session_id, request_id), tickets)
+
+    def _desc(self, key: CacheKey) -> MemoryLayoutDesc:
+        record = self._storage.records.get(key.namespace)
+        if record is None:
+            raise NamespaceMismatch(f"namespace {key.namespace.hex()} is unknown")
+        if (key.model_name, key.world_size) != (record.model_name, record.world_size):
+            raise NamespaceMismatch(
+                f"model {key.model_name!r}, world size {key.world_size}", where="key",
+                available=f"model {record.model_name!r}, world size {record.world_size} in this namespace",
+            )  # fmt: skip
+        return record.desc
+
+    def _ask(self, ticket: Ticket, desc: MemoryLayoutDesc) -> None:
+        """Pins what L1 answers; asks L2 for the rest."""
+        grid = self._resolver.resolve(ticket.key, desc)
+        hit = self._pin(ticket, grid)
+        if hit < grid.chunks:
+            ticket.task = self._storage.submit_prefetch_task(
+                grid.flat, desc,
+                select=lambda available: grid.needed(grid.hit(available)),
+                on_done=lambda: self._loaded(ticket, grid),
+            )  # fmt: skip
+        ticket.pending = ticket.task is not None
+
+    def _know(self, ticket: Ticket) -> None:
+        """The namespace's record has been asked of L2 (in a storage thread)."""
+        with self._storage.lock:
+            ticket.pending = False
+            if not ticket.ended and self._storage.records.get(ticket.key.namespace) is not None:
+                self._ask(ticket, self._desc(ticket.key))
+
+    def _loaded(self, ticket: Ticket, grid: KeyGrid) -> None:
+        """A load has ended (in a storage thread), and what it loaded is still pinned by it."""
+        with self._storage.lock:
+            ticket.pending = False
+            ticket.task = None
+            if not ticket.ended:
+                self._pin(ticket, grid)
+
+    def _pin(self, ticket: Ticket, grid: KeyGrid) -> int:
+        """Pins the hit of what L1 holds now under the ticket, in place of what it pinned before; the chunks."""
+        hit = grid.hit(self._storage.which_present(grid.flat))
+        before, ticket.pins = ticket.pins, ""
+        ticket.deadline = time.monotonic() + self._ticket_s
+        if hit:
+            lease = self._storage.pin(
+                [grid.flat[index] for index in grid.needed(hit)],
+                owner=ticket.owner, request_id=ticket.key.request_id, lease_s=self._ticket_s,
+            )  # fmt: skip
+            ticket.pins = lease.id if lease else ""
+        if before:
+            self._unpin(ticket.owner, before)
+        ticket.hit_tokens = hit * grid.desc.chunk_tokens
+        return hit
+
+    def _reply(self, ticket: Ticket) -> m.LookupReply:
+        if not ticket.pending and not ticket.pins:
+            self._tickets.pop(ticket.id, None)
+            return m.LookupReply(0)
+        if ticket.id not in self._tickets:
+            self._tickets[ticket.id] = ticket
+        return m.LookupReply(ticket.hit_tokens, ticket.id, ticket.pending)
+
+    def _own(self, client: ClientInfo, ticket_id: str) -> Ticket:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.owner != client.session_id:
+            raise LeaseUnknown(f"there is no ticket {ticket_id!r} of this client", hint="look up again")
+        return ticket
+
+    def _end(self, ticket: Ticket) -> int:
+        ticket.ended = True
+        self._tickets.pop(ticket.id, None)
+        if ticket.task is not None:
+            ticket.task.cancel()
+        return self._unpin(ticket.owner, ticket.pins) if ticket.pins else 0
+
+    def _unpin(self, owner: int, lease_id: str) -> int:
+        try:
+            return len(self._storage.unpin(lease_id, owner=owner).objects)
+        except LeaseUnknown:
+            # END_SESSION of the same client has ended it already.
+            return 0

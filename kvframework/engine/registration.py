@@ -1,0 +1,174 @@
+"""Owns REGISTER_KV_CACHE, REGISTER_KV_CACHE_NON_GPU_CONTEXT and UNREGISTER_KV_CACHE. Runs on the serving thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvframework.api import ClientInfo, Handler, KVLayout, Layout, ServerTransport, validate_layout
+from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
+from kvframework.engine.resolve import MAX_TEXT, MAX_WORLD_SIZE
+from kvframework.errors import AlreadyRegistered, BadLayout, MessageTooLarge, NamespaceMismatch, TransportMismatch
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.wire import messages as m
+from kvframework.wire.non_gpu import non_gpu_layout, non_gpu_namespace
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+MAX_HANDLES = 4096
+MAX_HANDLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class AttachedTransport:
+    """A configured transport; `server` is None for an engine-driven one."""
+
+    name: str
+    is_gpu: bool
+    server: ServerTransport | None
+
+
+class Registrations:
+    """Fills the contexts registry."""
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        storage: StorageManager,
+        *,
+        transports: Mapping[str, AttachedTransport],
+        layouts: Mapping[str, Layout],
+        chunk_size: int,
+        hasher_fingerprint: str,
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._transports = transports
+        self._layouts = layouts
+        self._chunk_size = chunk_size
+        self._hasher_fingerprint = hasher_fingerprint
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["REGISTER_KV_CACHE"], self._register),
+            Handler(REQUESTS["REGISTER_KV_CACHE_NON_GPU_CONTEXT"], self._register_non_gpu),
+            Handler(REQUESTS["UNREGISTER_KV_CACHE"], self._unregister),
+        ]
+
+    def end_session(self, client: ClientInfo) -> None:
+        """Ends every instance of a client that is gone."""
+        for context in [c for c in self._contexts.values() if c.session_id == client.session_id]:
+            self._end(context)
+
+    def _register(self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object) -> m.Registered:
+        transport = self._transports.get(payload.transport)
+        if transport is None:
+            raise TransportMismatch(
+                f"transport {payload.transport!r} is not configured", available=", ".join(self._transports),
+                hint="add a [[transport]] table to the server's TOML",
+            )  # fmt: skip
+        plugin = self._layouts.get(payload.layout.format)
+        if plugin is None:
+            raise BadLayout(
+                f"layout {payload.layout.format!r} is not configured", available=", ".join(self._layouts),
+                hint="add a [[layout]] table to the server's TOML",
+            )  # fmt: skip
+        if (transport.server is None) == bool(payload.handles):
+            raise TransportMismatch(
+                f"{len(payload.handles)} memory handles for transport {transport.name!r}",
+                available="none: it is engine-driven" if transport.server is None else "at least one",
+            )
+        if len(payload.handles) > MAX_HANDLES or any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
+            raise MessageTooLarge("the memory handles are too many or too long", where="handles")
+        _check_identity(payload.model_name, payload.world_size, payload.rank)
+        context = self._context(
+            client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
+        )
+        return self._add(context, payload.handles)
+
+    def _register_non_gpu(
+        self, client: ClientInfo, payload: m.RegisterNonGpuContextPayload, _buffers: object
+    ) -> m.Registered:
+        _check_identity(payload.model_name, payload.world_size, 0)
+        engine_driven = next((t for t in self._transports.values() if t.server is None), None)
+        if engine_driven is None:
+            raise TransportMismatch(
+                "this registration needs an engine-driven transport", available=", ".join(self._transports),
+                hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
+            )  # fmt: skip
+        layout = non_gpu_layout(payload)
+        validate_layout(layout)
+        namespace = non_gpu_namespace(payload, self._hasher_fingerprint, self._chunk_size)
+        context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
+        return self._add(context, ())
+
+    def _unregister(self, client: ClientInfo, payload: m.Unregister, _buffers: object) -> m.Empty:
+        self._end(own_context(self._contexts, payload.instance_id, client))
+        return m.Empty()
+
+    def _context(
+        self,
+        client: ClientInfo,
+        payload: m.RegisterKvCache | m.RegisterNonGpuContextPayload,
+        transport: AttachedTransport,
+        layout: KVLayout,
+        *,
+        rank: int | None,
+        namespace: bytes,
+        plugin: Layout | None,
+    ) -> RegisteredContext:
+        known = self._contexts.get(payload.instance_id)
+        if known is not None:
+            mine = known.session_id == client.session_id
+            raise AlreadyRegistered(
+                f"instance {payload.instance_id} is registered by {'this client' if mine else f'process {known.pid}'}",
+                hint="unregister it first" if mine else "every worker process needs an instance id of its own",
+            )
+        if len(namespace) != 16:
+            raise NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
+        return RegisteredContext(
+            instance_id=payload.instance_id,
+            session_id=client.session_id,
+            pid=client.pid,
+            model_name=payload.model_name,
+            world_size=payload.world_size,
+            rank=rank,
+            namespace=namespace,
+            transport=transport.name,
+            is_gpu=transport.is_gpu,
+            layout=layout,
+            layout_plugin=plugin,
+        )
+
+    def _add(self, context: RegisteredContext, handles: Sequence[bytes]) -> m.Registered:
+        desc = context.get_layout_desc(self._chunk_size)
+        record = NamespaceRecord(context.model_name, context.world_size, desc)
+        self._storage.records.add(context.namespace, record)
+        server = self._transports[context.transport].server
+        if server is not None:
+            context.memory = server.open(context.layout, desc, handles)
+        self._contexts[context.instance_id] = context
+        log.info(
+            "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk",
+            context.instance_id, context.model_name, context.rank, context.world_size, context.layout.format,
+            context.transport, desc.nbytes,
+        )  # fmt: skip
+        return m.Registered(context.namespace, desc)
+
+    def _end(self, context: RegisteredContext) -> None:
+        del self._contexts[context.instance_id]
+        if context.memory is not None:
+            context.memory.close()
+        log.info("instance %d unregistered", context.instance_id)
+
+
+def _check_identity(model_name: str, world_size: int, rank: int) -> None:
+    if not 1 <= len(model_name) <= MAX_TEXT:
+        raise MessageTooLarge(f"model_name has {len(model_name)} characters", available=f"1 to {MAX_TEXT}")
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
+    if not 0 <= rank < world_size:
+        raise NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")

@@ -1,0 +1,113 @@
+"""Owns the engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
+
+Runs on the serving thread. The bytes never pass here: the client writes and reads the arena itself.
+"""
+
+from __future__ import annotations
+
+from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrievePlan, StoreOutcome, StorePlan
+from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
+from kvframework.engine.resolve import KeyGrid, KeyResolver
+from kvframework.errors import TransportMismatch
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.objects import Reservation
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+
+class EngineDrivenTransfers:
+    """Leases of arena ranges, owned by the client session that asked."""
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        storage: StorageManager,
+        resolver: KeyResolver,
+        *,
+        chunk_size: int,
+        store_lease_s: float,
+        retrieve_lease_s: float,
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._resolver = resolver
+        self._chunk_size = chunk_size
+        self._store_lease_s = store_lease_s
+        self._retrieve_lease_s = retrieve_lease_s
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["PREPARE_STORE"], self._prepare_store),
+            Handler(REQUESTS["COMMIT_STORE"], self._commit_store),
+            Handler(REQUESTS["ABORT"], self._abort),
+            Handler(REQUESTS["PREPARE_RETRIEVE"], self._prepare_retrieve),
+            Handler(REQUESTS["COMMIT_RETRIEVE"], self._commit_retrieve),
+        ]
+
+    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> StorePlan:
+        grid = self._grid(client, payload)
+        result = self._storage.reserve(
+            grid.sized(), owner=client.session_id, request_id=payload.key.request_id, lease_s=self._store_lease_s
+        )
+        outcome = outcome_of(result)
+        if result.lease is None:
+            return StorePlan("", (), outcome)
+        return StorePlan(result.lease.id, placed_ranges(grid, result), outcome, self._store_lease_s)
+
+    def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
+        promised = self._storage.lease_size(payload.lease, owner=client.session_id)
+        published = self._storage.commit(payload.lease, owner=client.session_id)
+        return m.Committed(StoreOutcome(stored=published, dropped=promised - published))
+
+    def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
+        return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
+
+    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> RetrievePlan:
+        grid = self._grid(client, payload)
+        wanted = grid.needed(grid.chunks)
+        lease = self._storage.pin(
+            [grid.flat[index] for index in wanted],
+            owner=client.session_id,
+            request_id=payload.key.request_id,
+            lease_s=self._retrieve_lease_s,
+        )
+        if lease is None:
+            return RetrievePlan(False, reason="not all objects are in L1")
+        groups = len(grid.desc.groups)
+        ranges = tuple(
+            ArenaRange(index // groups, index % groups, stored.offset, stored.length)
+            for index, stored in zip(wanted, lease.objects, strict=True)
+        )
+        return RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
+
+    def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
+        return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)
+
+    def _grid(self, client: ClientInfo, payload: m.Prepare) -> KeyGrid:
+        context = own_context(self._contexts, payload.instance_id, client)
+        if context.memory is not None:
+            raise TransportMismatch(
+                f"instance {context.instance_id} uses {context.transport}, which the server drives",
+                available="STORE and RETRIEVE",
+            )
+        return grid_of(context, payload.key, self._resolver, self._chunk_size)
+
+
+def grid_of(context: RegisteredContext, key: CacheKey, resolver: KeyResolver, chunk_size: int) -> KeyGrid:
+    """The objects of one rank that `key` names, after checking it against the registration."""
+    context.check(key)
+    return resolver.resolve(key, context.get_layout_desc(chunk_size))
+
+
+def placed_ranges(grid: KeyGrid, result: Reservation) -> tuple[ArenaRange, ...]:
+    """Where each object that is to be written lies (`grid` of one rank)."""
+    groups = grid.desc.groups
+    count = len(groups)
+    return tuple(
+        ArenaRange(index // count, index % count, offset, groups[index % count].nbytes)
+        for index, offset in result.placed
+    )
+
+
+def outcome_of(result: Reservation, stored: int = 0) -> StoreOutcome:
+    return StoreOutcome(stored, result.present, result.in_flight, result.dropped)

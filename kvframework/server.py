@@ -1,0 +1,144 @@
+"""Owns the composition of a server: configuration -> plugins -> storage -> engine -> messaging. The only place that
+knows all of them. `serve_forever` makes the calling thread the serving thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvframework.api import (
+    EvictionProvider,
+    Handler,
+    HasherProvider,
+    L1Provider,
+    LayoutProvider,
+    RequestsProvider,
+    TierContext,
+    TierProvider,
+    TransportProvider,
+)
+from kvframework.config import Config, default_endpoint
+from kvframework.engine.engine import CacheEngine
+from kvframework.engine.registration import AttachedTransport
+from kvframework.errors import ConfigFieldError, PluginBroken
+from kvframework.messaging.dispatch import check_handlers
+from kvframework.messaging.server import MessageServer
+from kvframework.plugins.check import resolve_table
+from kvframework.plugins.registry import PluginRegistry
+from kvframework.storage.l2 import L2Store
+from kvframework.storage.manager import StorageManager
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+
+
+class Server:
+    """One node's server. Raises `ConfigError` and `PluginError` from the constructor, before anything is bound."""
+
+    def __init__(self, config: Config, registry: PluginRegistry | None = None) -> None:
+        self.endpoint = config.server.endpoint or default_endpoint()
+        self._config = config
+        self._registry = registry or PluginRegistry()
+        provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
+        hasher = provider.create(options)
+        transports = {table.use: self._transport(table) for table in config.transport}
+        layouts = {}
+        for table in config.layout:
+            layout, options = resolve_table(self._registry, table, LayoutProvider)
+            layouts[table.use] = layout.create(options)
+        self.engine = CacheEngine(
+            config.server,
+            storage=self._storage(),
+            hasher=hasher,
+            transports=transports,
+            layouts=layouts,
+            server_facts={"pid": os.getpid(), "endpoint": self.endpoint, "config": config.source},
+            messaging_status=lambda: self._messaging_status(),
+        )
+        handlers = self._handlers()
+        self._messages = MessageServer(
+            endpoint=self.endpoint,
+            handlers=handlers,
+            welcome=self.engine.welcome,
+            hasher_fingerprint=hasher.fingerprint,
+            arena_fd=self.engine.storage.arena_fd,
+            on_session_end=self.engine.end_session,
+            on_tick=self.engine.tick,
+            session_timeout_s=config.server.session_timeout_s,
+            workers=config.server.workers,
+        )
+
+    def bind(self) -> None:
+        """Binds the sockets. Raises `EndpointError`; after it, `serve_forever` must be called."""
+        self._messages.bind()
+
+    def serve_forever(self) -> None:
+        """Serves until `stop`, then closes everything: waits up to two seconds for what is on its way to L2."""
+        log.info("serving at %s", self.endpoint)
+        try:
+            self._messages.serve_forever()
+        finally:
+            self.close()
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """Ends `serve_forever`. Safe from any thread and from a signal handler."""
+        self._messages.stop(grace_s)
+
+    def close(self) -> None:
+        """For a server that does not serve any more (or never did)."""
+        self.engine.close(DRAIN_S)
+        log.info("stopped")
+
+    def _transport(self, table: Any) -> AttachedTransport:
+        provider, options = resolve_table(self._registry, table, TransportProvider)
+        server = provider.create_server(options) if provider.create_server else None
+        return AttachedTransport(provider.name, provider.is_gpu, server)
+
+    def _storage(self) -> StorageManager:
+        config = self._config
+        policy, policy_options = resolve_table(self._registry, config.l1.eviction, EvictionProvider)
+        stores = []
+        for table in config.l2:
+            if table.codec != "none":
+                raise ConfigFieldError(
+                    f"codec {table.codec!r}", where=f"{table.tier.where} codec", available="none in this version"
+                )
+            tier, options = resolve_table(self._registry, table.tier, TierProvider)
+            created = tier.create(options, TierContext(table.tier.where))
+            stores.append(L2Store(created, timeout_s=table.timeout_s, write_queue=table.write_queue))
+        memory, memory_options = resolve_table(self._registry, config.l1.memory, L1Provider)
+        return StorageManager(
+            memory.create(memory_options, TierContext(config.l1.memory.where)),
+            policy.create(policy_options),
+            stores,
+            high_watermark=config.l1.high_watermark,
+            low_watermark=config.l1.low_watermark,
+        )
+
+    def _handlers(self) -> dict[str, Handler[Any]]:
+        handlers = {handler.spec.name: handler for handler in self.engine.handlers()}
+        for table in self._config.requests:
+            provider, options = resolve_table(self._registry, table, RequestsProvider)
+            for handler in provider.create(options, self.engine):
+                name = handler.spec.name
+                if not name.startswith(f"{provider.name}.") or name in handlers:
+                    raise PluginBroken(
+                        f"requests.{provider.name} declares a request {name!r}", where=table.where,
+                        available=f"names that start with '{provider.name}.', each once",
+                    )  # fmt: skip
+                handlers[name] = handler
+        check_handlers(handlers.values(), REQUESTS)
+        return handlers
+
+    def _messaging_status(self) -> dict[str, object]:
+        sessions: Sequence[Any] = self._messages.sessions
+        return {
+            "counters": dict(self._messages.counters),
+            "sessions": [
+                {"session_id": s.session_id, "pid": s.pid, "name": s.name, "local": s.local} for s in sessions
+            ],
+        }

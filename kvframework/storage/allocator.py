@@ -1,0 +1,81 @@
+"""Owns which bytes of the arena are free: best fit with coalescing. Pure; the storage lock serialises calls."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+ALIGNMENT = 4096
+
+
+class RangeAllocator:
+    """Hands out `(offset, length)` ranges of mixed sizes, aligned to 4 KiB.
+
+    Starts empty; `grow` adds what the L1 memory has made resident. Lengths are kept by the caller; a range is
+    freed by the offset and length it was allocated with.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.free_bytes = 0
+        self._by_size: list[tuple[int, int]] = []
+        self._length_at: dict[int, int] = {}
+        self._start_of_end: dict[int, int] = {}
+
+    def grow(self, limit: int) -> None:
+        """Bytes `[0, limit)` may be used from now on; a smaller limit than before is ignored."""
+        limit -= limit % ALIGNMENT
+        if limit > self.limit:
+            start, self.limit = self.limit, limit
+            self.free(start, limit - start)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a free range of at least `nbytes`, or None. The smallest range that fits is cut."""
+        length = rounded(nbytes)
+        at = bisect_left(self._by_size, (length, 0))
+        if at == len(self._by_size):
+            return None
+        size, offset = self._by_size[at]
+        self._take(offset, size, at)
+        if size > length:
+            self._insert(offset + length, size - length)
+        return offset
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives a range back, with the length it was asked for, and merges it with its free neighbours."""
+        length = rounded(nbytes)
+        before = self._start_of_end.get(offset)
+        if before is not None:
+            size = offset - before
+            self._take(before, size)
+            offset, length = before, length + size
+        after = self._length_at.get(offset + length)
+        if after is not None:
+            self._take(offset + length, after)
+            length += after
+        self._insert(offset, length)
+
+    @property
+    def largest_free(self) -> int:
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def fragmentation(self) -> float:
+        """0.0 when all free bytes are one range, towards 1.0 the more they are scattered."""
+        return 1.0 - self.largest_free / self.free_bytes if self.free_bytes else 0.0
+
+    def _insert(self, offset: int, length: int) -> None:
+        insort(self._by_size, (length, offset))
+        self._length_at[offset] = length
+        self._start_of_end[offset + length] = offset
+        self.free_bytes += length
+
+    def _take(self, offset: int, length: int, at: int | None = None) -> None:
+        del self._by_size[bisect_left(self._by_size, (length, offset)) if at is None else at]
+        del self._length_at[offset]
+        del self._start_of_end[offset + length]
+        self.free_bytes -= length
+
+
+def rounded(nbytes: int) -> int:
+    """What `nbytes` really takes in the arena."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT

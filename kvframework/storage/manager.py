@@ -1,0 +1,255 @@
+"""Owns L1 as a whole: arena, object table, eviction, and the way to and from L2.
+
+Thread-safe: one lock around the object table, held for microseconds and never during I/O. Called from the serving
+thread and from the storage threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey
+from kvframework.storage.allocator import RangeAllocator
+from kvframework.storage.l2 import L2Store
+from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.objects import INTERNAL_OWNER, NO_DEADLINE, ObjectTable, PinLease, Reservation
+from kvframework.storage.prefetch import LoadTask, Prefetcher, Select
+from kvframework.storage.writeback import WriteBack
+
+
+class StorageManager:
+    """`memory` and `stores` are owned from here on and closed by `close`."""
+
+    def __init__(
+        self,
+        memory: L1Memory,
+        policy: EvictionPolicy,
+        stores: Sequence[L2Store] = (),
+        *,
+        high_watermark: float = 1.0,
+        low_watermark: float = 0.9,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.records = NamespaceRecords()
+        self.lock = threading.RLock()
+        self.counters: Counter[str] = Counter()
+        self._memory = memory
+        self._arena = memory.view()
+        self._clock = clock
+        self._high, self._low = high_watermark, low_watermark
+        self._table = ObjectTable(RangeAllocator(), policy)
+        self._written = threading.Condition(self.lock)
+        self._stores = tuple(stores)
+        self._writebacks = [WriteBack(self, store, self.records) for store in self._stores]
+        self._prefetcher = Prefetcher(self, self._stores)
+        memory.start(self._on_ready)
+
+    @property
+    def arena(self) -> memoryview:
+        """The whole arena, for server-driven transports; valid until `close`."""
+        return self._arena
+
+    @property
+    def arena_fd(self) -> int:
+        return self._memory.fd
+
+    @property
+    def capacity(self) -> int:
+        return self._memory.capacity
+
+    # writing
+
+    def reserve(
+        self, items: Sequence[tuple[PackedKey, int]], *, owner: int, request_id: str, lease_s: float | None
+    ) -> Reservation:
+        """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes)."""
+        with self.lock:
+            deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
+            result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline)
+            self.counters["dropped"] += result.dropped
+            return result
+
+    def lease_size(self, lease_id: str, *, owner: int) -> int:
+        """The number of objects that a write lease holds. Raises `LeaseUnknown`."""
+        with self.lock:
+            return self._table.lease_size(lease_id, owner=owner)
+
+    def commit(self, lease_id: str, *, owner: int) -> int:
+        """Publishes a lease and queues its objects for L2; the number published, 0 if the lease had expired."""
+        with self._written:
+            objects = self._table.commit(lease_id, owner=owner, now=self._clock())
+            self._written.notify_all()
+            self.counters["stored"] += len(objects)
+        keys = [stored.key for stored in objects]
+        for writeback in self._writebacks:
+            writeback.offer(keys)
+        return len(keys)
+
+    def abort(self, lease_id: str, *, owner: int) -> int:
+        with self._written:
+            freed = self._table.abort(lease_id, owner=owner)
+            self._written.notify_all()
+            self.counters["aborted"] += freed
+            return freed
+
+    # reading
+
+    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
+        with self.lock:
+            return [key in self._table for key in keys]
+
+    def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
+        """Pins all keys or none, see `ObjectTable.pin`."""
+        with self.lock:
+            deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
+            return self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
+
+    def unpin(self, lease_id: str, *, owner: int) -> PinLease:
+        with self.lock:
+            return self._table.unpin(lease_id, owner=owner, now=self._clock())
+
+    def submit_prefetch_task(
+        self,
+        keys: Sequence[PackedKey],
+        layout_desc: MemoryLayoutDesc,
+        *,
+        select: Select | None = None,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> LoadTask | None:
+        """Loads from L2 what L1 lacks of `keys`, in the background, keeping their order.
+
+        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have said what
+        they hold, the indices worth having (default: all). `on_done` runs in a storage thread while what was loaded is
+        still pinned. None if there is no tier or too much is under way.
+        """
+        by_group = [group.nbytes for group in layout_desc.groups]
+        sizes = [by_group[int.from_bytes(key[36:40], "little")] for key in keys]
+        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))))
+        return task if self._prefetcher.submit(task, on_done) else None
+
+    def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
+        """Asks L2 for a namespace's record and adds it to `records`; `on_done` runs in a storage thread."""
+
+        def finish(record: object) -> None:
+            try:
+                if record is not None:
+                    self.records.add(namespace, record)  # type: ignore[arg-type]
+            finally:
+                on_done()
+
+        return self._prefetcher.submit_record(namespace, finish)
+
+    # ends
+
+    def end_owner(self, owner: int, request_id: str | None = None) -> int:
+        """Ends all leases of a client (of one of its requests); the number ended."""
+        with self._written:
+            ended = self._table.end_owner(owner, request_id)
+            self._written.notify_all()
+            return ended
+
+    def clear(self, *, l2: bool = False) -> tuple[int, int]:
+        """Drops what nobody uses: (objects dropped, objects still in use). With `l2` queues nothing and deletes the
+        dropped objects in every tier, blocking."""
+        with self.lock:
+            dropped, in_use = self._table.clear()
+        keys = [stored.key for stored in dropped]
+        if l2 and keys:
+            for store in self._stores:
+                store.delete(keys)
+        return len(keys), in_use
+
+    def tick(self) -> None:
+        """To be called every 100 ms or so: expires leases, evicts down to the low watermark above the high one."""
+        with self._written:
+            self._table.expire(self._clock())
+            self._written.notify_all()
+            if self._high < 1.0 and self._table.used_bytes > self._high * self.capacity:
+                self._table.evict_down_to(int(self._low * self.capacity))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Waits up to `drain_s` for what is on its way to L2, then stops all threads and frees the arena."""
+        deadline = time.monotonic() + drain_s
+        for writeback in self._writebacks:
+            writeback.drain(max(deadline - time.monotonic(), 0.0))
+        for writeback in self._writebacks:
+            writeback.close()
+        self._prefetcher.close()
+        for store in self._stores:
+            store.close()
+        self._arena.release()
+        self._memory.close()
+
+    def status(self) -> dict[str, object]:
+        with self.lock:
+            table = self._table
+            allocator = table.allocator
+            return {
+                "l1": {
+                    "capacity_bytes": self.capacity,
+                    "ready_bytes": allocator.limit,
+                    "used_bytes": table.used_bytes,
+                    "free_bytes": allocator.free_bytes,
+                    "largest_free_bytes": allocator.largest_free,
+                    "fragmentation": round(allocator.fragmentation, 4),
+                    "quarantined_bytes": table.quarantined_bytes,
+                    "objects": len(table),
+                    "pins": table.pins,
+                    "write_leases": table.write_leases,
+                    "pin_leases": table.pin_leases,
+                    "evictions": table.evictions,
+                    "counters": dict(self.counters),
+                },
+                "l2": [
+                    {**store.status(), "write_pending": writeback.pending}
+                    for store, writeback in zip(self._stores, self._writebacks, strict=True)
+                ],
+                "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
+            }
+
+    # what write-back and prefetch use
+
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+        leases = (self.pin([key], owner=INTERNAL_OWNER, request_id="", lease_s=None) for key in keys)
+        return [lease for lease in leases if lease is not None]
+
+    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+        with self.lock:
+            for lease in leases:
+                self._table.unpin(lease.id, owner=INTERNAL_OWNER, now=self._clock())
+
+    def bytes_of(self, lease: PinLease) -> memoryview:
+        stored = lease.objects[0]
+        return self._arena[stored.offset : stored.offset + stored.length]
+
+    def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None:
+        """A place to load one object into, None if it is here, on its way, or there is no room."""
+        result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        if result.lease is None:
+            return None
+        offset = result.placed[0][1]
+        return result.lease.id, self._arena[offset : offset + nbytes]
+
+    def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
+        """Publishes and pins a loaded object, or frees its place."""
+        with self._written:
+            if not good:
+                self._table.abort(lease_id, owner=INTERNAL_OWNER)
+                self._written.notify_all()
+                return None
+            objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self._clock())
+            self._written.notify_all()
+            self.counters["loaded"] += len(objects)
+            return self._table.pin([objects[0].key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE)
+
+    def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None:
+        """Waits until none of `keys` is being written by anybody, at most `timeout_s`."""
+        with self._written:
+            self._written.wait_for(lambda: not self._table.any_writing(keys), timeout_s)
+
+    def _on_ready(self, limit: int) -> None:
+        with self.lock:
+            self._table.allocator.grow(limit)

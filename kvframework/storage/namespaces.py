@@ -1,0 +1,94 @@
+"""Owns what is known of each namespace: model, world size and object layout; in memory, and its record in L2.
+
+A record in L2 lets a scheduler ask for a prompt before any worker has registered. It has a fixed length, so that it
+can be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+
+from kvframework.api import MemoryLayoutDesc, Message, ObjectKey, PackedKey
+from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES
+from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
+
+RECORD_BYTES = 8192
+MAX_NAMESPACES = 4096
+_SALT = b"kvf/namespace/1\0"
+_RANK = 0xFFFFFFFF
+
+
+class NamespaceRecord(Message, frozen=True):
+    model_name: str
+    world_size: int
+    desc: MemoryLayoutDesc
+
+
+class NamespaceRecords:
+    """Thread-safe; entries stay for the life of the server."""
+
+    def __init__(self) -> None:
+        self._records: dict[bytes, NamespaceRecord] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, namespace: bytes) -> NamespaceRecord | None:
+        return self._records.get(namespace)
+
+    def add(self, namespace: bytes, record: NamespaceRecord) -> None:
+        """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if there are too
+        many or the record is too long."""
+        with self._lock:
+            known = self._records.get(namespace)
+            if known is not None and known != record:
+                raise NamespaceMismatch(
+                    f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
+                    f"shapes {[group.shape for group in known.desc.groups]}",
+                    available="one meaning per namespace",
+                    hint="compute it with kvframework.api.compute_namespace from everything that differs",
+                )
+            if known is None and len(self._records) >= MAX_NAMESPACES:
+                raise RequestError(f"there are {MAX_NAMESPACES} namespaces already", hint="restart the server")
+            if len(_encoded(record)) > RECORD_BYTES:
+                raise RequestError("the namespace's record is too long", hint="use a shorter model name")
+            self._records[namespace] = record
+
+    def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
+        """Key and value of the record in L2."""
+        record = self._records.get(namespace)
+        if record is None:
+            return None
+        return record_key(namespace), memoryview(_encoded(record))
+
+
+def record_key(namespace: bytes) -> PackedKey:
+    return ObjectKey(namespace, _SALT, _RANK, 0, bytes(32)).pack()
+
+
+def decode_record(value: bytes) -> NamespaceRecord | None:
+    """The record, None if the bytes are none or describe objects that cannot be (a miss)."""
+    length = int.from_bytes(value[:4], "little")
+    try:
+        record = msgspec.msgpack.decode(value[4 : 4 + length], type=NamespaceRecord)
+        return record if _plausible(record) else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadDtype):
+        return None
+
+
+def _plausible(record: NamespaceRecord) -> bool:
+    groups = record.desc.groups
+    return (
+        record.world_size >= 1
+        and record.desc.chunk_tokens >= 1
+        and 1 <= len(groups) <= MAX_GROUPS
+        and all(min(group.shape, default=0) >= 1 and group.nbytes <= MAX_OBJECT_BYTES for group in groups)
+    )
+
+
+def _encoded(record: NamespaceRecord) -> bytes:
+    packed = msgspec.msgpack.encode(record)
+    return (len(packed).to_bytes(4, "little") + packed).ljust(RECORD_BYTES, b"\0")
