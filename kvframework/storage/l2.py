@@ -83,9 +83,7 @@ class L2Store:
         for key, value in zip(keys, values, strict=True):
             parts.append([memoryview(seal(key, value)), value])
         outcomes = self._call(lambda deadline: self._tier.put(keys, parts, deadline=deadline), len(keys))
-        sizes = [
-            value.nbytes for value, outcome in zip(values, outcomes, strict=True) if outcome is Outcome.STORED
-        ]
+        sizes = [value.nbytes for value, outcome in zip(values, outcomes, strict=True) if outcome is Outcome.STORED]
         self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
         return len(sizes)
 

@@ -6,18 +6,25 @@ thread and from the storage threads.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey
+from kvframework.errors import TierError
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
-from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.storage.objects import INTERNAL_OWNER, NO_DEADLINE, ObjectTable, PinLease, Reservation
 from kvframework.storage.prefetch import LoadTask, Prefetcher, Select
 from kvframework.storage.writeback import WriteBack
+
+log = logging.getLogger(__name__)
+
+# What a call to a tier may take beyond its timeout before `close` stops waiting for it.
+CLOSE_GRACE_S = 1.0
 
 
 class StorageManager:
@@ -42,6 +49,7 @@ class StorageManager:
         self._high, self._low = high_watermark, low_watermark
         self._table = ObjectTable(RangeAllocator(), policy)
         self._written = threading.Condition(self.lock)
+        self._closing = False
         self._stores = tuple(stores)
         self._writebacks = [WriteBack(self, store, self.records) for store in self._stores]
         self._prefetcher = Prefetcher(self, self._stores)
@@ -58,7 +66,7 @@ class StorageManager:
 
     @property
     def capacity(self) -> int:
-        return self._memory.capacity
+        return int(self._memory.capacity)
 
     # writing
 
@@ -122,8 +130,9 @@ class StorageManager:
         """Loads from L2 what L1 lacks of `keys`, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have said what
-        they hold, the indices worth having (default: all). `on_done` runs in a storage thread while what was loaded is
-        still pinned. None if there is no tier or too much is under way.
+        they hold, the indices worth having (default: all); it is asked again after a loss. `on_done` runs once in a
+        storage thread while what the task chose and could get is still pinned, also after a failure or a cancel. None
+        if there is no tier, too much is under way, or the manager is closed.
         """
         by_group = [group.nbytes for group in layout_desc.groups]
         sizes = [by_group[int.from_bytes(key[36:40], "little")] for key in keys]
@@ -133,10 +142,10 @@ class StorageManager:
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
         """Asks L2 for a namespace's record and adds it to `records`; `on_done` runs in a storage thread."""
 
-        def finish(record: object) -> None:
+        def finish(record: NamespaceRecord | None) -> None:
             try:
                 if record is not None:
-                    self.records.add(namespace, record)  # type: ignore[arg-type]
+                    self.records.add(namespace, record)
             finally:
                 on_done()
 
@@ -153,13 +162,18 @@ class StorageManager:
 
     def clear(self, *, l2: bool = False) -> tuple[int, int]:
         """Drops what nobody uses: (objects dropped, objects still in use). With `l2` queues nothing and deletes the
-        dropped objects in every tier, blocking."""
+        dropped objects in every tier, blocking; raises `TierError`, after all were asked, if one failed."""
         with self.lock:
             dropped, in_use = self._table.clear()
         keys = [stored.key for stored in dropped]
-        if l2 and keys:
-            for store in self._stores:
+        failure: TierError | None = None
+        for store in self._stores if l2 and keys else ():
+            try:
                 store.delete(keys)
+            except TierError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return len(keys), in_use
 
     def tick(self) -> None:
@@ -171,15 +185,27 @@ class StorageManager:
                 self._table.evict_down_to(int(self._low * self.capacity))
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Waits up to `drain_s` for what is on its way to L2, then stops all threads and frees the arena."""
+        """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
+        stops all threads and frees the arena. Idempotent; not to be called from a storage thread.
+
+        A thread that a tier does not let go keeps the arena mapped, since it may still write there.
+        """
         deadline = time.monotonic() + drain_s
         for writeback in self._writebacks:
             writeback.drain(max(deadline - time.monotonic(), 0.0))
-        for writeback in self._writebacks:
-            writeback.close()
-        self._prefetcher.close()
+        controllers: list[WriteBack | Prefetcher] = [*self._writebacks, self._prefetcher]
+        for controller in controllers:
+            controller.stop()
+        with self._written:
+            self._closing = True
+            self._written.notify_all()
         for store in self._stores:
             store.close()
+        deadline = time.monotonic() + CLOSE_GRACE_S + max((store.timeout_s for store in self._stores), default=0.0)
+        ended = [controller.join(max(deadline - time.monotonic(), 0.0)) for controller in controllers]
+        if not all(ended):
+            log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
+            return
         self._arena.release()
         self._memory.close()
 
@@ -213,7 +239,9 @@ class StorageManager:
     # what write-back and prefetch use
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        leases = (self.pin([key], owner=INTERNAL_OWNER, request_id="", lease_s=None) for key in keys)
+        """One pin for each of `keys` that is here; no use in the eyes of the policy."""
+        with self.lock:
+            leases = [self._pin_internal(key) for key in keys]
         return [lease for lease in leases if lease is not None]
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
@@ -243,12 +271,15 @@ class StorageManager:
             objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self._clock())
             self._written.notify_all()
             self.counters["loaded"] += len(objects)
-            return self._table.pin([objects[0].key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE)
+            return self._pin_internal(objects[0].key)
 
     def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None:
-        """Waits until none of `keys` is being written by anybody, at most `timeout_s`."""
+        """Waits until none of `keys` is being written by anybody, at most `timeout_s` and until `close`."""
         with self._written:
-            self._written.wait_for(lambda: not self._table.any_writing(keys), timeout_s)
+            self._written.wait_for(lambda: self._closing or not self._table.any_writing(keys), timeout_s)
+
+    def _pin_internal(self, key: PackedKey) -> PinLease | None:
+        return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
 
     def _on_ready(self, limit: int) -> None:
         with self.lock:

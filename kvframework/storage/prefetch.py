@@ -62,8 +62,8 @@ class LoadTask(PrefetchTask):
 
 
 class Prefetcher:
-    """Thread-safe. Submitting never blocks. `on_done` of whatever was accepted is called once, in a storage thread, also
-    after a failure, a cancel or `stop`; it may submit again."""
+    """Thread-safe. Submitting never blocks. `on_done` of whatever was accepted is called once, in a storage thread,
+    also after a failure, a cancel or `stop`; it may submit again."""
 
     def __init__(self, target: LoadTarget, stores: Sequence[L2Store], workers: int = 2) -> None:
         self._target = target
@@ -150,15 +150,18 @@ class Prefetcher:
         source = self._locate(task, available)
         for index in source:
             available[index] = True
-        worth = set(task.select(available))
-        pins += self._target.pin_present([task.keys[index] for index in sorted(worth - source.keys())])
-        for batch in _batches(sorted(worth & source.keys()), source, task.sizes):
-            batch = [index for index in batch if index in worth]
-            if task.cancelled or not batch:
+        chosen = task.select(available)
+        worth = set(chosen)
+        pins += self._target.pin_present([task.keys[index] for index in chosen if index not in source])
+        for batch in _batches([index for index in chosen if index in source], source, task.sizes):
+            still = [index for index in batch if index in worth]
+            if task.cancelled:
                 break
-            self._load_batch(task, source[batch[0]], batch, pins)
+            if not still:
+                continue
+            self._load_batch(task, source[batch[0]], still, pins)
             held = {lease.objects[0].key for lease in pins}
-            lost = [index for index in batch if task.keys[index] not in held]
+            lost = [index for index in still if task.keys[index] not in held]
             if lost:
                 # What only made sense together with the lost ones need not be loaded any more.
                 for index in lost:

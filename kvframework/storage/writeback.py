@@ -144,9 +144,9 @@ class WriteBack:
             now = time.monotonic()
             for namespace in {key[:16] for key in keys}:
                 record = self._records.encoded(namespace)
-                if record and now - self._record_put.get(namespace, -RECORD_EVERY_S) >= RECORD_EVERY_S:
-                    if self._store.put([record[0]], [record[1]]):
-                        self._record_put[namespace] = now
+                due = now - self._record_put.get(namespace, -RECORD_EVERY_S) >= RECORD_EVERY_S
+                if record and due and self._store.put([record[0]], [record[1]]):
+                    self._record_put[namespace] = now
             self._store.put(keys, values)
         finally:
             for value in values:

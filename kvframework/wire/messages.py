@@ -18,7 +18,7 @@ from kvframework.api import (
 
 PROTOCOL_VERSION = 1
 
-InstanceId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Empty(Message, frozen=True):

@@ -1,0 +1,17 @@
+"""Eviction policies of the framework itself: which object leaves L1 first."""
+
+from __future__ import annotations
+
+from kvf_eviction.lru import Lru
+from kvframework.api import EvictionProvider, NoOptions, hookimpl
+
+__all__ = ["Lru", "kvf_eviction_policies"]
+
+
+def _create(_: NoOptions) -> Lru:
+    return Lru()
+
+
+@hookimpl
+def kvf_eviction_policies() -> list[EvictionProvider[NoOptions]]:
+    return [EvictionProvider(name="lru", summary="the least recently used object leaves first", create=_create)]

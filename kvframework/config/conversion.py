@@ -1,0 +1,62 @@
+"""Owns the step from a raw TOML table to a msgspec struct, and the error that says what is wrong in which field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvframework.api import ByteSize
+from kvframework.errors import ConfigFieldError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PLACE = re.compile(r"^(?P<fact>.*) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
+
+
+def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys: Sequence[str] = ()) -> T:
+    """`raw` as a `struct`, without coercing types; `ByteSize` fields also take strings such as "512MiB".
+
+    `core_keys` are further keys that the same table may hold, named when a key is unknown. Raises `ConfigFieldError`
+    with the place, what is available and the closest match.
+    """
+    fields = struct.__struct_encode_fields__
+    for key in raw:
+        if key not in fields:
+            raise unknown_key(key, (*fields, *core_keys), where=where)
+    try:
+        return msgspec.convert(raw, struct, dec_hook=_decode)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise _field_error(str(error), fields, where) from None
+
+
+def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFieldError:
+    """The error for a key that nobody knows, with a hint to the one that was probably meant."""
+    known = sorted(available)
+    return ConfigFieldError(
+        f"unknown key {key!r}", where=where, available=", ".join(known) or "no keys", hint=closest(key, known)
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint, "" if nothing is similar."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+
+
+def _field_error(text: str, fields: Sequence[str], where: str) -> ConfigFieldError:
+    match = _PLACE.match(text)
+    fact = match["fact"] if match else text
+    place = f"{where} {match['field']}" if match and match["field"] else where
+    return ConfigFieldError(
+        fact[:1].lower() + fact[1:], where=place, available="" if match else ", ".join(sorted(fields))
+    )

@@ -1,0 +1,101 @@
+"""Owns endpoints: where a server listens, and that the directory of its sockets is private. Server, client and CLI."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from kvframework.errors import EndpointError
+
+# The kernel takes 107 bytes; the liveness socket lies beside the server's, with ".live" behind its name.
+MAX_SOCKET_PATH_BYTES = 100
+
+_IPC = "ipc://"
+_HINT = "write ipc:// and an absolute path"
+
+
+class Endpoint(NamedTuple):
+    """A parsed endpoint: `path` of an "ipc" one; `host` and `port` of a "tcp" one."""
+
+    kind: Literal["ipc", "tcp"]
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+
+def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
+    """Pure: looks at the text only. Raises `EndpointError`."""
+    if text.startswith("tcp://"):
+        raise EndpointError(
+            "plain tcp:// needs CURVE keys, not in this version", where=where, available="ipc://", hint=_HINT
+        )
+    path = text.removeprefix(_IPC)
+    if path == text:
+        raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://", hint=_HINT)
+    # A relative path means another socket in every working directory; "@" would be a name without permissions.
+    if not path.startswith("/") or path.endswith("/") or not path.isprintable():
+        raise EndpointError(f"{path!r} is no absolute path of a socket", where=where, hint=_HINT)
+    size = len(os.fsencode(path))
+    if size > MAX_SOCKET_PATH_BYTES:
+        raise EndpointError(
+            f"the socket's path has {size} bytes: {path}",
+            where=where,
+            available=f"at most {MAX_SOCKET_PATH_BYTES}",
+            hint="choose a shorter directory with [server] endpoint",
+        )
+    return Endpoint("ipc", path=path)
+
+
+def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """The same for every process of this user and environment; not created here."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and _owned_directory(runtime):
+        return Path(runtime, "kvframework")
+    return Path(tempfile.gettempdir(), f"kvframework-{os.getuid()}")
+
+
+def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """Where a server listens that was not told where, and where clients look for it."""
+    return f"{_IPC}{default_directory(environ)}/server.sock"
+
+
+def prepare_private_directory(path: Path) -> None:
+    """Makes the directory of a server's sockets (0700) or checks the one that is there.
+
+    Refused: a symbolic link, another user's directory, one that group or others may write to; of the default
+    directory also one that they may enter. Raises `EndpointError`. Blocking (file system calls only).
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise EndpointError(
+            f"the directory cannot be made: {error.strerror or error}", where=str(path), hint="set [server] endpoint"
+        ) from None
+    if stat.S_ISLNK(status.st_mode):
+        raise EndpointError("the directory is a symbolic link", where=str(path), hint="name the real directory")
+    if status.st_uid != os.getuid():
+        raise EndpointError(
+            f"the directory belongs to uid {status.st_uid}, not to {os.getuid()}",
+            where=str(path),
+            hint="set [server] endpoint to a directory of your own",
+        )
+    forbidden = 0o077 if path == default_directory() else 0o022
+    if status.st_mode & forbidden:
+        raise EndpointError(
+            f"others may {'use' if forbidden == 0o077 else 'write to'} the directory: {stat.filemode(status.st_mode)}",
+            where=str(path),
+            hint=f"chmod 700 {path}",
+        )
+
+
+def _owned_directory(path: str) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

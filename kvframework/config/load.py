@@ -1,0 +1,152 @@
+"""Owns loading: which file, what it falls back to, and the way from raw tables to `Config`. Once, at startup."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from kvframework.config.conversion import convert, unknown_key
+from kvframework.config.default import DEFAULT_SOURCE, DEFAULT_TOML
+from kvframework.config.endpoint import parse_endpoint
+from kvframework.config.overrides import apply_override
+from kvframework.config.schema import Config, L1Config, L1Keys, L2Config, L2Keys, PluginTable, ServerConfig
+from kvframework.config.toml import parse_toml, read_toml
+from kvframework.errors import ConfigFieldError
+
+CONFIG_VARIABLE = "KVFRAMEWORK_CONFIG"
+
+_K = TypeVar("_K", L1Keys, L2Keys)
+_TABLES = ("server", "l1", "transport", "layout", "l2", "hasher", "requests")
+
+
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> Config:
+    """Reads `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
+
+    `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`,
+    `ConfigFieldError` and `EndpointError`; plugins are neither imported nor asked, see `kvframework.plugins.check`.
+    """
+    if path is None and environ.get(CONFIG_VARIABLE):
+        path = Path(environ[CONFIG_VARIABLE])
+    raw = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
+    if path is not None:
+        raw = _with_defaults(read_toml(path), raw)
+    for override in overrides:
+        apply_override(raw, override)
+    source = str(path) if path is not None else DEFAULT_SOURCE
+    return _assemble(raw, source, f"{source} with --set" if overrides else source)
+
+
+def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
+    """Whole tables fall back. A table that is there keeps its own keys; only which plugin it means may be left out."""
+    merged = default | raw
+    for name in ("l1", "hasher"):
+        table, fallback = merged[name], default[name]
+        if isinstance(table, dict) and isinstance(fallback, dict):
+            merged[name] = {key: fallback[key] for key in ("use", "eviction") if key in fallback} | table
+    return merged
+
+
+def _assemble(raw: dict[str, object], source: str, where: str) -> Config:
+    for key in raw:
+        if key not in _TABLES:
+            raise unknown_key(key, _TABLES, where=where)
+    return Config(
+        server=_server(_table(raw.get("server", {}), f"{where}: [server]"), f"{where}: [server]"),
+        l1=_l1(_table(raw["l1"], f"{where}: [l1]"), where),
+        transport=_named_once(_plugins(raw, "transport", where)),
+        layout=_named_once(_plugins(raw, "layout", where)),
+        l2=tuple(_l2(table, place) for table, place in _array(raw, "l2", where)),
+        hasher=_plugin(_table(raw["hasher"], f"{where}: [hasher]"), f"{where}: [hasher]"),
+        requests=_named_once(_plugins(raw, "requests", where)),
+        source=source,
+    )
+
+
+def _server(table: dict[str, object], where: str) -> ServerConfig:
+    server = convert(table, ServerConfig, where=where)
+    if server.endpoint:
+        parse_endpoint(server.endpoint, where=f"{where} endpoint")
+    return server
+
+
+def _l1(table: dict[str, object], where: str) -> L1Config:
+    place = f"{where}: [l1]"
+    own, rest = _split(table, L1Keys, place)
+    if own.low_watermark > own.high_watermark:
+        raise ConfigFieldError(
+            f"low_watermark {own.low_watermark} is above high_watermark {own.high_watermark}",
+            where=place,
+            available="0 < low_watermark <= high_watermark <= 1",
+        )
+    eviction = _table(rest.pop("eviction", {"use": "lru"}), f"{where}: [l1.eviction]")
+    core_keys = ("use", "eviction", *L1Keys.__struct_fields__)
+    return L1Config(
+        memory=_plugin(rest, place, core_keys),
+        eviction=_plugin({"use": "lru"} | eviction, f"{where}: [l1.eviction]"),
+        high_watermark=own.high_watermark,
+        low_watermark=own.low_watermark,
+    )
+
+
+def _l2(table: dict[str, object], where: str) -> L2Config:
+    own, rest = _split(table, L2Keys, where)
+    return L2Config(
+        tier=_plugin(rest, where, ("use", *L2Keys.__struct_fields__)),
+        codec=own.codec,
+        timeout_s=own.timeout_s,
+        write_queue=own.write_queue,
+    )
+
+
+def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, dict[str, object]]:
+    """The core's own keys of a plugin's table, validated, and the rest, which is the plugin's."""
+    own = {key: value for key, value in table.items() if key in keys.__struct_fields__}
+    return convert(own, keys, where=where), {key: value for key, value in table.items() if key not in own}
+
+
+def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> PluginTable:
+    use = table.get("use")
+    if not isinstance(use, str) or not use:
+        raise ConfigFieldError(
+            "`use` must name a plugin" if "use" in table else "`use` is missing: which plugin?",
+            where=where,
+            hint='write use = "name"; `kvframework plugins list` shows the names',
+        )
+    return PluginTable(use, {key: value for key, value in table.items() if key != "use"}, where, core_keys)
+
+
+def _plugins(raw: dict[str, object], name: str, where: str) -> tuple[PluginTable, ...]:
+    return tuple(_plugin(table, place) for table, place in _array(raw, name, where))
+
+
+def _named_once(tables: tuple[PluginTable, ...]) -> tuple[PluginTable, ...]:
+    seen: dict[str, PluginTable] = {}
+    for table in tables:
+        first = seen.setdefault(table.use, table)
+        if first is not table:
+            raise ConfigFieldError(f"{table.use!r} is named twice, first in {first.where}", where=table.where)
+    return tables
+
+
+def _array(raw: dict[str, object], name: str, where: str) -> list[tuple[dict[str, object], str]]:
+    tables = raw.get(name, [])
+    if not isinstance(tables, list):
+        raise ConfigFieldError(
+            f"expected an array of tables, found {_kind(tables)}", where=f"{where}: {name}", hint=f"write [[{name}]]"
+        )
+    places = [f"{where}: [[{name}]] #{number}" for number in range(1, len(tables) + 1)]
+    return [(_table(table, place), place) for table, place in zip(tables, places, strict=True)]
+
+
+def _table(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ConfigFieldError(f"expected a table, found {_kind(value)}", where=where)
+    return value
+
+
+def _kind(value: object) -> str:
+    return {dict: "a table", list: "an array", str: "a string", bool: "a boolean"}.get(type(value), repr(value))

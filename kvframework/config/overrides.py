@@ -1,0 +1,66 @@
+"""Owns `--set table.key=value`: single values laid over the raw TOML before it is validated. Pure."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from kvframework.config.toml import parse_toml
+from kvframework.errors import ConfigFieldError, ConfigFileError
+
+_HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis://localhost"
+
+
+def apply_override(raw: dict[str, object], override: str) -> None:
+    """Sets one value in `raw`, making tables on the way. A number indexes an array of tables; one past its end appends.
+
+    Raises `ConfigFieldError` if the override is malformed or its path leads nowhere.
+    """
+    path, separator, text = override.partition("=")
+    keys = [key.strip() for key in path.split(".")]
+    if not separator or not all(keys):
+        raise _refusal(override, "is not of the form table.key=value")
+    node: object = raw
+    for key, following in pairwise(keys):
+        node = _descend(node, key, [] if following.isdecimal() else {}, override)
+    _place(node, keys[-1], parse_value(text.strip()), override)
+
+
+def parse_value(text: str) -> object:
+    """`text` as a TOML value if it is one, else as the string that it is."""
+    try:
+        parsed = parse_toml(f"value = {text}", where="")
+    except ConfigFileError:
+        return text
+    # A line break in the text could have smuggled in further keys.
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _descend(node: object, key: str, empty: object, override: str) -> object:
+    if isinstance(node, dict):
+        return node.setdefault(key, empty)
+    if isinstance(node, list):
+        index = _index(node, key, override)
+        if index == len(node):
+            node.append(empty)
+        return node[index]
+    raise _refusal(override, f"goes through {key!r}, but what stands before it is a value, not a table")
+
+
+def _place(node: object, key: str, value: object, override: str) -> None:
+    if isinstance(node, dict):
+        node[key] = value
+    elif isinstance(node, list):
+        index = _index(node, key, override)
+        node[index:] = [value, *node[index + 1 :]]
+    else:
+        raise _refusal(override, f"sets {key!r} in something that is a value, not a table")
+
+
+def _index(node: list[object], key: str, override: str) -> int:
+    if not (key.isascii() and key.isdecimal()) or int(key) > len(node):
+        raise _refusal(override, f"uses {key!r} to index an array of {len(node)}", available=f"0 to {len(node)}")
+    return int(key)
+
+
+def _refusal(override: str, fact: str, available: str = "") -> ConfigFieldError:
+    return ConfigFieldError(f"the override {fact}", where=f"--set {override}", available=available, hint=_HINT)

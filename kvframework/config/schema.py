@@ -1,0 +1,84 @@
+"""Owns the configuration's shape: frozen structs, made once at startup, read by everyone, in any process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+_YEAR_S = 365 * 24 * 3600.0
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class PluginTable(msgspec.Struct, frozen=True):
+    """One table that names a plugin. `options` is what the core does not know: the plugin validates it.
+
+    `where` is the table's place for error texts, such as "kvf.toml: [[l2]] #1"; `core_keys` are the keys of the
+    same table that belong to the core, so that an error about an unknown key can name them.
+    """
+
+    use: str
+    options: dict[str, object]
+    where: str
+    core_keys: tuple[str, ...] = ("use",)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server]`. `endpoint` "" means `default_endpoint()`. `session_timeout_s` is how long a client without a liveness
+    socket may be silent."""
+
+    endpoint: str = ""
+    chunk_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
+    store_lease_s: Seconds = 30.0
+    retrieve_lease_s: Seconds = 30.0
+    ticket_s: Seconds = 60.0
+    session_timeout_s: Seconds = 30.0
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 2
+
+
+class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The core's own keys of `[l1]`."""
+
+    high_watermark: Fraction = 1.0
+    low_watermark: Fraction = 0.9
+
+
+class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The core's own keys of each `[[l2]]`."""
+
+    codec: Annotated[str, msgspec.Meta(min_length=1)] = "none"
+    timeout_s: Seconds = 2.0
+    write_queue: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
+
+
+class L1Config(msgspec.Struct, frozen=True):
+    """`[l1]` and `[l1.eviction]`: above `high_watermark` of the capacity, L1 evicts down to `low_watermark`."""
+
+    memory: PluginTable
+    eviction: PluginTable
+    high_watermark: float = 1.0
+    low_watermark: float = 0.9
+
+
+class L2Config(msgspec.Struct, frozen=True):
+    """One `[[l2]]`. `codec` "none" stores bytes as they are; `write_queue` bounds the objects waiting to be written."""
+
+    tier: PluginTable
+    codec: str = "none"
+    timeout_s: float = 2.0
+    write_queue: int = 1024
+
+
+class Config(msgspec.Struct, frozen=True):
+    """All of one TOML file. `source` is the file's name, or "embedded default"."""
+
+    server: ServerConfig
+    l1: L1Config
+    transport: tuple[PluginTable, ...]
+    layout: tuple[PluginTable, ...]
+    l2: tuple[L2Config, ...]
+    hasher: PluginTable
+    requests: tuple[PluginTable, ...]
+    source: str

@@ -1,0 +1,69 @@
+"""Owns static discovery: what installed distributions offer, from their metadata alone. Imports no plugin."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from kvframework.api import API_VERSION, ENTRY_POINT_GROUP
+
+_GROUP = re.compile(re.escape(ENTRY_POINT_GROUP.rpartition(".v")[0]) + r"\.v(\d+)")
+
+
+@dataclass(frozen=True)
+class EntryPointInfo:
+    """One offer of one provider, by one distribution. `value` names a module or an object in one.
+
+    An entry point is called `<kind>.<name>`; one without a dot has the kind "". `api_major` comes from the group.
+    """
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    value: str
+    api_major: int = API_VERSION[0]
+
+    @property
+    def title(self) -> str:
+        """The entry point's own name."""
+        return f"{self.kind}.{self.name}" if self.kind else self.name
+
+    @property
+    def origin(self) -> str:
+        """Who offers it, for error texts."""
+        return f"{self.distribution} {self.version}".strip()
+
+    def __str__(self) -> str:
+        return f"{self.title} ({self.value}) of {self.origin}"
+
+
+def discover() -> list[EntryPointInfo]:
+    """All offers on `sys.path`, those for other API majors too, sorted by kind, name and distribution.
+
+    Two distributions that offer the same name are both in it. Blocking: reads metadata files.
+    """
+    installed = metadata.entry_points()
+    offers = {
+        _info(entry_point, int(match[1]))
+        for group in installed.groups
+        if (match := _GROUP.fullmatch(group))
+        for entry_point in installed.select(group=group)
+    }
+    return sorted(offers, key=lambda offer: (offer.kind, offer.name, offer.distribution, offer.value))
+
+
+def _info(entry_point: metadata.EntryPoint, api_major: int) -> EntryPointInfo:
+    kind, dot, name = entry_point.name.partition(".")
+    if not dot:
+        kind, name = "", entry_point.name
+    distribution = entry_point.dist
+    return EntryPointInfo(
+        kind=kind,
+        name=name,
+        distribution=distribution.name if distribution else "unknown",
+        version=distribution.version if distribution else "",
+        value=entry_point.value,
+        api_major=api_major,
+    )

@@ -1,0 +1,29 @@
+"""Owns the least-recently-used policy. Called in the server, under the storage lock; pure, every call is O(1)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvframework.api import EvictionPolicy, PackedKey
+
+
+class Lru(EvictionPolicy):
+    """What was longest neither inserted nor accessed leaves first."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[PackedKey, None] = OrderedDict()
+
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        self._order[key] = None
+
+    def on_access(self, key: PackedKey) -> None:
+        self._order.move_to_end(key)
+
+    def on_remove(self, key: PackedKey) -> None:
+        del self._order[key]
+
+    def victims(self) -> Iterator[PackedKey]:
+        return iter(self._order)

@@ -1,0 +1,56 @@
+"""Owns the SHA-256 key hasher. Pure; runs in engines and in the server, in any thread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvframework.errors import RequestError
+
+# The parent of a request's first chunk. Whoever changes this, or any byte that is hashed, changes the fingerprint.
+_ROOT = hashlib.sha256(b"kvframework/sha256/1").digest()
+_PREFIX_BYTES = 4
+_NO_EXTRA = bytes(_PREFIX_BYTES)
+
+
+class Sha256(KeyHasher):
+    """digest = SHA-256(parent, length of the extra as u32, extra, tokens of the chunk).
+
+    The length keeps an extra from being taken for tokens; an empty extra is the same as none.
+    """
+
+    name = "sha256"
+    fingerprint = "sha256/1"
+
+    def chunk_digests(
+        self,
+        tokens: Buffer,
+        chunk_tokens: int,
+        *,
+        parent: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+    ) -> bytes:
+        """See `KeyHasher`. An extra behind the last whole chunk is ignored, as its tokens are.
+
+        Raises `RequestError` for a parent that is no digest, a negative index and a chunk without tokens.
+        """
+        if len(parent) not in (0, DIGEST_BYTES):
+            raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
+        if chunk_tokens < 1:
+            raise RequestError(f"a chunk of {chunk_tokens} tokens", available="1 or more")
+        extras = extras or {}
+        if any(index < 0 for index in extras):
+            raise RequestError(f"an extra at chunk {min(extras)}", available="0 or more, counted from the first chunk")
+        view, step = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES
+        sha256, digest, digests = hashlib.sha256, parent or _ROOT, []
+        for index, begin in enumerate(range(0, view.nbytes - step + 1, step)):
+            digest_state = sha256(digest + (_prefixed(extras[index]) if index in extras else _NO_EXTRA))
+            digest_state.update(view[begin : begin + step])
+            digest = digest_state.digest()
+            digests.append(digest)
+        return b"".join(digests)
+
+
+def _prefixed(extra: bytes) -> bytes:
+    return len(extra).to_bytes(_PREFIX_BYTES, "little") + extra

@@ -1,0 +1,83 @@
+"""Key resolution: stateless, one way for both forms of content, typed errors for what does not fit."""
+
+from __future__ import annotations
+
+import array
+
+import pytest
+from kvf_hashers.sha256 import Sha256
+
+from kvframework.api import CacheKey, GroupDesc, MemoryLayoutDesc, ObjectKey, salt_digest
+from kvframework.engine.resolve import KeyResolver
+from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
+
+DESC = MemoryLayoutDesc(4, (GroupDesc((2, 1, 4, 8), "float32"), GroupDesc((1, 3, 4, 8), "uint8")))
+TOKENS = array.array("I", range(16)).tobytes()
+
+
+def key(**fields: object) -> CacheKey:
+    values: dict[str, object] = {
+        "model_name": "m", "world_size": 2, "worker_id": 1, "namespace": b"n" * 16, "start": 0, "end": 16,
+        "request_id": "r", "tokens": TOKENS, **fields,
+    }  # fmt: skip
+    return CacheKey(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def resolver() -> KeyResolver:
+    return KeyResolver(Sha256())
+
+
+def test_tokens_and_their_digests_name_the_same_objects(resolver: KeyResolver) -> None:
+    digests = Sha256().chunk_digests(TOKENS, 4)
+    by_tokens = resolver.resolve(key(), DESC)
+    by_digests = resolver.resolve(key(tokens=b"", digests=digests), DESC)
+    assert by_tokens.flat == by_digests.flat
+    assert len(by_tokens.flat) == 4 * 2
+    first = ObjectKey.unpack(by_tokens.flat[1])
+    assert first == ObjectKey(b"n" * 16, bytes(16), 1, 1, digests[:32])
+
+
+def test_start_selects_and_keeps_the_prefix_in_the_digests(resolver: KeyResolver) -> None:
+    assert resolver.resolve(key(start=8), DESC).flat == resolver.resolve(key(), DESC).flat[4:]
+
+
+def test_without_worker_id_all_ranks_are_named(resolver: KeyResolver) -> None:
+    rows = resolver.resolve(key(worker_id=None), DESC).by_row()
+    assert list(rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert rows[1, 0] == resolver.resolve(key(), DESC).by_row()[1, 0]
+
+
+def test_a_salt_separates(resolver: KeyResolver) -> None:
+    salted = resolver.resolve(key(cache_salt="tenant"), DESC).flat
+    assert not set(salted) & set(resolver.resolve(key(), DESC).flat)
+    assert ObjectKey.unpack(salted[0]).salt == salt_digest("tenant")
+
+
+def test_sizes_follow_the_layer_groups(resolver: KeyResolver) -> None:
+    assert [size for _, size in resolver.resolve(key(), DESC).sized()[:3]] == [256, 96, 256]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "word"),
+    [
+        ({"start": 3}, BadRange, "chunk boundaries"),
+        ({"end": 15}, BadRange, "chunk boundaries"),
+        ({"start": 16}, BadRange, "start 16"),
+        ({"start": -4}, BadRange, "start -4"),
+        ({"end": 1 << 40}, MessageTooLarge, "objects"),
+        ({"tokens": b""}, BadRange, "empty"),
+        ({"digests": b"d" * 32}, BadRange, "both"),
+        ({"tokens": TOKENS[:-4]}, BadRange, "60 bytes"),
+        ({"tokens": b"", "digests": b"d" * 31}, BadRange, "31 bytes"),
+        ({"namespace": b"short"}, NamespaceMismatch, "5 bytes"),
+        ({"world_size": 0}, NamespaceMismatch, "world size"),
+        ({"worker_id": 2}, NamespaceMismatch, "worker id 2"),
+        ({"cache_salt": "x" * 5000}, MessageTooLarge, "cache_salt"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    resolver: KeyResolver, fields: dict[str, object], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        resolver.resolve(key(**fields), DESC)

@@ -1,0 +1,83 @@
+"""A real server process for tests, on its own private socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.waiting import wait_until
+from tests.wire_client import WireClient
+
+
+class ServerProcess:
+    """`kvframework serve` in a process of its own. Settings are `--set` overrides."""
+
+    def __init__(self, *settings: str, capacity: str = "64MiB", script: str | None = None) -> None:
+        # Socket paths are short, so not below pytest's long tmp_path.
+        self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
+        self.endpoint = f"ipc://{self._directory.name}/s.sock"
+        self.log_file = Path(self._directory.name) / "server.log"
+        self._program = [script] if script else ["-m", "kvframework.cli.main"]
+        self._settings = (f"server.endpoint={self.endpoint}", f"l1.capacity={capacity}", *settings)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+        self._directory.cleanup()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def start(self) -> None:
+        command = [sys.executable, *self._program, "serve"]
+        for setting in self._settings:
+            command += ["--set", setting]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
+        wait_until(self._answers, 20, "the server")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process is None:
+            return 0
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        status = self.process.wait(10)
+        self.process = None
+        return status
+
+    def kill9(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+        self.process = None
+
+    def client(self, **options: object) -> WireClient:
+        return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log
+        if not Path(self.endpoint.removeprefix("ipc://")).exists():
+            return False
+        try:
+            with self.client(timeout=1.0) as client:
+                status = client.status()
+        except TimeoutError:
+            return False
+        ready, capacity = status["l1"]["ready_bytes"], status["l1"]["capacity_bytes"]
+        return bool(ready == capacity)
