@@ -66,6 +66,12 @@ class ServerProcess:
         self.process.wait(10)
         self.process = None
 
+    def sigstop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def sigcont(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def client(self, **options: object) -> WireClient:
         return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from kvframework.api import ByteSize
 from kvframework.cli.console import stdout
@@ -39,28 +40,36 @@ def status(
 
 
 def _show(document: dict[str, Any]) -> None:
+    """What the server says is shown as it is, never read as markup."""
     server, l1 = document["server"], document["l1"]
-    stdout.print(f"[bold]kvframework {server['version']}[/] at {server['endpoint']} (pid {server['pid']})")
-    stdout.print(f"up {server['uptime_s']:.0f} s, configuration {server['config']}, chunk size {server['chunk_size']}")
-    share = l1["used_bytes"] / l1["capacity_bytes"]
-    stdout.print(
-        f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} ({share:.0%}), {l1['objects']} objects, "
-        f"{l1['pins']} pins, {l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}"
-    )
-    for tier in document["l2"]:
-        stdout.print(
-            f"L2 {tier['name']} {tier['state']}, {tier.get('stored', 0)} stored, {tier.get('hits', 0)} hits, "
-            f"{tier.get('errors', 0)} errors, {tier['write_pending']} to write"
-        )
-    table = Table("instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token")
-    for context in document["instances"]:
-        rank = "?" if context["rank"] is None else context["rank"]
-        table.add_row(
-            str(context["instance_id"]), str(context["pid"]), context["model"], f"{rank}/{context['world_size']}",
-            context["transport"], context["format"], str(context["layers"]), context["dtype"],
-            str(context["chunk_tokens"]), f"{context['bytes_per_token']:g}",
-        )  # fmt: skip
+    lines = [
+        f"kvframework {server['version']} at {server['endpoint']} (pid {server['pid']})",
+        f"up {server['uptime_s']:.0f} s, configuration {server['config']}, chunk size {server['chunk_size']}",
+        f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
+        f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
+        f"{l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}",
+    ]
+    lines += [
+        f"L2 {tier['name']} {tier['state']}, {tier.get('stored', 0)} stored, {tier.get('hits', 0)} hits, "
+        f"{tier.get('errors', 0)} errors, {tier['write_pending']} to write"
+        for tier in document["l2"]
+    ]
+    for line in lines:
+        stdout.print(line, markup=False)
     if document["instances"]:
-        stdout.print(table)
+        stdout.print(_instances(document["instances"]))
     else:
         stdout.print("no instance is registered")
+
+
+def _instances(instances: list[dict[str, Any]]) -> Table:
+    table = Table("instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token")
+    for context in instances:
+        rank = "?" if context["rank"] is None else context["rank"]
+        cells = (
+            context["instance_id"], context["pid"], context["model"], f"{rank}/{context['world_size']}",
+            context["transport"], context["format"], context["layers"], context["dtype"], context["chunk_tokens"],
+            f"{context['bytes_per_token']:g}",
+        )  # fmt: skip
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table

@@ -122,7 +122,9 @@ class KVClient(EngineLink):
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
         raise ServerGone(
-            f"no server answers at {self.endpoint}", hint="start one with: kvframework serve", where=str(error or "")
+            f"no server answers at {self.endpoint}",
+            available=f"last try: {error.fact if isinstance(error, KVFrameworkError) else error}" if error else "",
+            hint="start one with: kvframework serve",
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:

@@ -68,6 +68,12 @@ class StorageManager:
     def capacity(self) -> int:
         return int(self._memory.capacity)
 
+    @property
+    def ready_bytes(self) -> int:
+        """How much of the capacity is resident and may be handed out."""
+        with self.lock:
+            return self._table.allocator.limit
+
     # writing
 
     def reserve(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import array
 
 import pytest
-from kvf_hashers.sha256 import Sha256
 
+from kvf_hashers.sha256 import Sha256
 from kvframework.api import CacheKey, GroupDesc, MemoryLayoutDesc, ObjectKey, salt_digest
 from kvframework.engine.resolve import KeyResolver
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch

@@ -1,0 +1,41 @@
+"""`kvframework status` against a real server, and without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.server_process import ServerProcess
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvframework.cli.main", "status", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+
+
+def test_status_shows_instances_and_l1() -> None:
+    with ServerProcess() as server, server.client() as client:
+        client.register(model_name="m[bold]x")
+        shown = status("--endpoint", server.endpoint)
+        assert shown.returncode == 0
+        assert "L1 0 B of 64.0 MiB" in shown.stdout
+        assert "m[bold]x" in shown.stdout
+        document = json.loads(status("--endpoint", server.endpoint, "--json").stdout)
+        assert document["instances"][0]["model"] == "m[bold]x"
+        assert document["server"]["chunk_size"] == 256
+
+
+def test_without_a_server_the_error_says_what_to_do() -> None:
+    shown = status("--endpoint", "ipc:///tmp/kvf-nobody/s.sock", "--timeout", "0.3")
+    assert shown.returncode == 2
+    assert "run.server_gone" in shown.stderr
+    assert "kvframework serve" in shown.stderr
+    assert shown.stderr.count("run.server_gone") == 1
+    assert "Traceback" not in shown.stderr
+
+
+def test_sigterm_ends_a_server_cleanly() -> None:
+    with ServerProcess() as server:
+        assert server.stop() == 0
+        assert "Traceback" not in server.log

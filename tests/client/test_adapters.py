@@ -1,0 +1,187 @@
+"""The adapters of an engine integration against a real server process, through its deaths and silences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvframework import errors  # noqa: E402
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
+from tests.server_process import ServerProcess  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LAYERS, BLOCKS, BLOCK, HEADS, DIM = 2, 64, 16, 2, 4
+AXES = ["plane", "block", "token", "head", "dim"]
+CHUNK = 256
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[KVClient]:
+    # A busy test machine may be slower than an engine allows its cache to be.
+    with KVClient(server.endpoint, control_timeout_s=2.0) as connected:
+        assert connected.wait_up(5)
+        yield connected
+
+
+class Engine:
+    """An engine with paged memory of its own."""
+
+    def __init__(self, client: KVClient, instance_id: int = 1, **identity: object) -> None:
+        self.kv = {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM) for i in range(LAYERS)}
+        self.worker = WorkerAdapter(
+            client, instance_id=instance_id, model_name="m", layout="paged", layout_options={"axes": AXES},
+            **identity,  # type: ignore[arg-type]
+        )  # fmt: skip
+        registration = self.worker.register_kv_caches(self.kv, block_size=BLOCK)
+        self.scheduler = SchedulerAdapter(
+            client, model_name="m", namespace=registration.namespace, chunk_tokens=registration.desc.chunk_tokens
+        )
+        self.client = client
+
+    def request(self, tokens: list[int], request_id: str = "r") -> RequestHashes:
+        request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
+        request.extend(tokens)
+        return request
+
+
+def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:
+    first = Engine(client)
+    tokens = list(range(700))
+    request = first.request(tokens)
+    assert request.hashed_tokens == 512
+    blocks = [list(range(5, 37))]
+    assert first.worker.submit_store(request, 0, 512, blocks).result(0) is True
+    assert first.worker.get_finished() == ({"r"}, set())
+    with KVClient(server.endpoint, control_timeout_s=2.0) as another:
+        second = Engine(another, instance_id=2)
+        result = second.scheduler.lookup(second.request(tokens, "q"))
+        assert (result.hit_tokens, result.pending) == (512, False)
+        target = [list(range(63, 31, -1))]
+        loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
+        assert loaded.result(0) is True
+        second.scheduler.free(result)
+        assert second.worker.get_finished() == (set(), {"q"})
+        for name, kv in first.kv.items():
+            stored = kv[:, blocks[0]].flatten(1, 2)
+            found = second.kv[name][:, target[0]].flatten(1, 2)
+            assert torch.equal(found[:, 20:], stored[:, 20:])
+            assert not torch.equal(found[:, :20], stored[:, :20])
+
+
+def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
+    engine = Engine(client)
+    blocks = [list(range(16))]
+    assert engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(0) is False
+    assert engine.worker.get_finished() == (set(), {"r"})
+    assert engine.worker.take_failed_blocks() == [set(range(16))]
+    assert engine.worker.take_failed_blocks() == []
+
+
+def test_batches_of_unequal_length_are_refused(client: KVClient) -> None:
+    engine = Engine(client)
+    requests = [engine.request([n] * 256, f"r{n}") for n in range(2)]
+    blocks = [[list(range(16))], [list(range(16, 32))]]
+    futures = engine.worker.batched_submit_store(requests, [(0, 256)] * 2, blocks)
+    assert [future.result(0) for future in futures] == [True, True]
+    for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
+        with pytest.raises(errors.RequestError, match="2 and 1 and 2"):
+            submit(requests, [(0, 256)], blocks)
+
+
+def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    with pytest.raises(errors.BadBlockIds):
+        engine.worker.submit_store(engine.request([1] * 256), 0, 256, [list(range(BLOCKS - 15, BLOCKS + 1))])
+    with server.client() as watcher:
+        assert watcher.status()["l1"]["write_leases"] == 0
+
+
+def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    boot = client.boot_id
+    request = engine.request(list(range(256)))
+    blocks = [list(range(16))]
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(0)
+    server.kill9()
+    wait_until(lambda: not client.usable, 1.0, "the client to notice")
+    started = time.monotonic()
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(0) is False
+    assert engine.scheduler.lookup(request).hit_tokens == 0
+    assert time.monotonic() - started < 0.5, "a miss at once, not a wait"
+    server.start()
+    wait_until(lambda: client.usable, 3, "the client to come back")
+    assert client.boot_id != boot
+    with server.client() as watcher:
+        assert watcher.status()["non_gpu_instance_ids"] == [1]
+    assert engine.scheduler.lookup(request).hit_tokens == 0
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(0) is True
+    assert engine.scheduler.lookup(request).hit_tokens == 256
+
+
+def test_a_silent_server_costs_one_control_timeout(server: ServerProcess) -> None:
+    with KVClient(server.endpoint, control_timeout_s=0.05) as client:
+        engine_client_ready = client.wait_up(5)
+        assert engine_client_ready
+        scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
+        request = RequestHashes(client.hasher, CHUNK, request_id="r")
+        request.extend([1] * 256)
+        server.sigstop()
+        try:
+            started = time.monotonic()
+            for _ in range(50):
+                assert scheduler.lookup(request).hit_tokens == 0
+            assert time.monotonic() - started < 1.0, "one wait, then misses at once"
+            assert not client.usable
+        finally:
+            server.sigcont()
+        wait_until(lambda: client.usable, 3, "the client to heal")
+
+
+def test_without_a_server_everything_is_a_miss() -> None:
+    with KVClient("ipc:///tmp/kvf-no-such-directory/s.sock", connect_timeout_s=0.2) as client:
+        scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
+        with pytest.raises(errors.ServerGone, match="no server answers"):
+            _ = client.chunk_size
+        from kvf_hashers.sha256 import Sha256
+
+        request = RequestHashes(Sha256(), CHUNK, request_id="r")
+        request.extend([1] * 256)
+        assert scheduler.lookup(request).hit_tokens == 0
+        assert scheduler.failures == 1
+
+
+def test_other_revisions_never_meet(client: KVClient) -> None:
+    one, two = Engine(client, 1, revision="a"), Engine(client, 2, revision="b")
+    request = one.request([1] * 256)
+    assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(0)
+    assert one.scheduler.lookup(request).hit_tokens == 256
+    assert two.scheduler.lookup(request).hit_tokens == 0
+
+
+def test_an_unknown_transport_or_layout_is_a_clear_error(client: KVClient) -> None:
+    worker = WorkerAdapter(client, instance_id=1, model_name="m", transport="warp", layout_options={"axes": AXES})
+    kv = {"layer0": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM)}
+    with pytest.raises(errors.TransportMismatch, match="no transport"):
+        worker.register_kv_caches(kv, block_size=BLOCK)
+    with pytest.raises(errors.PluginNotFound):
+        WorkerAdapter(client, instance_id=1, model_name="m", layout="nope").register_kv_caches(kv, block_size=BLOCK)
+
+
+def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    engine.worker.close()
+    engine.worker.close()
+    with server.client() as watcher:
+        assert watcher.status()["instances"] == []

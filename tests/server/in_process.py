@@ -1,0 +1,39 @@
+"""A real server on real sockets, serving from a thread of the test's own process, so that a test can bring plugins along."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvframework.config import load_config
+from kvframework.plugins.registry import PluginRegistry
+from kvframework.server import Server
+from tests.waiting import wait_until
+
+
+@contextmanager
+def serving(
+    *settings: str,
+    plugins: tuple[object, ...] = (),
+    registry: PluginRegistry | None = None,
+    capacity: str = "16MiB",
+) -> Iterator[Server]:
+    registry = registry or PluginRegistry()
+    for plugin in plugins:
+        registry.register(plugin, distribution="tests")
+    with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
+        overrides = (f"server.endpoint=ipc://{directory}/s.sock", f"l1.capacity={capacity}", *settings)
+        server = Server(load_config(None, overrides), registry)
+        server.bind()
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        storage = server.engine.storage
+        try:
+            wait_until(lambda: storage.ready_bytes == storage.capacity, what="the arena")
+            yield server
+        finally:
+            server.stop()
+            thread.join(10)
+            assert not thread.is_alive()
