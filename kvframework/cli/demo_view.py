@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvframework.api import ByteSize
 from kvframework.cli.demo_result import DemoResult, EngineRun
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Step:
@@ -44,7 +47,9 @@ class DemoView:
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         try:
-            with Progress(*columns, console=self._console, transient=True) as progress:
+            with Progress(
+                *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+            ) as progress:
                 step = Step(title, progress, progress.add_task(title, total=None))
                 yield step
         except BaseException:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api import ByteSize
@@ -45,9 +45,11 @@ def _show(document: dict[str, Any]) -> None:
     lines = [
         f"kvframework {server['version']} at {server['endpoint']} (pid {server['pid']})",
         f"up {server['uptime_s']:.0f} s, configuration {server['config']}, chunk size {server['chunk_size']}",
-        f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
-        f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
-        f"{l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}",
+        (
+            f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
+            f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
+            f"{l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}"
+        ),
     ]
     lines += [
         f"L2 {tier['name']} {tier['state']}, {tier.get('stored', 0)} stored, {tier.get('hits', 0)} hits, "
@@ -63,7 +65,8 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _instances(instances: list[dict[str, Any]]) -> Table:
-    table = Table("instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token")
+    headers = ("instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token")
+    table = Table(*(Column(header, overflow="fold") for header in headers))
     for context in instances:
         rank = "?" if context["rank"] is None else context["rank"]
         cells = (

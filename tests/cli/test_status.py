@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ from tests.server_process import ServerProcess
 
 def status(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=wide)
 
 
 def test_status_shows_instances_and_l1() -> None:

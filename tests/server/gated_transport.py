@@ -22,7 +22,7 @@ from kvframework.errors import RequestError
 
 
 class GatedTransport(ServerTransport):
-    """`gate` lets one fragment through per release; `fail` makes the next fragment fail; `touched` logs (block, when)."""
+    """`gate` lets one fragment through per release; `fail` makes the next one fail; `copies` counts."""
 
     def __init__(self) -> None:
         self.gate = threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""A real server on real sockets, serving from a thread of the test's own process, so that a test can bring plugins along."""
+"""A real server on real sockets, serving from a thread of the test's process, so that a test can bring plugins."""
 
 from __future__ import annotations
 
