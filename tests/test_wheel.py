@@ -1,0 +1,39 @@
+"""What is under test: in tox the installed wheel, never the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kvf_redis
+import pytest
+
+import kvframework
+
+wheel = pytest.mark.skipif("KVFRAMEWORK_TEST_WHEEL" not in os.environ, reason="only tox tests the wheel")
+
+
+@wheel
+def test_this_process_tests_the_wheel() -> None:
+    for package in (kvframework, kvf_redis):
+        assert package.__file__ is not None
+        assert "site-packages" in package.__file__
+
+
+@wheel
+def test_child_processes_test_the_wheel() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", "import kvframework; print(kvframework.__file__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "site-packages" in shown.stdout
+
+
+def test_what_is_no_module_is_packaged_too() -> None:
+    package = Path(kvframework.__file__).parent
+    assert (package / "py.typed").exists()
+    assert (package / "cli" / "declaration.txt").stat().st_size > 7000
