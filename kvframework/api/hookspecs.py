@@ -106,7 +106,9 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
 
     Example, an L2 tier in a dict (entry point `tier.dict`):
 
+        import time
         from kvframework.api import Outcome, Tier, TierProvider, hookimpl
+        from kvframework.errors import TierError
 
         class DictTier(Tier):
             name = "dict"
@@ -114,10 +116,18 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
             def __init__(self):
                 self._values = {}
 
+            def _check(self, deadline):
+                if self._values is None:
+                    raise TierError("the tier is closed", where=self.name)
+                if time.monotonic() >= deadline:
+                    raise TierError("the deadline has passed", where=self.name)
+
             def contains(self, keys, *, deadline):
+                self._check(deadline)
                 return [Outcome.FOUND if key in self._values else Outcome.MISSING for key in keys]
 
             def get_into(self, keys, parts, *, deadline):
+                self._check(deadline)
                 return [self._get(key, buffers) for key, buffers in zip(keys, parts)]
 
             def _get(self, key, buffers):
@@ -131,14 +141,16 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
                 return Outcome.FOUND
 
             def put(self, keys, parts, *, deadline):
+                self._check(deadline)
                 self._values.update((key, b"".join(buffers)) for key, buffers in zip(keys, parts))
                 return [Outcome.STORED] * len(keys)
 
             def delete(self, keys, *, deadline):
+                self._check(deadline)
                 return [Outcome.DELETED if self._values.pop(key, None) is not None else Outcome.MISSING for key in keys]
 
             def close(self):
-                self._values.clear()
+                self._values = None
 
         @hookimpl
         def kvf_tiers():

@@ -1,0 +1,25 @@
+"""The `pinned` L1 tier: one shared memfd segment, made resident in the background. Runs in the server process."""
+
+from __future__ import annotations
+
+from kvf_pinned.memory import MemfdArena
+from kvf_pinned.options import PinnedOptions
+from kvframework.api import L1Memory, L1Provider, TierContext, hookimpl
+
+
+def _create(options: PinnedOptions, context: TierContext) -> L1Memory:
+    return MemfdArena(options.capacity, where=context.where)
+
+
+@hookimpl
+def kvf_tiers() -> list[L1Provider[PinnedOptions]]:
+    """The provider of the arena."""
+    return [
+        L1Provider(
+            name="pinned",
+            summary="one shared memory segment without a name, made resident in the background",
+            options=PinnedOptions,
+            capabilities=frozenset({"capacity"}),
+            create=_create,
+        )
+    ]

@@ -1,0 +1,38 @@
+"""The `redis` L2 tier: one Redis server, shared between nodes. Runs in the server process, in its storage threads.
+
+Importing this module does not import redis-py, so that a list of plugins stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from kvf_redis.options import RedisOptions
+from kvframework.api import Tier, TierContext, TierProvider, hookimpl
+
+
+def _probe() -> str | None:
+    if find_spec("redis") is None:
+        return 'redis is not installed: pip install "kvframework[redis]"'
+    return None
+
+
+def _create(options: RedisOptions, context: TierContext) -> Tier:
+    from kvf_redis.tier import open_tier
+
+    return open_tier(options, where=context.where)
+
+
+@hookimpl
+def kvf_tiers() -> list[TierProvider[RedisOptions]]:
+    """The provider of the Redis tier."""
+    return [
+        TierProvider(
+            name="redis",
+            summary="one Redis server over TCP, TLS or a Unix socket",
+            options=RedisOptions,
+            capabilities=frozenset({"shared", "ttl"}),
+            probe=_probe,
+            create=_create,
+        )
+    ]

@@ -1,0 +1,119 @@
+"""Owns the arena: a memfd, its mapping, and the thread that makes it resident. Lives in the server process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from kvf_pinned.available import available_memory
+from kvf_pinned.touch import Toucher
+from kvframework.api import ByteSize, L1Memory
+from kvframework.errors import ArenaError
+
+_log = logging.getLogger(__name__)
+
+# A step bounds how long `close` waits and how late the first bytes are ready.
+_STEP = 16 << 20
+
+# No client may truncate the file under the server, grow it, or add seals that keep others from mapping it.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class MemfdArena(L1Memory):
+    """One shared segment that has no name: it goes when the last process that maps it does.
+
+    Owns `fd` and the mapping until `close`. Thread-safe where the contract needs it: `close` may come while the
+    background thread works.
+    """
+
+    def __init__(self, capacity: int, *, where: str = "[l1]") -> None:
+        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be made or mapped."""
+        self._where = where
+        self.capacity = capacity
+        room = available_memory()
+        if capacity > room:
+            raise ArenaError(
+                f"an arena of {ByteSize(capacity)} does not fit into memory",
+                where=where,
+                available=str(ByteSize(room)),
+                hint="lower [l1] capacity",
+            )
+        try:
+            self.fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            os.ftruncate(self.fd, capacity)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._segment = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(self.fd)
+            raise self._refused(error) from error
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+            with contextlib.suppress(OSError):
+                self._segment.madvise(advice)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        """Starts the background thread, which ends by itself once all is resident. Once per arena, else `ArenaError`.
+
+        When the memory runs out on the way, the thread logs it and ends: what was ready stays usable.
+        """
+        if self._stop.is_set() or self._thread is not None:
+            raise ArenaError("the arena was started or closed before", where=self._where)
+        self._thread = threading.Thread(target=self._touch_all, args=(on_ready,), name="kvf-pinned", daemon=True)
+        self._thread.start()
+
+    def view(self) -> memoryview:
+        """A new writable view of all bytes; the caller releases it before `close`. Raises `ArenaError` once closed."""
+        if self._stop.is_set():
+            raise ArenaError("the arena is closed", where=self._where)
+        return memoryview(self._segment)
+
+    def close(self) -> None:
+        """Ends the background thread (waits for its current step), closes fd and mapping.
+
+        Raises `BufferError` while a view is still exported: the fd is closed then, and `close` can be called again once
+        the views are released.
+        """
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        try:
+            self._segment.close()
+        except BufferError:
+            raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
+
+    def _touch_all(self, on_ready: Callable[[int], None]) -> None:
+        toucher, done = Toucher(self._segment, self.fd), 0
+        try:
+            while done < self.capacity and not self._stop.is_set():
+                end = min(done + _STEP, self.capacity)
+                toucher.touch(done, end)
+                done = end
+                on_ready(done)
+        except OSError as error:
+            _log.error(
+                "%s: the arena stays at %s of %s: %s; lower [l1] capacity",
+                self._where,
+                ByteSize(done),
+                ByteSize(self.capacity),
+                error.strerror,
+            )
+
+    def _refused(self, error: Exception) -> ArenaError:
+        reason = getattr(error, "strerror", None) or str(error)
+        return ArenaError(
+            f"an arena of {ByteSize(self.capacity)} cannot be made: {reason}",
+            where=self._where,
+            hint="lower [l1] capacity",
+        )

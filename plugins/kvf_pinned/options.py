@@ -1,0 +1,17 @@
+"""Owns the options of the `pinned` tier, as they stand in the `[l1]` table."""
+
+from __future__ import annotations
+
+from kvframework.api import ByteSize, Options
+
+LEAST = ByteSize(1 << 20)
+
+
+class PinnedOptions(Options, frozen=True):
+    """`capacity` is the size of the arena, at least 1 MiB."""
+
+    capacity: ByteSize = ByteSize(1 << 30)
+
+    def __post_init__(self) -> None:
+        if self.capacity < LEAST:
+            raise ValueError(f"capacity is at least {LEAST}, found {self.capacity}")

@@ -1,0 +1,50 @@
+"""Owns how a range of the arena is made resident without a signal and without holding the interpreter.
+
+Called from the arena's own thread only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise.restype = ctypes.c_int
+
+
+class Toucher:
+    """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither."""
+
+    def __init__(self, segment: mmap.mmap, fd: int) -> None:
+        self._segment = segment
+        self._fd = fd
+        anchor = ctypes.c_char.from_buffer(segment)
+        self._address = ctypes.addressof(anchor)  # the anchor goes at once: it would keep the mapping from being closed
+        self._populates = True
+
+    def touch(self, start: int, end: int) -> None:
+        """Makes bytes `[start, end)` resident; `start` is a multiple of the page size. Blocks while the kernel clears
+        the pages, without the interpreter lock. Raises `OSError` (ENOMEM, ENOSPC) if there is no memory."""
+        if self._populates:
+            self._populates = self._populate(start, end)
+        if not self._populates:
+            # Reserves the pages first, for a write to a page that cannot be had would be a SIGBUS.
+            os.posix_fallocate(self._fd, start, end - start)
+            pages = len(range(start, end, mmap.PAGESIZE))
+            with memoryview(self._segment) as view:
+                view[start : end : mmap.PAGESIZE] = bytes(pages)
+
+    def _populate(self, start: int, end: int) -> bool:
+        """False if the kernel does not know the advice."""
+        while _madvise(self._address + start, end - start, _MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                return False
+            if code not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(code, os.strerror(code))
+        return True

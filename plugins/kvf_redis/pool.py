@@ -1,0 +1,101 @@
+"""Owns the connections: at most N, each used by one thread at a time. Thread-safe; connects outside its lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvf_redis.wire import Wire
+from kvframework.errors import TierError
+
+
+class Pool:
+    """Lends connections, makes them when needed, and never lends one that has bytes in it or was closed."""
+
+    def __init__(self, connect: Callable[[float], Wire], size: int, *, where: str) -> None:
+        self._connect = connect
+        self._size = size
+        self._where = where
+        self._changed = threading.Condition()
+        self._idle: list[Wire] = []
+        self._lent: set[Wire] = set()
+        self._connecting = 0
+        self._closed = False
+
+    def acquire(self, deadline: float) -> Wire:
+        """A connection that the caller gives back by `release` or `discard`; blocks until `deadline` at most.
+
+        Raises `TierError` if there is none by then, if connecting fails, and once the pool is closed.
+        """
+        wire = self._reserve(deadline)
+        if wire is not None:
+            return wire
+        try:
+            wire = self._connect(deadline)
+        finally:
+            with self._changed:
+                self._connecting -= 1
+                closed = self._closed
+                if wire is not None and not closed:
+                    self._lent.add(wire)
+                self._changed.notify_all()
+        if closed:
+            wire.close()
+            raise self._is_closed()
+        return wire
+
+    def release(self, wire: Wire) -> None:
+        """Takes back a connection whose replies were all read."""
+        with self._changed:
+            self._lent.discard(wire)
+            keep = not self._closed and not wire.spoilt
+            if keep:
+                self._idle.append(wire)
+            self._changed.notify_all()
+        if not keep:
+            wire.close()
+
+    def discard(self, wire: Wire) -> None:
+        """Takes back a connection that must not be used again, and closes it."""
+        wire.spoilt = True
+        self.release(wire)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Closes what is idle and cuts what is lent: calls in flight fail. Idempotent; never blocks."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for wire in self._lent:
+                wire.cut()
+            self._changed.notify_all()
+        for wire in idle:
+            wire.close()
+
+    def _reserve(self, deadline: float) -> Wire | None:
+        """An idle connection, or None for the right to make one."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise self._is_closed()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise TierError("the deadline has passed before a connection was free", where=self._where)
+                if self._idle:
+                    wire = self._idle.pop()
+                    if wire.is_quiet():
+                        self._lent.add(wire)
+                        return wire
+                    wire.close()
+                elif len(self._lent) + self._connecting < self._size:
+                    self._connecting += 1
+                    return None
+                else:
+                    self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+
+    def _is_closed(self) -> TierError:
+        return TierError("the tier is closed", where=self._where)
