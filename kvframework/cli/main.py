@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import config, plugins, serve, status
+from kvframework.cli import config, demo, plugins, serve, status
 from kvframework.cli.console import print_error, stdout
 from kvframework.errors import KVFrameworkError
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (serve, status, plugins, config):
+for command in (serve, demo, status, plugins, config):
     command.register(app)
 
 

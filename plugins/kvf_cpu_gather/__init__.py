@@ -1,0 +1,31 @@
+"""The engine-driven transport `cpu_gather`. Imported by servers without torch; only `create` needs it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from kvframework.api import EngineLink, NoOptions, TransferContext, TransportProvider, hookimpl
+from kvframework.errors import PluginUnavailable
+
+
+def _create(_options: NoOptions, link: EngineLink) -> TransferContext:
+    """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is
+    nothing that a probe could refuse."""
+    if importlib.util.find_spec("torch") is None:
+        raise PluginUnavailable(
+            "transport cpu_gather needs torch in the engine process", hint='pip install "kvframework[torch]"'
+        )
+    from kvf_cpu_gather.context import CpuGather
+
+    return CpuGather(link)
+
+
+@hookimpl
+def kvf_transports() -> list[TransportProvider[NoOptions]]:
+    return [
+        TransportProvider(
+            name="cpu_gather",
+            summary="the engine copies its blocks to and from the shared arena itself; any torch device",
+            create=_create,
+        )
+    ]

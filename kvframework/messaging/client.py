@@ -1,0 +1,217 @@
+"""Owns `Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
+
+Two threads: the link's I/O thread owns the sockets; the supervisor thread here dials, says HELLO, and calls `on_up` and
+`on_down`, which may therefore issue requests themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import zmq
+
+from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.errors import KVFrameworkError, MalformedFrames, ServerGone, UnknownRequest
+from kvframework.messaging.dial import dial
+from kvframework.messaging.heartbeat import Heartbeat
+from kvframework.messaging.link import Link, RequestFuture
+from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.wire.messages import CancelReply, Hello, HelloReply
+
+logger = logging.getLogger(__name__)
+
+State = Literal["up", "suspect", "down"]
+
+_FIRST_PAUSE_S = 0.05
+_UNREACHABLE_PAUSE_S = 0.25
+_REFUSED_PAUSE_S = 2.0
+_SLOWEST_HELLO_S = 1.0
+
+
+class Connection:
+    """A connection that heals itself. `start()`, then `request(...)` from any thread, then `close()`.
+
+    `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
+    it returns only `urgent` requests go through. If it raises, the connection is dropped and tried again. `on_down()`
+    follows every `on_up` that returned. A forked child cannot use its parent's connection and does not disturb it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        *,
+        table: Mapping[str, RequestSpec],
+        on_up: Callable[[HelloReply, int | None], None],
+        on_down: Callable[[], None],
+        ping_interval_s: float = 0.2,
+        ping_timeout_s: float = 0.8,
+    ) -> None:
+        self.last_error: Exception | None = None
+        self._endpoint = endpoint
+        self._hello = hello
+        self._table = table
+        self._on_up = on_up
+        self._on_down = on_down
+        self._ping_interval_s = ping_interval_s
+        self._ping_timeout_s = ping_timeout_s
+        self._pid = os.getpid()
+        self._link: Link | None = None
+        self._welcomed = False
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
+
+    def start(self) -> None:
+        """Starts to connect. Returns at once; to be called once."""
+        self._thread.start()
+
+    def wait_up(self, timeout: float) -> bool:
+        """Waits until the state is "up", at most `timeout` seconds; whether it is."""
+        if os.getpid() != self._pid:
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self.state == "up" or self._closing.is_set(), timeout)
+        return self.state == "up"
+
+    @property
+    def state(self) -> State:
+        """ "suspect": a request or PING was not answered in time, and no PING since. "down": there is no server."""
+        link = self._link
+        if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
+            return "down"
+        return "suspect" if link.suspect else "up"
+
+    @property
+    def boot_id(self) -> bytes | None:
+        """Of the server that is connected, None if there is none."""
+        link = self._link
+        return link.boot_id if link is not None and link.alive else None
+
+    def request(
+        self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float, urgent: bool = False
+    ) -> MessagingFuture[Message]:
+        """Sends a request and returns its future; never blocks and never raises.
+
+        The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
+        the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
+        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`). Its
+        callbacks run in the I/O thread. Big buffers are sent without a copy: they must stay unchanged until an answer.
+        `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
+        """
+        spec = self._table.get(name)
+        if spec is None:
+            return MessagingFuture.failed(UnknownRequest(f"there is no request {name!r}"))
+        if len(buffers) > spec.buffers:
+            fact = f"{len(buffers)} buffers"
+            return MessagingFuture.failed(MalformedFrames(fact, where=name, available=f"at most {spec.buffers}"))
+        link, state = self._link, self.state
+        if link is None or not (state == "up" or (urgent and os.getpid() == self._pid)):
+            return MessagingFuture.failed(ServerGone(f"the connection is {state}", where=self._endpoint))
+        return link.submit(spec, payload, buffers, timeout)
+
+    def cancel(self, future: MessagingFuture[Message]) -> MessagingFuture[Message]:
+        """Sends CANCEL for a request made here, also one whose future has failed with `DeadlineExceeded` already.
+
+        The returned future resolves to `CancelReply` once the server touches nothing more for the request, or fails
+        with `ServerGone` if the connection that it was made on is no more.
+        """
+        if not isinstance(future, RequestFuture):  # it never left this process
+            return MessagingFuture.resolved(CancelReply(found=False))
+        if os.getpid() != self._pid:
+            return MessagingFuture.failed(ServerGone("the connection belongs to the parent process"))
+        return future.link.cancel(future.request_id)
+
+    def close(self) -> None:
+        """Ends the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
+        are joined (not by themselves). Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        link = self._link
+        if link is not None:
+            link.close()
+        self._notify()
+        within = threading.current_thread() is self._thread or (link is not None and link.runs_here())
+        if self._thread.ident is not None and not within:
+            self._thread.join()
+
+    def _supervise(self) -> None:
+        context = zmq.Context()
+        pause = _FIRST_PAUSE_S
+        try:
+            while not self._closing.is_set():
+                try:
+                    self._connect_once(context)
+                    pause = _FIRST_PAUSE_S
+                    self._closing.wait(pause)
+                except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
+                    self._note(error)
+                    most = _UNREACHABLE_PAUSE_S if isinstance(error, ServerGone) else _REFUSED_PAUSE_S
+                    self._closing.wait(min(pause, most))
+                    pause = min(pause * 2, most)
+        finally:
+            context.destroy(0)
+
+    def _connect_once(self, context: zmq.Context[Any]) -> None:
+        """One connection, from HELLO to its end. Raises if it did not come up."""
+        timeout = max(self._ping_timeout_s, _SLOWEST_HELLO_S)
+        dealer, reply = dial(context, self._endpoint, self._hello, timeout=timeout, closing=self._closing.is_set)
+        with contextlib.ExitStack() as undo:
+            undo.callback(dealer.close, 0)
+            liveness, arena_fd = None, None
+            if reply.liveness:
+                liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, timeout)
+                undo.callback(liveness.close)
+                if arena_fd is not None:
+                    undo.callback(os.close, arena_fd)
+            heartbeat = Heartbeat(self._ping_interval_s, self._ping_timeout_s, time.monotonic())
+            link = Link(dealer, liveness, reply.boot_id, heartbeat, self._notify)
+            link.start()
+            undo.pop_all()
+        self._link = link
+        if self._closing.is_set():
+            link.close()
+        try:
+            self._on_up(reply, arena_fd)
+            self.last_error = None
+            self._welcomed = True
+            self._notify()
+            link.ended.wait()
+        finally:
+            up, self._welcomed = self._welcomed, False
+            link.close()
+            self._link = None
+        if up:
+            self._went_down(link)
+
+    def _went_down(self, link: Link) -> None:
+        if not self._closing.is_set():
+            self.last_error = link.gone()
+            logger.warning("lost the server at %s: %s", self._endpoint, link.gone().fact)
+        try:
+            self._on_down()
+        except Exception as error:
+            self.last_error = error
+            logger.exception("on_down failed")
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _note(self, error: Exception) -> None:
+        """Logs what keeps the connection from coming up: loudly, and once, unless it is only that nobody serves."""
+        if str(error) != str(self.last_error) and not self._closing.is_set():
+            if isinstance(error, ServerGone):
+                logger.info("no server at %s: %s", self._endpoint, error.fact)
+            elif isinstance(error, KVFrameworkError):
+                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
+            else:
+                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
+        self.last_error = error

@@ -1,0 +1,84 @@
+"""Owns how messages enter and leave a ZMQ socket: never blocking, small frames copied, big buffers not.
+
+Used by the thread that owns the socket; `outgoing` may run in any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from kvframework.api import Buffer
+from kvframework.errors import InvalidPayload, MessageTooLarge
+from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_BYTES
+
+ZERO_COPY_BYTES = 64 << 10
+HIGH_WATER_MARK = 1000
+HEAD_FRAMES = 3  # request id, type, payload
+
+# Plain ints: pyzmq's flag enums cost more than the call.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+
+Socket = zmq.Socket[bytes]
+
+
+def bound(socket: Socket) -> None:
+    """Sets the bounds that every socket has: queue lengths and the size of one frame."""
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+
+
+def outgoing(frames: Sequence[Buffer]) -> list[Any]:
+    """The frames of one message (without a routing id), ready to send: big buffers wrapped without a copy.
+
+    The caller keeps the buffers unchanged until they are sent. Raises `MessageTooLarge` for what the peer would refuse,
+    `InvalidPayload` for a buffer that is not contiguous.
+    """
+    if len(frames[2]) > MAX_PAYLOAD_BYTES:
+        raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
+    if len(frames) == HEAD_FRAMES:
+        return list(frames)
+    if len(frames) - HEAD_FRAMES > MAX_BUFFERS:
+        raise MessageTooLarge(f"{len(frames) - HEAD_FRAMES} buffers", available=f"at most {MAX_BUFFERS}")
+    return [*frames[:HEAD_FRAMES], *(_wrap(index, buffer) for index, buffer in enumerate(frames[HEAD_FRAMES:]))]
+
+
+def _wrap(index: int, buffer: Buffer) -> bytes | zmq.Frame:
+    view = memoryview(buffer)
+    if view.nbytes > MAX_BUFFER_BYTES:
+        raise MessageTooLarge(f"buffer {index} has {view.nbytes} bytes", available=f"at most {MAX_BUFFER_BYTES}")
+    if not view.c_contiguous:
+        raise InvalidPayload(f"buffer {index} is not contiguous")
+    return bytes(view) if view.nbytes < ZERO_COPY_BYTES else zmq.Frame(buffer, copy=False)
+
+
+def send(socket: Socket, frames: Sequence[Any]) -> None:
+    """Hands a message to ZMQ. Raises `zmq.Again` if the peer's queue is full and, on a ROUTER, `zmq.ZMQError` with
+    EHOSTUNREACH if the peer is gone. Only the first frame can be refused: then nothing of the message was sent."""
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE)
+    socket.send(frames[-1], _NOBLOCK)
+
+
+def receive(socket: Socket, head: int) -> list[Buffer] | None:
+    """The next message, None if there is none: the first `head` frames copied, the others borrowed from ZMQ.
+
+    Of a message with more frames than the protocol allows only the first ones are kept (enough to be refused).
+    """
+    try:
+        frames: list[Buffer] = [socket.recv(_NOBLOCK)]
+    except zmq.Again:
+        return None
+    limit = head + MAX_BUFFERS + 1
+    while socket.getsockopt(zmq.RCVMORE):
+        if len(frames) < head:
+            frames.append(socket.recv())
+        elif len(frames) < limit:
+            frames.append(socket.recv(copy=False).buffer)
+        else:
+            socket.recv(copy=False)
+    return frames

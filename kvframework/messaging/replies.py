@@ -1,0 +1,54 @@
+"""Owns the sending side of the server's ROUTER: every response and error frame leaves through here.
+
+Serving thread only. A slow or vanished peer costs a counter, never time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import zmq
+
+from kvframework.api import Buffer, Message
+from kvframework.messaging import frames_io
+from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
+
+logger = logging.getLogger(__name__)
+
+
+class ReplySender:
+    """Sends to routing ids. Borrows the socket."""
+
+    def __init__(self, router: frames_io.Socket, counters: dict[str, int]) -> None:
+        self._router = router
+        self._counters = counters
+
+    def send(
+        self, identity: bytes, request_id: int, type_name: str, payload: Message, buffers: Sequence[Buffer] = ()
+    ) -> bool:
+        """False if the peer is gone or does not read. Raises if the message cannot be encoded; nothing is sent then."""
+        frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
+        try:
+            frames_io.send(self._router, [identity, *frames])
+        except zmq.Again:
+            self._counters["dropped"] += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                logger.error("cannot send a reply: %s", error)
+            self._counters["unroutable"] += 1
+            return False
+        self._counters["responses"] += 1
+        return True
+
+    def send_error(self, identity: bytes, request_id: int, error: BaseException) -> bool:
+        """Tells the peer of `error`; never raises."""
+        payload = error_payload(error)
+        self._counters["errors"] += 1
+        self._counters[f"errors.{payload.code}"] += 1
+        try:
+            return self.send(identity, request_id, ERROR_TYPE, payload)
+        except Exception:  # an error text that cannot be encoded, or that is far too long
+            logger.exception("an error frame cannot be sent as it is")
+            return self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))

@@ -1,0 +1,105 @@
+"""Owns client sessions: who is connected, under which routing ids, and who has been silent for too long.
+
+Pure: no sockets, the clock is given. Used by the server's serving thread only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvframework.api import ClientInfo
+from kvframework.errors import HelloRequired, ProtocolError
+from kvframework.wire.messages import Hello
+
+TOKEN_BYTES = 16
+MAX_SESSIONS = 4096
+MAX_IDENTITIES = 64
+_MAX_NAME = 128
+
+
+@dataclass(eq=False)
+class ClientSession(ClientInfo):
+    """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name."""
+
+    session_id: int
+    pid: int
+    name: str
+    last_seen: float
+    local: bool = False
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
+    identities: set[bytes] = field(default_factory=set, repr=False)
+
+
+class SessionTable:
+    """All sessions that have not ended, found by routing id or by token. Session ids are never used again."""
+
+    def __init__(
+        self, clock: Callable[[], float], *, session_timeout_s: float = 30.0, max_sessions: int = MAX_SESSIONS
+    ) -> None:
+        self._clock = clock
+        self._timeout = session_timeout_s
+        self._max = max_sessions
+        self._last_id = 0
+        self._by_identity: dict[bytes, ClientSession] = {}
+        self._by_token: dict[bytes, ClientSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def sessions(self) -> list[ClientSession]:
+        """A snapshot; may be taken from any thread."""
+        return list(self._by_token.values())
+
+    def open(self, identity: bytes, hello: Hello) -> ClientSession:
+        """A new session for this routing id. Raises `ProtocolError` if the id is taken or the table is full."""
+        if identity in self._by_identity:
+            raise ProtocolError("this connection has said HELLO already")
+        if len(self._by_token) >= self._max:
+            raise ProtocolError(f"{self._max} client sessions are open", hint="close clients that are not used")
+        self._last_id += 1
+        session = ClientSession(self._last_id, hello.pid, hello.client[:_MAX_NAME], self._clock())
+        self._by_token[session.token] = session
+        self._bind(identity, session)
+        return session
+
+    def join(self, identity: bytes, token: bytes) -> ClientSession:
+        """Adds a further connection to the session. Raises `HelloRequired` if that has ended, `ProtocolError` if the
+        routing id belongs to another session or there are too many."""
+        session = self._by_token.get(token)
+        if session is None:
+            raise HelloRequired("there is no such session to join", hint="say HELLO without a session")
+        if self._by_identity.get(identity, session) is not session:
+            raise ProtocolError("this connection belongs to another session")
+        if identity not in session.identities and len(session.identities) >= MAX_IDENTITIES:
+            raise ProtocolError(f"the session has {MAX_IDENTITIES} connections")
+        self._bind(identity, session)
+        self.touch(session)
+        return session
+
+    def by_identity(self, identity: bytes) -> ClientSession | None:
+        return self._by_identity.get(identity)
+
+    def by_token(self, token: bytes) -> ClientSession | None:
+        return self._by_token.get(token)
+
+    def touch(self, session: ClientSession) -> None:
+        """The client was heard."""
+        session.last_seen = self._clock()
+
+    def expire(self, now: float) -> list[ClientSession]:
+        """The sessions to end: without a liveness socket, and silent for the timeout. Changes nothing."""
+        return [s for s in self._by_token.values() if not s.local and now - s.last_seen >= self._timeout]
+
+    def end(self, session: ClientSession) -> bool:
+        """Forgets the session and its routing ids; False if it had ended before."""
+        if self._by_token.pop(session.token, None) is None:
+            return False
+        for identity in session.identities:
+            del self._by_identity[identity]
+        return True
+
+    def _bind(self, identity: bytes, session: ClientSession) -> None:
+        self._by_identity[identity] = session
+        session.identities.add(identity)

@@ -1,0 +1,85 @@
+"""Owns the copies between engine tensors and canonical objects in the arena. Engine side, blocking, no server calls.
+
+A canonical object is `[planes, layers, slots, hidden]`; engine memory is seen as one view
+`[blocks, slots per block, heads, dim]` per plane and layer. Elements move as integers of their size, since a copy needs
+no arithmetic and not every dtype has every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvframework.api import GroupDesc
+
+if TYPE_CHECKING:
+    # [plane][layer], each [blocks, slots per block, heads, dim]
+    GroupViews = Sequence[Sequence[torch.Tensor]]
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def object_view(arena: torch.Tensor, offset: int, desc: GroupDesc, sample: torch.Tensor) -> torch.Tensor:
+    """The object at `offset` of `arena` (bytes) as `[planes, layers, blocks, slots, heads, dim]` of integers.
+
+    `sample` is any view of the group. Borrows the arena.
+    """
+    planes, layers = desc.shape[:2]
+    integers = arena[offset : offset + desc.nbytes].view(_INTEGER[sample.element_size()])
+    return integers.view(planes, layers, -1, *sample.shape[1:])
+
+
+class BlockSelection:
+    """The block ids of one layer group, chunk by chunk: a run of neighbours moves as one slice, others by index."""
+
+    def __init__(self, ids: torch.Tensor, blocks_in_chunk: int) -> None:
+        """`ids` is int64, already checked against the views; its length is a multiple of `blocks_in_chunk`."""
+        self._chunks = ids.view(-1, blocks_in_chunk)
+        self._first = self._chunks[:, 0].tolist()
+        self._is_run = (self._chunks.diff(dim=1) == 1).all(dim=1).tolist()
+        self._count = blocks_in_chunk
+
+    def gather(self, chunk: int, views: GroupViews, target: torch.Tensor) -> None:
+        """Fills `target`, see `object_view`, with the chunk's blocks."""
+        for plane, layers in enumerate(views):
+            for layer, view in enumerate(layers):
+                source, out = _as_integers(view), target[plane, layer]
+                if self._is_run[chunk]:
+                    out.copy_(source.narrow(0, self._first[chunk], self._count))
+                elif source.device.type == "cpu":
+                    torch.index_select(source, 0, self._chunks[chunk], out=out)
+                else:
+                    out.copy_(source.index_select(0, self._chunks[chunk].to(source.device)))
+
+    def scatter(self, chunk: int, views: GroupViews, source: torch.Tensor, skip_slots: int) -> None:
+        """Writes the chunk from `source`, see `object_view`, into its blocks, without its first `skip_slots` slots."""
+        slots = source.shape[3]
+        skip_blocks, skip_rest = divmod(skip_slots, slots)
+        whole = skip_blocks + (1 if skip_rest else 0)
+        for plane, layers in enumerate(views):
+            for layer, view in enumerate(layers):
+                target, data = _as_integers(view), source[plane, layer]
+                if skip_rest:
+                    target[int(self._chunks[chunk, skip_blocks])][skip_rest:].copy_(data[skip_blocks, skip_rest:])
+                if whole == self._count:
+                    continue
+                if self._is_run[chunk]:
+                    target.narrow(0, self._first[chunk] + whole, self._count - whole).copy_(data[whole:])
+                else:
+                    ids = self._chunks[chunk, whole:].to(target.device)
+                    target.index_copy_(0, ids, data[whole:].to(target.device))
+
+
+def wait_for_device(views: Sequence[GroupViews]) -> None:
+    """Blocks until copies queued on the views' device are done; nothing to wait for in host memory."""
+    device = views[0][0][0].device
+    if device.type != "cpu":
+        event = torch.Event(device)
+        event.record()
+        event.synchronize()
+
+
+def _as_integers(view: torch.Tensor) -> torch.Tensor:
+    return view.view(_INTEGER[view.element_size()])

@@ -1,0 +1,96 @@
+"""Owns the layout `dynamic_cache`: what transformers' `DynamicCache` holds. Engine side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvf_layouts.grouping import (
+    TensorGroup,
+    block_view,
+    check_declared,
+    group_parts,
+    parts_of,
+    plane_tensors,
+    same_size,
+)
+from kvframework.api import KVLayout, LayerGroup, LayerTensors, Layout, validate_layout
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+AXES = ("head", "token", "dim")
+
+
+class DynamicCacheLayout(Layout):
+    """Each layer is a pair (keys, values), each `[batch = 1, heads, tokens, dim]`; blocks follow each other on the
+    token axis, tokens behind the last whole block are not seen.
+
+    Such caches grow and are passed at each submit: the declaration has no strides and no number of blocks. The declared
+    axes leave the batch axis out. Keys and values of unequal head size become two groups of one plane. Stateless,
+    thread-safe.
+    """
+
+    name = "dynamic_cache"
+
+    def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
+        """See `Layout.describe`."""
+        if block_size < 1:
+            raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
+        layout = KVLayout(
+            self.name,
+            tuple(
+                LayerGroup(
+                    num_layers=len(group.names),
+                    block_size=block_size,
+                    heads=group.signature.heads,
+                    head_dim=group.signature.head_dim,
+                    dtype=group.signature.dtype,
+                    planes=group.signature.planes,
+                    axes=AXES,
+                    layer_names=tuple(group.names),
+                )
+                for group in _groups(kv_caches)
+            ),
+        )
+        validate_layout(layout)
+        return layout
+
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+        """See `Layout.block_views`. All layers must hold the same number of tokens."""
+        groups = _groups(kv_caches)
+        check_declared(layout.groups, groups)
+        return [
+            [
+                [block_view(layer[plane], AXES, want.block_size // want.compress_ratio) for layer in group.layers]
+                for plane in range(want.planes)
+            ]
+            for want, group in zip(layout.groups, groups, strict=True)
+        ]
+
+
+def _groups(kv_caches: Mapping[str, LayerTensors]) -> list[TensorGroup]:
+    if not kv_caches:
+        raise BadLayout("there are no layers", available="layer name -> (keys, values), in layer order")
+    layers = {name: _pair(name, tensors) for name, tensors in kv_caches.items()}
+    same_size(
+        {f"{name}[{index}]": tensor.shape[1] for name, pair in layers.items() for index, tensor in enumerate(pair)},
+        "the number of tokens",
+    )
+    return group_parts(
+        (name, signature, part) for name, pair in layers.items() for signature, part in parts_of(pair, AXES)
+    )
+
+
+def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
+    """Keys and values without their batch axis, as views."""
+    pair = plane_tensors(name, tensors)
+    if len(pair) != 2 or any(tensor.dim() != 4 or tensor.shape[0] != 1 for tensor in pair):
+        raise BadLayout(
+            f"{len(pair)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in pair)}",
+            where=f"layer {name}",
+            available="a pair (keys, values), each [1, heads, tokens, dim]",
+            hint="a batch of one request; save requests of a batch one by one",
+        )
+    return [tensor.select(0, 0) for tensor in pair]

@@ -1,0 +1,119 @@
+"""One engine process of `kvframework demo`: restores, computes, saves, and tells each step as a JSON line on stdout.
+
+Started as `python -m kvf_transformers.demo_engine`; everything but the JSON lines goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from kvf_transformers.demo_model import SIZES, local_model, random_llama
+from kvf_transformers.kv import TransformersKV
+
+_WARM_UP_TOKENS = 64
+# An engine that serves one prompt may wait longer than one that serves many.
+_CONTROL_TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    """The process. Exit status 0 when all was done, whatever was hit."""
+    arguments = _parse()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    # Libraries may print: stdout is for events only.
+    events, sys.stdout = sys.stdout, sys.stderr
+    try:
+        _run(arguments, _Events(events))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class _Events:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def emit(self, event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=self._stream, flush=True)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--model", default="", help="a local directory; default: the random Llama")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--tokens", type=int, default=0, help="cut the prompt to so many tokens; 0: all")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--corrupt-kv", action="store_true", help="spoil what was restored, to see the tokens change")
+    return parser.parse_args()
+
+
+def _run(arguments: argparse.Namespace, events: _Events) -> None:
+    started = time.perf_counter()
+    name, model, tokenizer = local_model(arguments.model) if arguments.model else random_llama(arguments.size)
+    prompt = list(tokenizer.encode(arguments.text.read_text(encoding="utf-8")))
+    if arguments.tokens:
+        prompt = prompt[: arguments.tokens]
+    with (
+        torch.no_grad(),
+        TransformersKV(
+            model,
+            endpoint=arguments.endpoint,
+            model_name=name,
+            connect_timeout_s=20.0,
+            control_timeout_s=_CONTROL_TIMEOUT_S,
+            transfer_timeout_s=60.0,
+        ) as kv,
+    ):
+        # Thread pools and allocators start here, so that both engines are timed alike.
+        model(input_ids=torch.tensor([prompt[:_WARM_UP_TOKENS]], device=model.device), use_cache=False)
+        events.emit(
+            "ready",
+            model=name,
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            layers=model.config.num_hidden_layers,
+            threads=torch.get_num_threads(),
+            prompt_tokens=len(prompt),
+            seconds=time.perf_counter() - started,
+        )
+        _serve(arguments, events, kv, prompt, tokenizer)
+
+
+def _serve(
+    arguments: argparse.Namespace, events: _Events, kv: TransformersKV, prompt: list[int], tokenizer: Any
+) -> None:
+    started = time.perf_counter()
+    restored = kv.restore(prompt)
+    events.emit(
+        "restored", hit_tokens=restored.hit_tokens, nbytes=restored.nbytes, seconds=restored.seconds,
+        copy_seconds=restored.copy_seconds,
+    )  # fmt: skip
+    if arguments.corrupt_kv:
+        for layer in restored.cache.layers:
+            layer.keys.neg_()
+            layer.values.neg_()
+    logits, cache, _ = kv.prefill(prompt, restored)
+    tokens: list[int] = []
+    for token in kv.decode(logits, cache, arguments.new_tokens):
+        if not tokens:
+            events.emit("first_token", seconds=time.perf_counter() - started)
+        tokens.append(token)
+        events.emit("token", text=tokenizer.decode([token]), count=len(tokens))
+    # What was spoiled on purpose must not be stored.
+    if not arguments.corrupt_kv:
+        saved = kv.save(prompt, cache)
+        events.emit(
+            "saved", tokens=saved.tokens, nbytes=saved.nbytes, seconds=saved.seconds, copy_seconds=saved.copy_seconds
+        )
+    events.emit("done", tokens=tokens, text=tokenizer.decode(tokens))
+
+
+if __name__ == "__main__":
+    main()

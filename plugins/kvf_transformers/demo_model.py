@@ -1,0 +1,58 @@
+"""Owns the demo's model: a Llama with random weights by seed and a byte-level tokenizer. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SEED = 1234
+# layers, hidden size, intermediate size, attention heads, KV heads
+SIZES = {"full": (6, 1280, 3456, 20, 4), "tiny": (2, 128, 256, 4, 2)}
+
+
+class ByteTokenizer:
+    """A beginning-of-sequence token, then the text's UTF-8 bytes."""
+
+    bos = 256
+    vocab_size = 257
+
+    def encode(self, text: str) -> list[int]:
+        return [self.bos, *text.encode()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """What is no UTF-8 (a random model's output rarely is) shows as replacement characters."""
+        return bytes(token for token in tokens if token < self.bos).decode(errors="replace")
+
+
+class DemoModel(NamedTuple):
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def random_llama(size: str) -> DemoModel:
+    """The same weights in every process. The wide initializer makes greedy tokens depend on the prompt."""
+    layers, hidden, intermediate, heads, kv_heads = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=ByteTokenizer.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=1 << 17,
+        initializer_range=1.8 / hidden**0.5,
+        bos_token_id=ByteTokenizer.bos,
+        eos_token_id=None,
+    )
+    torch.manual_seed(SEED)
+    return DemoModel(f"kvframework-demo-llama-{size}-{SEED}", LlamaForCausalLM(config).float().eval(), ByteTokenizer())
+
+
+def local_model(directory: str) -> DemoModel:
+    """A model and tokenizer of your own, from files only, in fp32 so that tokens can be compared."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    return DemoModel(directory, model, AutoTokenizer.from_pretrained(directory, local_files_only=True))

@@ -1,0 +1,39 @@
+"""Owns what the calls of `TransformersKV` return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A cache that holds the prompt's first `hit_tokens` tokens. Copying `nbytes` took `copy_seconds` of `seconds`; the
+    rest went to hashing, the lookup, waiting for L2, and building the cache."""
+
+    cache: Any
+    hit_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The server holds the first `tokens` tokens. Copying the `nbytes` that it lacked took `copy_seconds` of
+    `seconds`."""
+
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy tokens; `ttft_s` is the time to the first of them, the restore included."""
+
+    tokens: list[int]
+    restored: Restored
+    saved: Saved
+    ttft_s: float

@@ -1,0 +1,184 @@
+"""Owns one model's session with the server: registration, then loads and stores of keys and values by token ids.
+
+Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`;
+that a failure is only a miss is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvf_transformers.identity import ModelIdentity
+from kvf_transformers.shapes import LayerPair
+from kvframework.api import MessagingFuture, Registration, StoreOutcome
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    import torch
+
+# What a DynamicCache holds has no pages; 16 keeps chunks at the configured size for every usual chunk size.
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """What stands once the server has accepted the registration."""
+
+    worker: WorkerAdapter
+    scheduler: SchedulerAdapter
+    registration: Registration
+
+
+@dataclass(frozen=True)
+class Moved:
+    """`pairs` (of a load) hold the first `tokens` tokens; `nbytes` were copied in `seconds`."""
+
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    pairs: tuple[LayerPair, ...] = ()
+
+
+class CacheSession:
+    """`templates` tell the layers' shapes. A server that is not there yet is tried again at each call. Not
+    thread-safe."""
+
+    def __init__(
+        self,
+        identity: ModelIdentity,
+        templates: Sequence[LayerPair],
+        *,
+        endpoint: str | None,
+        cache_salt: str,
+        transport: str,
+        connect_timeout_s: float,
+        control_timeout_s: float,
+        transfer_timeout_s: float,
+    ) -> None:
+        self._identity = identity
+        self._templates = templates
+        self._salt = cache_salt
+        self._transport = transport
+        self._timeout_s = transfer_timeout_s
+        self._attached: _Attached | None = None
+        self._client = KVClient(
+            endpoint,
+            name="transformers",
+            connect_timeout_s=connect_timeout_s,
+            control_timeout_s=control_timeout_s,
+        )
+
+    def attach(self, timeout_s: float = 0.0) -> _Attached:
+        """Registers unless done; the client keeps the registration over a server's restart.
+
+        Raises `ServerGone` if there is no server within `timeout_s`, or why the server refuses.
+        """
+        if self._attached is not None:
+            return self._attached
+        if not self._client.wait_up(timeout_s):
+            self._client.raise_down()
+        identity = self._identity
+        worker = WorkerAdapter(
+            self._client,
+            instance_id=secrets.randbits(62),
+            model_name=identity.name,
+            revision=identity.revision,
+            transport=self._transport,
+            layout="dynamic_cache",
+        )
+        registration = worker.register_kv_caches(_named(self._templates), block_size=BLOCK_TOKENS)
+        scheduler = SchedulerAdapter(
+            self._client,
+            model_name=identity.name,
+            namespace=registration.namespace,
+            chunk_tokens=registration.desc.chunk_tokens,
+        )
+        self._attached = _Attached(worker, scheduler, registration)
+        return self._attached
+
+    def load(self, tokens: Sequence[int]) -> Moved:
+        """New tensors with what the server has of `tokens`, always leaving at least one token to compute."""
+        attached = self.attach()
+        desc = attached.registration.desc
+        request = self._hashed(tokens, attached)
+        found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
+        try:
+            hit = attached.scheduler.wait(found, self._timeout_s).hit_tokens
+            if not hit:
+                return Moved()
+            pairs = tuple((_with_tokens(keys, hit), _with_tokens(values, hit)) for keys, values in self._templates)
+            started = time.perf_counter()
+            future = attached.worker.submit_retrieve(request, 0, hit, self._blocks(hit, attached), _named(pairs))
+            if not self._settle(future, pairs):
+                return Moved()
+            seconds = time.perf_counter() - started
+        finally:
+            attached.scheduler.free(found)
+            attached.scheduler.end_request(request.request_id)
+            attached.worker.get_finished()
+        return Moved(hit, hit // desc.chunk_tokens * desc.nbytes, seconds, pairs)
+
+    def store(self, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
+        """Stores the whole chunks of `tokens`, which `pairs` hold from the first one on."""
+        attached = self.attach()
+        desc = attached.registration.desc
+        request = self._hashed(tokens, attached)
+        end = request.hashed_tokens
+        if not end:
+            return Moved()
+        started = time.perf_counter()
+        future = attached.worker.submit_store(request, 0, end, self._blocks(end, attached), _named(pairs))
+        stored = self._settle(future, pairs)
+        seconds = time.perf_counter() - started
+        attached.worker.get_finished()
+        outcome = future.detail if isinstance(future.detail, StoreOutcome) else StoreOutcome()
+        # Objects of all layer groups of a chunk are written together.
+        return Moved(end if stored else 0, outcome.stored // len(desc.groups) * desc.nbytes, seconds)
+
+    def close(self) -> None:
+        """Unregisters and disconnects. Idempotent."""
+        if self._attached is not None:
+            self._attached.worker.close()
+            self._attached = None
+        self._client.close()
+
+    def _hashed(self, tokens: Sequence[int], attached: _Attached) -> RequestHashes:
+        request = RequestHashes(
+            self._client.hasher,
+            attached.registration.desc.chunk_tokens,
+            request_id=uuid.uuid4().hex,
+            cache_salt=self._salt,
+        )
+        request.extend(tokens)
+        return request
+
+    @staticmethod
+    def _blocks(tokens: int, attached: _Attached) -> list[range]:
+        return [range(tokens // group.block_size) for group in attached.registration.layout.groups]
+
+    def _settle(self, future: MessagingFuture[bool], pairs: Sequence[LayerPair]) -> bool:
+        """The result within the deadline. The tensors live until the server touches them no more."""
+
+        def let_go(_done: MessagingFuture[bool], _kept: Sequence[LayerPair] = pairs) -> None:
+            """Holds the tensors for as long as the future holds this function."""
+
+        future.add_done_callback(let_go)
+        try:
+            return future.result(self._timeout_s)
+        except DeadlineExceeded:
+            future.cancel()
+            raise
+
+
+def _with_tokens(template: torch.Tensor, tokens: int) -> torch.Tensor:
+    return template.new_empty(1, template.shape[1], tokens, template.shape[3])
+
+
+def _named(pairs: Sequence[LayerPair]) -> dict[str, LayerPair]:
+    return {f"layers.{index}": pair for index, pair in enumerate(pairs)}

@@ -1,0 +1,222 @@
+"""`kvframework demo`, the real thing with a tiny model: server, engines, Redis, and the tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvframework.cli.demo_process import Child, DemoFailed, redis_binary, uninterrupted
+from kvframework.cli.demo_result import DemoResult, EngineRun
+from kvframework.cli.demo_view import DemoView
+from tests.waiting import wait_until
+
+SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
+COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
+
+
+@pytest.fixture
+def temporary():
+    """Where the demo puts its directory, short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
+        yield Path(directory)
+
+
+def run(temporary, *arguments):
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def left_behind(temporary):
+    """Files below `temporary` and processes that name it."""
+    files = [str(path) for path in temporary.iterdir()]
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+        except OSError:
+            continue
+        if str(temporary).encode() in command:
+            files.append(f"{entry.name}: {command!r}")
+    return files
+
+
+@pytest.mark.torch
+def test_the_second_engine_skips_what_the_first_has_computed(temporary):
+    done = run(temporary, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("512 of 600", "GB/s", "time to first token", "times sooner", "are equal to", "a miss"):
+        assert text in done.stdout
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.torch
+def test_corrupted_kv_changes_the_tokens_and_the_exit_status(temporary):
+    done = run(temporary, *SMALL, "--json", "--corrupt-kv")
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["warm"]["hit_tokens"] == 512
+    assert len(result["cold"]["tokens"]) == len(result["warm"]["tokens"]) == 8
+    assert result["cold"]["tokens"] != result["warm"]["tokens"]
+    assert not result["tokens_equal"]
+    assert not result["ok"]
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.torch
+@pytest.mark.redis
+@pytest.mark.skipif(redis_binary() is None, reason="no redis-server")
+def test_the_prefix_comes_from_redis_after_the_server_was_killed(temporary):
+    done = run(temporary, *SMALL, "--json", "--l2", "redis")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["l2"] == "redis"
+    assert result["cold"]["hit_tokens"] == 0
+    assert result["warm"]["hit_tokens"] == 512
+    assert result["tokens_equal"]
+    assert result["ok"]
+    assert "killing the server" in done.stderr
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.torch
+def test_a_terminated_demo_leaves_nothing_behind(temporary):
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL], env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: any("demo_engine" in line for line in left_behind(temporary)), 60, "engine A")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--text", "/nowhere"], "/nowhere"),
+        (["--text", sys.executable], "no UTF-8"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--redis-url", "redis://localhost"], "--l2 redis"),
+        (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
+        (["--size", "tiny", "--tokens", "100"], "more than 256"),
+    ],
+)
+def test_errors_have_status_2_and_say_what_to_do(temporary, arguments, text):
+    done = run(temporary, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr.split("the end of its log")[0]
+    assert left_behind(temporary) == []
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(temporary):
+    script = temporary / "without_torch.py"
+    script.write_text(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from kvframework.cli.main import main\n"
+        "sys.argv = ['kvframework', 'demo']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "torch" in done.stderr
+    assert 'pip install "kvframework[demo]"' in done.stderr
+
+
+def test_the_cli_process_imports_no_torch():
+    script = (
+        "import sys, kvframework.cli.main, kvframework.cli.demo_run\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'kvf_transformers'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_it_passes_only_with_a_hit_and_equal_tokens():
+    def status(hit, cold, warm):
+        return DemoResult(EngineRun(tokens=cold), EngineRun(hit_tokens=hit, tokens=warm)).exit_status
+
+    assert status(256, [1, 2], [1, 2]) == 0
+    assert status(0, [1, 2], [1, 2]) == 1
+    assert status(256, [1, 2], [1, 3]) == 1
+    assert status(256, [1, 2], [1]) == 1
+    assert status(256, [], []) == 1
+
+
+@pytest.mark.parametrize(
+    ("warm", "text"),
+    [
+        (EngineRun(hit_tokens=0, tokens=[1], prompt_tokens=9, ttft_s=1.0), "Nothing was hit"),
+        (EngineRun(hit_tokens=8, tokens=[2], prompt_tokens=9, ttft_s=1.0), "NOT equal to"),
+        (EngineRun(hit_tokens=8, tokens=[1], prompt_tokens=9, ttft_s=1.0), "are equal to"),
+    ],
+)
+def test_the_verdict_is_shown(warm, text):
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        DemoView(console).show(DemoResult(EngineRun(tokens=[1], prompt_tokens=9, ttft_s=4.0), warm))
+        shown = console.export_text()
+    assert text in shown
+    assert "4.0 times sooner" in shown
+
+
+def test_a_step_that_fails_is_marked(tmp_path):
+    with (tmp_path / "out").open("w", encoding="utf-8") as out:
+        view = DemoView(Console(file=out, width=100))
+        with pytest.raises(ValueError), view.step("first"):
+            raise ValueError
+        with view.step("second") as step:
+            step.say("on the way")
+            step.done("arrived")
+    first, second = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert "✗" in first
+    assert "✓" in second
+    assert "arrived" in second
+
+
+def test_a_child_that_ends_is_told_with_the_end_of_its_log(tmp_path):
+    with Child("server", [sys.executable, "-c", "raise SystemExit('no room')"], tmp_path) as child:
+        wait_until(lambda: "no room" in (tmp_path / "server.log").read_text())
+
+        def ended():
+            try:
+                child.check_alive()
+            except DemoFailed as error:
+                return "no room" in str(error)
+            return False
+
+        wait_until(ended)
+
+
+def test_a_signal_between_start_and_registration_is_held_back():
+    reached = False
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached = True
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_shipped_text_is_whole():
+    from kvframework.cli import demo
+
+    text = Path(demo.__file__).with_name("declaration.txt").read_text(encoding="utf-8")
+    assert text.startswith("In Congress, July 4, 1776")
+    assert text.rstrip().endswith("our Lives, our Fortunes and our sacred Honor.")
+    assert 7900 < len(text) < 8400

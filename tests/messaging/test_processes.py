@@ -1,0 +1,173 @@
+"""Life and death across real processes: kill -9, fork, SIGSTOP, restart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
+from kvframework.wire.messages import HelloReply
+from tests.messaging.lab import Lab, ask, connected
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(endpoint: str) -> Iterator[Start]:
+    """Starts a program of this directory at the endpoint; whatever is left is killed."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"tests.messaging.{program}", endpoint, *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its forks, too
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """Its line, which also says that it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the process ended with {process.wait()}"
+    return line
+
+
+def test_a_killed_client_ends_at_once(lab: Lab, start: Start) -> None:
+    client = start("client_program", "defer")
+    said(client)
+    session = lab.server.sessions[0]
+    assert (session.local, session.pid) == (True, client.pid)
+    client.kill()
+    wait_until(lambda: lab.work.ended == [session], timeout=1)
+    assert not session.local
+    assert lab.work.cancelled == ["left behind"]
+    lab.work.resolve("left behind")
+    wait_until(lambda: lab.server.counters["late"] == 1)
+    assert lab.server.counters["sessions_ended"] == 1
+
+
+def test_a_clean_end_ends_the_session_once(lab: Lab) -> None:
+    with connected(lab.endpoint):
+        session = lab.server.sessions[0]
+    wait_until(lambda: lab.work.ended == [session], timeout=1)
+    assert not lab.server.sessions
+
+
+def test_the_arena_is_mapped_by_the_client(endpoint: str, start: Start) -> None:
+    arena = os.memfd_create("arena")
+    os.ftruncate(arena, 4096)
+    lab = Lab(endpoint, arena_fd=arena)
+    try:
+        said(start("client_program", "write"))
+        assert os.pread(arena, 5, 100) == b"hello"
+    finally:
+        lab.stop()
+        os.close(arena)
+
+
+def test_a_fork_of_a_dead_client_keeps_nothing_alive(lab: Lab, start: Start) -> None:
+    client = start("client_program", "fork")
+    words = set(said(client).split())
+    assert words >= {"done"}
+    child = next(int(word) for word in words if word.isdigit())
+    try:
+        assert lab.server.sessions[0].local
+        client.kill()
+        wait_until(lambda: len(lab.work.ended) == 1, timeout=1)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_does_not_end_its_parents_session(lab: Lab) -> None:
+    with connected(lab.endpoint) as connection:
+        for leave in (os._exit, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                leave(0)
+            os.waitpid(child, 0)
+        assert ask(connection, "ECHO", "on").result(5).text == "on"
+        assert not lab.work.ended
+
+
+class Watcher:
+    """What a connection's callbacks told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes | None] = []
+
+    def up(self, reply: HelloReply, fd: int | None) -> None:
+        self.told.append(reply.boot_id)
+
+    def down(self) -> None:
+        self.told.append(None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_dies_and_comes_back(endpoint: str, start: Start, how: signal.Signals) -> None:
+    server = start("server_program")
+    said(server)
+    watcher = Watcher()
+    with connected(endpoint, on_up=watcher.up, on_down=watcher.down) as connection:
+        futures = [ask(connection, "DEFERRED", str(n), timeout=60) for n in range(10)]
+        server.send_signal(how)
+        died = time.monotonic()
+        server.wait(10)
+        wait_until(lambda: connection.state == "down" and len(watcher.told) == 2, timeout=2)
+        assert time.monotonic() - died < 2
+        assert all(future.query() and future.exception() for future in futures)
+        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
+        said(start("server_program"))
+        assert connection.wait_up(2)
+        first, gone, second = watcher.told
+        assert gone is None
+        assert connection.boot_id == second != first
+        assert ask(connection, "ECHO", "on").result(5).text == "on"
+    assert watcher.told[3:] == [None]
+
+
+def test_a_second_server_at_the_same_endpoint_is_refused(lab: Lab, start: Start) -> None:
+    with pytest.raises(EndpointError, match=f"process {os.getpid()}"):
+        Lab(lab.endpoint)
+    other = start("server_program")
+    assert other.wait(10) != 0
+    with connected(lab.endpoint) as connection:
+        assert ask(connection, "ECHO", "on").result(5).text == "on"
+
+
+def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, start: Start) -> None:
+    server = start("server_program")
+    said(server)
+    watcher = Watcher()
+    with connected(endpoint, on_up=watcher.up, on_down=watcher.down, ping_timeout_s=0.3) as connection:
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            ask(connection, "ECHO", timeout=0.05).result(5)
+        assert connection.state == "suspect"
+        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
+        server.send_signal(signal.SIGCONT)
+        assert connection.wait_up(2)
+        assert ask(connection, "ECHO", "on").result(5).text == "on"
+        server.send_signal(signal.SIGSTOP)
+        wait_until(lambda: connection.state == "suspect", timeout=2, what="PING alone finds out, too")
+        server.send_signal(signal.SIGCONT)
+        assert connection.wait_up(2)
+        assert len(watcher.told) == 1

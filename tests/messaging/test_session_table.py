@@ -1,0 +1,178 @@
+"""The pure parts against small models: sessions, deadlines, the heartbeat."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvframework.errors import HelloRequired, ProtocolError
+from kvframework.messaging.deadlines import Deadlines
+from kvframework.messaging.heartbeat import Heartbeat
+from kvframework.messaging.session import MAX_IDENTITIES, ClientSession, SessionTable
+from kvframework.wire.messages import Hello
+
+TIMEOUT = 30.0
+IDENTITIES = st.integers(0, 6).map(lambda n: b"id%d" % n)
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """The model: who owns which routing id, and when each session was last heard."""
+
+    sessions = Bundle("sessions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table = SessionTable(lambda: self.now, session_timeout_s=TIMEOUT, max_sessions=4)
+        self.owner: dict[bytes, ClientSession] = {}
+        self.heard: dict[ClientSession, float] = {}
+        self.ids: list[int] = []
+
+    @rule(target=sessions, identity=IDENTITIES)
+    def open(self, identity: bytes) -> object:
+        if identity in self.owner or len(self.heard) == 4:
+            with pytest.raises(ProtocolError):
+                self.table.open(identity, Hello("c", 1))
+            return None
+        session = self.table.open(identity, Hello("c", 1))
+        self.owner[identity], self.heard[session] = session, self.now
+        self.ids.append(session.session_id)
+        return session
+
+    @rule(session=sessions, identity=IDENTITIES)
+    def join(self, session: ClientSession | None, identity: bytes) -> None:
+        if session is None:
+            return
+        if session not in self.heard:
+            with pytest.raises(HelloRequired):
+                self.table.join(identity, session.token)
+        elif self.owner.get(identity, session) is not session:
+            with pytest.raises(ProtocolError):
+                self.table.join(identity, session.token)
+        else:
+            assert self.table.join(identity, session.token) is session
+            self.owner[identity], self.heard[session] = session, self.now
+
+    @rule(session=sessions, local=st.booleans())
+    def liveness(self, session: ClientSession | None, local: bool) -> None:
+        if session is not None:
+            session.local = local
+
+    @rule(identity=IDENTITIES)
+    def touch(self, identity: bytes) -> None:
+        if (session := self.table.by_identity(identity)) is not None:
+            self.table.touch(session)
+            self.heard[session] = self.now
+
+    @rule(seconds=st.floats(0, 40))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        silent = {s for s, heard in self.heard.items() if not s.local and self.now - heard >= TIMEOUT}
+        assert set(self.table.expire(self.now)) == silent
+        for session in silent:
+            self._end(session)
+
+    @rule(session=consumes(sessions))
+    def end(self, session: ClientSession | None) -> None:
+        if session is not None:
+            self._end(session)
+
+    def _end(self, session: ClientSession) -> None:
+        assert self.table.end(session) == (session in self.heard)
+        self.heard.pop(session, None)
+        self.owner = {identity: owner for identity, owner in self.owner.items() if owner is not session}
+        assert not self.table.end(session)
+        assert self.table.by_token(session.token) is None
+
+    @invariant()
+    def agrees(self) -> None:
+        assert set(self.table.sessions()) == set(self.heard)
+        for n in range(7):
+            assert self.table.by_identity(b"id%d" % n) is self.owner.get(b"id%d" % n)
+        assert len(set(self.ids)) == len(self.ids)
+        for session in self.heard:
+            assert session.identities == {i for i, owner in self.owner.items() if owner is session}
+
+
+TestSessionTable = SessionMachine.TestCase
+TestSessionTable.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_connections_of_one_session_are_bounded() -> None:
+    table = SessionTable(lambda: 0.0)
+    session = table.open(b"0", Hello("c", 1))
+    for n in range(1, MAX_IDENTITIES):
+        table.join(b"%d" % n, session.token)
+    with pytest.raises(ProtocolError, match="connections"):
+        table.join(b"more", session.token)
+
+
+def test_tokens_are_secret() -> None:
+    table = SessionTable(lambda: 0.0)
+    one, other = table.open(b"1", Hello("c", 1)), table.open(b"2", Hello("c", 1))
+    assert len(one.token) == 16
+    assert one.token != other.token
+    assert repr(one.token) not in repr(one)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["set", "discard", "due"]), st.integers(0, 20), st.integers(0, 9))))
+def test_deadlines_match_a_dict(steps: list[tuple[str, int, int]]) -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    model: dict[int, float] = {}
+    for step, key, when in steps * 8:
+        if step == "set":
+            deadlines.set(key, when)
+            model[key] = when
+        elif step == "discard":
+            deadlines.discard(key)
+            model.pop(key, None)
+        else:
+            due = deadlines.due(when)
+            assert sorted(due) == sorted(k for k, w in model.items() if w <= when)
+            model = {k: w for k, w in model.items() if w > when}
+        assert deadlines.next() == min(model.values(), default=None)
+        assert len(deadlines) == len(model)
+
+
+def test_discarded_deadlines_do_not_pile_up() -> None:
+    deadlines: Deadlines[int] = Deadlines()
+    for key in range(10_000):
+        deadlines.set(key, 1e9)
+        deadlines.discard(key)
+    assert len(deadlines._heap) < 200
+
+
+def test_a_heartbeat_asks_again_ever_more_slowly_until_it_is_answered() -> None:
+    heart = Heartbeat(interval=0.2, timeout=0.5, now=0.0)
+    assert not heart.due(0.1)
+    sent = []
+    now = 0.0
+    while now < 20:
+        now = heart.next_at()
+        assert heart.overdue(now) == (len(sent) > 0)
+        assert heart.due(now)
+        heart.sent(now)
+        sent.append(now)
+    gaps = [after - before for before, after in itertools.pairwise(sent)]
+    assert gaps[:3] == pytest.approx([0.5, 1.0, 2.0])
+    assert max(gaps) == pytest.approx(2.0)
+    heart.answered()
+    assert not heart.overdue(now)
+    heart.sent(now)
+    assert heart.next_at() == pytest.approx(now + 0.5)
+
+
+def test_a_heartbeat_can_be_hurried_but_not_doubled() -> None:
+    heart = Heartbeat(interval=1.0, timeout=0.5, now=0.0)
+    heart.ask_now()
+    assert heart.due(0.0)
+    heart.sent(0.0)
+    heart.ask_now()
+    assert not heart.due(0.4)

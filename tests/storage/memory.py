@@ -1,0 +1,62 @@
+"""Doubles for storage tests: L1 memory that is a plain bytearray, and a small LRU that notices misuse."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from kvframework.api import EvictionPolicy, L1Memory, ObjectKey, PackedKey
+
+NAMESPACE = bytes(range(16))
+
+
+class PlainMemory(L1Memory):
+    """Ready at once. `close` raises `BufferError` while a view is left over, as a mapping does."""
+
+    fd = -1
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.closed = False
+        self._bytes = bytearray(capacity)
+
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        on_ready(self.capacity)
+
+    def view(self) -> memoryview:
+        return memoryview(self._bytes)
+
+    def close(self) -> None:
+        self._bytes.clear()
+        self.closed = True
+
+
+class OrderedLru(EvictionPolicy):
+    """Raises for calls that the contract excludes."""
+
+    name = "test-lru"
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[PackedKey, int] = OrderedDict()
+
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        assert key not in self.order
+        self.order[key] = nbytes
+
+    def on_access(self, key: PackedKey) -> None:
+        self.order.move_to_end(key)
+
+    def on_remove(self, key: PackedKey) -> None:
+        del self.order[key]
+
+    def victims(self) -> Iterator[PackedKey]:
+        return iter(self.order)
+
+
+def packed_key(number: int, *, namespace: bytes = NAMESPACE) -> PackedKey:
+    return ObjectKey(namespace, bytes(16), 0, 0, number.to_bytes(32, "big")).pack()
+
+
+def content(key: PackedKey, nbytes: int) -> bytes:
+    """The only right bytes of an object: they follow from its key, and no two keys share a window of them."""
+    return (key[-8:] * (nbytes // 8 + 1))[:nbytes]

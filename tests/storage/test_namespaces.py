@@ -1,0 +1,105 @@
+"""Namespace records: one meaning for each namespace, and a value in L2 that comes back as it was."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.api import DTYPE_BYTES, GroupDesc, MemoryLayoutDesc, ObjectKey
+from kvframework.errors import NamespaceMismatch, RequestError
+from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, NamespaceRecords, decode_record, record_key
+
+NAMESPACE = b"n" * 16
+groups = st.builds(
+    GroupDesc,
+    shape=st.lists(st.integers(1, 16), min_size=1, max_size=4).map(tuple),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+    form=st.sampled_from(["canonical", "packed"]),
+    # 256, 65536 and their like end in zero bytes.
+    window=st.sampled_from([0, 1, 256, 4096, 65536, 1 << 24, 1 << 32]),
+)
+records = st.builds(
+    NamespaceRecord,
+    model_name=st.text(max_size=40),
+    world_size=st.integers(1, 64),
+    desc=st.builds(
+        MemoryLayoutDesc, chunk_tokens=st.integers(1, 4096), groups=st.lists(groups, min_size=1, max_size=4).map(tuple)
+    ),
+)
+
+
+def record(model: str = "llama", window: int = 0, shape: tuple[int, ...] = (2, 1, 16, 8)) -> NamespaceRecord:
+    return NamespaceRecord(model, 1, MemoryLayoutDesc(16, (GroupDesc(shape, "float16", window=window),)))
+
+
+def encoded(value: NamespaceRecord) -> bytes:
+    known = NamespaceRecords()
+    known.add(NAMESPACE, value)
+    found = known.encoded(NAMESPACE)
+    assert found is not None
+    key, view = found
+    assert key == record_key(NAMESPACE)
+    return bytes(view)
+
+
+@given(records)
+def test_comes_back_as_it_was(value: NamespaceRecord) -> None:
+    packed = encoded(value)
+    assert len(packed) == RECORD_BYTES
+    assert decode_record(packed) == value
+
+
+@pytest.mark.parametrize("window", [256, 4096, 65536, 1 << 24])
+def test_a_record_whose_msgpack_ends_in_zero_bytes(window: int) -> None:
+    value = record(window=window)
+    assert msgspec.msgpack.encode(value).endswith(b"\0"), "the case that this test is for"
+    assert decode_record(encoded(value)) == value
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_no_record(value: bytes) -> None:
+    assert decode_record(value.ljust(RECORD_BYTES, b"\0")) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, ())),
+        NamespaceRecord("m", 0, MemoryLayoutDesc(16, (GroupDesc((1,), "int8"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(0, (GroupDesc((1,), "int8"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((), "int8"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((2, -1), "int8"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1 << 40,), "int8"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "complex7"),))),
+    ],
+)
+def test_a_record_of_objects_that_cannot_be_is_a_miss(value: NamespaceRecord) -> None:
+    packed = msgspec.msgpack.encode(value)
+    assert decode_record(len(packed).to_bytes(4, "little") + packed) is None
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 1023), st.binary(min_size=32, max_size=32))
+def test_no_object_has_a_records_key(namespace: bytes, rank: int, digest: bytes) -> None:
+    assert record_key(namespace) != ObjectKey(namespace, bytes(16), rank, 0, digest).pack()
+    assert record_key(namespace)[:16] == namespace
+
+
+def test_the_same_meaning_again_is_fine_another_is_refused() -> None:
+    known = NamespaceRecords()
+    known.add(NAMESPACE, record())
+    known.add(NAMESPACE, record())
+    for other in (record("mistral"), record(window=256), record(shape=(2, 1, 16, 4))):
+        with pytest.raises(NamespaceMismatch):
+            known.add(NAMESPACE, other)
+    assert known.get(NAMESPACE) == record()
+    assert len(known) == 1
+
+
+def test_a_record_too_long_is_refused_and_leaves_nothing() -> None:
+    known = NamespaceRecords()
+    with pytest.raises(RequestError):
+        known.add(NAMESPACE, record("m" * RECORD_BYTES))
+    assert known.get(NAMESPACE) is None
+    assert known.encoded(NAMESPACE) is None

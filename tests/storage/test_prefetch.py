@@ -1,0 +1,313 @@
+"""Prefetch: what L2 holds comes into L1, and whatever goes wrong is a miss that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvframework.api import PackedKey
+from kvframework.storage import prefetch
+from kvframework.storage.envelope import HEADER_BYTES, seal
+from kvframework.storage.namespaces import NamespaceRecord, record_key
+from tests.storage.memory import NAMESPACE, content, packed_key
+from tests.storage.node import DESC, OWNER, SIZE, Node, prefix
+from tests.storage.tier import MemoryTier
+from tests.waiting import wait_until
+
+K = [packed_key(number) for number in range(300)]
+RECORD = NamespaceRecord("llama", 1, DESC)
+
+
+def filled(keys: Sequence[PackedKey]) -> MemoryTier:
+    return MemoryTier({key: seal(key, content(key, SIZE)) + content(key, SIZE) for key in keys})
+
+
+def test_loads_what_is_missing_and_only_that(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:40])])
+    node.write(K[:10])
+    task = node.load(K[:50])
+    assert task.loaded == 30
+    assert node.manager.which_present(K[:50]) == [True] * 40 + [False] * 10
+    assert node.read(K[:40])
+    assert node.tier.asked("get") == K[10:40]
+    assert set(node.tier.asked("contains")) == set(K[10:50])
+    node.assert_idle()
+
+
+def test_what_was_loaded_is_not_written_back(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])])
+    node.load(K[:4])
+    node.write(K[4:5])
+    wait_until(lambda: K[4] in node.tier.values)
+    assert node.tier.asked("put") == K[4:5]
+
+
+def test_tiers_are_asked_in_their_order(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:6]), filled(K[3:9])])
+    assert node.load(K[:9]).loaded == 9
+    assert node.tiers[0].asked("get") == K[:6]
+    assert node.tiers[1].asked("get") == K[6:9]
+    assert node.tiers[1].asked("contains") == K[6:9]
+    assert node.read(K[:9])
+
+
+def test_a_tier_that_is_down_is_passed_over(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:6]), filled(K[:6])])
+    node.tiers[0].down = True
+    assert node.load(K[:6]).loaded == 6
+    assert node.read(K[:6])
+
+
+def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:3] + K[4:8])])
+    asked: list[list[bool]] = []
+
+    def select(available: Sequence[bool]) -> Sequence[int]:
+        asked.append(list(available))
+        return prefix(available)
+
+    assert node.load(K[:8], select=select).loaded == 3
+    assert asked == [[True] * 3 + [False] + [True] * 4]
+    assert node.tier.asked("get") == K[:3]
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "lost", "truncated", "foreign"])
+def test_a_bad_value_is_a_miss_and_what_hangs_on_it_is_not_loaded(
+    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    node = make_node(tiers=[filled(K[:48])])
+    bad, values = K[20], node.tier.values
+    if fault == "corrupt":
+        values[bad] = values[bad][:-1] + bytes([values[bad][-1] ^ 1])
+    elif fault == "truncated":
+        values[bad] = values[bad][:-1]
+    elif fault == "foreign":
+        values[bad] = values[K[21]]
+    else:
+        node.tier.lost = {bad}
+    task = node.load(K[:48], select=prefix)
+    assert node.read(K[:20])
+    assert node.present([bad]) == 0
+    assert task.loaded == 31, "its own batch was under way"
+    assert not set(node.tier.asked("get")) & set(K[32:])
+    if fault != "lost":
+        assert bad not in values
+        assert node.store_counters["corrupt"] == 1
+        assert "unusable" in caplog.text
+    node.assert_idle()
+    assert node.write([bad]) == 1
+    assert node.read([bad])
+
+
+@pytest.mark.parametrize("fault", ["down", "raises", "miscounts"])
+def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: Callable[..., Node], fault: str) -> None:
+    node = make_node(tiers=[filled(K[:48])])
+    node.tier.stall("get")
+    task = node.load_in_background(K[:48])
+    node.wait_stalled()
+    original = node.tier.get_into
+
+    def fail_after_this(*arguments: object, **named: object) -> object:
+        setattr(node.tier, fault, ValueError("a bug in the plugin") if fault == "raises" else True)
+        return original(*arguments, **named)  # type: ignore[arg-type]
+
+    node.tier.get_into = fail_after_this  # type: ignore[method-assign,assignment]
+    node.tier.resume()
+    wait_until(lambda: task.done)
+    assert task.loaded == 16
+    assert node.manager.which_present(K[:48]) == [True] * 16 + [False] * 32
+    assert node.read(K[:16])
+    node.assert_idle()
+
+
+def test_a_tier_too_slow_for_its_deadline_is_a_miss(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])], timeout_s=0.05)
+    node.tier.stall("get")
+    assert node.load(K[:4]).loaded == 0
+    node.assert_idle()
+    node.tier.resume()
+    assert node.load(K[:4]).loaded == 4
+
+
+def test_cancel_ends_a_load_after_its_batch(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:48])])
+    done: list[int] = []
+    node.tier.stall("get")
+    task = node.load_in_background(K[:48], lambda: done.append(1))
+    node.wait_stalled()
+    task.cancel()
+    node.tier.resume()
+    wait_until(lambda: task.done)
+    assert task.loaded == 16
+    assert done == [1]
+    node.assert_idle()
+    cancelled = node.load_in_background(K[:1])
+    cancelled.cancel()
+    wait_until(lambda: cancelled.done)
+
+
+def test_a_load_larger_than_l1_keeps_the_prefix_that_fits(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:64])], units=20)
+    task = node.load(K[:64], select=prefix)
+    assert task.loaded == 20
+    assert node.manager.which_present(K[:64]) == [True] * 20 + [False] * 44
+    assert not set(node.tier.asked("get")) & set(K[20:])
+    node.assert_idle()
+
+
+def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[..., Node]) -> None:
+    """The start of the prompt is in L1, and the least recently used there."""
+    node = make_node(tiers=[filled(K[:8])], units=8)
+    node.write(K[:4])
+    node.write(K[100:104])
+    node.load(K[:8], select=prefix)
+    assert node.read(K[:8])
+
+
+def test_two_loads_of_the_same_both_see_it(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:20])])
+    seen: list[list[bool]] = []
+
+    def look() -> None:
+        # Whoever is in on_done has all of it pinned: clearing takes nothing away.
+        node.manager.clear()
+        seen.append(node.manager.which_present(K[:20]))
+
+    node.tier.stall("get")
+    first = node.load_in_background(K[:20], look)
+    node.wait_stalled()
+    second = node.load_in_background(K[:20], look)
+    wait_until(lambda: len(node.tier.asked("contains")) == 40, what="the second load")
+    node.tier.resume()
+    wait_until(lambda: first.done and second.done)
+    assert seen == [[True] * 20] * 2
+    assert first.loaded + second.loaded >= 20
+    node.assert_idle()
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "end_owner"])
+def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: Callable[..., Node], end: str) -> None:
+    node = make_node(tiers=[filled(K[:4])], timeout_s=60.0)
+    reserved = node.manager.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=30.0)
+    assert reserved.lease is not None
+    task = node.load_in_background(K[:4])
+    wait_until(lambda: node.present(K[:4]) == 3)
+    assert not task.done
+    if end == "commit":
+        offset = reserved.placed[0][1]
+        node.manager.arena[offset : offset + SIZE] = content(K[1], SIZE)
+        node.manager.commit(reserved.lease.id, owner=OWNER)
+    elif end == "abort":
+        node.manager.abort(reserved.lease.id, owner=OWNER)
+    else:
+        node.manager.end_owner(OWNER)
+    wait_until(lambda: task.done)
+    assert task.loaded == (3 if end == "commit" else 4)
+    assert node.read(K[:4])
+    node.assert_idle()
+
+
+def test_an_error_in_on_done_or_select_ends_only_its_own_task(
+    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(tiers=[filled(K[:4])])
+
+    def fail() -> None:
+        raise RuntimeError("a bug above")
+
+    def choose(_available: Sequence[bool]) -> range:
+        raise RuntimeError("a bug above")
+
+    tasks = [node.load_in_background(K[:2], fail) for _ in range(3)]
+    wait_until(lambda: all(task.done for task in tasks))
+    assert node.load(K[2:4], select=choose).loaded == 0
+    assert "a bug above" in caplog.text
+    assert node.load(K[2:4]).loaded == 2
+    node.assert_idle()
+
+
+def test_on_done_may_ask_for_more(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])])
+    tasks = []
+    node.load_in_background(K[:2], lambda: tasks.append(node.load_in_background(K[2:4])))
+    wait_until(lambda: tasks and tasks[0].done)
+    assert node.read(K[:4])
+
+
+def test_too_many_loads_are_refused(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "MAX_TASKS", 3)
+    node = make_node(tiers=[filled(K[:4])])
+    node.tier.stall("contains")
+    tasks = [node.load_in_background(K[:1]) for _ in range(3)]
+    assert node.manager.submit_prefetch_task(K[:1], DESC) is None
+    assert node.manager.submit_record_task(NAMESPACE, lambda: None) is False
+    assert node.manager.status()["prefetch"] == {"in_flight": 3, "refused": 2}
+    node.tier.resume()
+    wait_until(lambda: all(task.done for task in tasks))
+    wait_until(lambda: node.manager.submit_prefetch_task(K[:1], DESC) is not None)
+
+
+def test_without_tiers_nothing_is_submitted(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[])
+    assert node.manager.submit_prefetch_task(K[:1], DESC) is None
+    assert node.manager.submit_record_task(NAMESPACE, lambda: None) is False
+
+
+def ask_record(node: Node) -> NamespaceRecord | None:
+    done: list[int] = []
+    assert node.manager.submit_record_task(NAMESPACE, lambda: done.append(1))
+    wait_until(lambda: done, what="the answer")
+    assert done == [1]
+    return node.manager.records.get(NAMESPACE)
+
+
+def test_another_node_learns_the_namespace_from_l2(make_node: Callable[..., Node]) -> None:
+    shared: dict[PackedKey, bytes] = {}
+    writer, reader = make_node(tiers=[MemoryTier(shared)]), make_node(tiers=[MemoryTier(shared)])
+    assert ask_record(reader) is None
+    writer.manager.records.add(NAMESPACE, RECORD)
+    writer.write(K[:4])
+    wait_until(lambda: K[3] in shared)
+    assert ask_record(reader) == RECORD
+    assert reader.load(K[:4]).loaded == 4
+    assert reader.read(K[:4])
+
+
+@pytest.mark.parametrize("fault", ["down", "raises", "miscounts"])
+def test_the_answer_on_a_namespace_comes_also_from_a_tier_in_trouble(node: Node, fault: str) -> None:
+    setattr(node.tier, fault, ValueError("a bug in the plugin") if fault == "raises" else True)
+    assert ask_record(node) is None
+
+
+def test_a_damaged_record_is_deleted_and_the_next_tier_asked(make_node: Callable[..., Node]) -> None:
+    sound = MemoryTier()
+    writer = make_node(tiers=[sound])
+    writer.manager.records.add(NAMESPACE, RECORD)
+    writer.write(K[:1])
+    wait_until(lambda: record_key(NAMESPACE) in sound.values)
+    value = sound.values[record_key(NAMESPACE)]
+    absurd = bytes(len(value) - HEADER_BYTES)
+    key = record_key(NAMESPACE)
+    tiers = [
+        MemoryTier({key: value[:-1] + b"!"}),
+        MemoryTier({key: seal(key, absurd) + absurd}),
+        MemoryTier({key: value}),
+    ]
+    assert ask_record(make_node(tiers=tiers)) == RECORD
+    assert key not in tiers[0].values
+
+
+def test_a_record_that_contradicts_what_is_known_changes_nothing(
+    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    shared: dict[PackedKey, bytes] = {}
+    writer, reader = make_node(tiers=[MemoryTier(shared)]), make_node(tiers=[MemoryTier(shared)])
+    writer.manager.records.add(NAMESPACE, NamespaceRecord("other", 1, DESC))
+    writer.write(K[:1])
+    wait_until(lambda: record_key(NAMESPACE) in shared)
+    reader.manager.records.add(NAMESPACE, RECORD)
+    with caplog.at_level(logging.ERROR):
+        assert ask_record(reader) == RECORD
+        wait_until(lambda: "request.namespace" in caplog.text)
