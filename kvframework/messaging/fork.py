@@ -25,7 +25,10 @@ def close_after_fork(resource: ClosedInChild) -> None:
 
 def _after_fork_in_child() -> None:
     for resource in list(_resources):
-        resource.close_in_child()
+        try:
+            resource.close_in_child()
+        except OSError:
+            continue  # it was closed already; the others still have to be
     _resources.clear()
 
 

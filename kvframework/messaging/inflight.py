@@ -107,8 +107,9 @@ class InFlight:
         for key in self._deadlines.due(now):
             call = self._calls[key]
             spec = call.handler.spec
+            withdrawn = call.withdraw()
             self._answer(call, DeadlineExceeded(f"no result within {spec.deadline_s} s", where=spec.name))
-            if call.withdraw():
+            if withdrawn:
                 self._finish(call)
         self._run_queues()
 

@@ -159,13 +159,17 @@ class LivenessServer:
         if data and len(entry.received) < TOKEN_BYTES:
             return
         session = self._find(bytes(entry.received))
-        if session is None or not self._admit(entry.sock):
+        if session is None:
             self._refuse(entry)
             return
-        fd = entry.sock.fileno()
+        fd, was_local = entry.sock.fileno(), session.local
+        session.local = True  # before the client is told
+        if not self._admit(entry.sock):
+            session.local = was_local
+            self._refuse(entry)
+            return
         del self._half_open[fd]
         self._live[fd] = (entry.sock, session)
-        session.local = True
 
     def _admit(self, sock: socket.socket) -> bool:
         try:

@@ -129,6 +129,10 @@ class MessageServer:
         self._stopping = True
         self._wakeup.signal()
 
+    def abandon(self) -> None:
+        """Removes the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
+        self._files.release()
+
     def close(self) -> None:
         """Releases what `bind()` took, for a server that never served. Idempotent; not while `serve_forever` runs."""
         self._bound = None
@@ -205,6 +209,7 @@ class MessageServer:
             self._tick(bound, now)
 
     def _receive(self, bound: _Bound) -> None:
+        bound.dispatcher.stopping = self._stopping
         until = self._clock() + ROUND_S
         for _ in range(MESSAGES_PER_ROUND):
             frames = frames_io.receive(bound.router, _HEAD_FRAMES)
@@ -229,7 +234,8 @@ class MessageServer:
             self._tick_failing = True
 
     def _wind_down(self, bound: _Bound) -> None:
-        bound.dispatcher.stopping = True
+        self._stopping = True
+        logger.info("stopping: %d requests in flight have %.1f s", bound.calls.in_flight, self._grace_s)
         until = self._clock() + self._grace_s
         self._receive(bound)
         while bound.calls.in_flight and self._clock() < until:

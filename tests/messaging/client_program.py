@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import os
 import sys
 import time
 
 from kvframework.errors import ServerGone
+from kvframework.messaging.client import Connection
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import ask, connected
 
 
 def main(endpoint: str, deed: str) -> None:
-    faulthandler.dump_traceback_later(10)
     arenas: list[mmap.mmap] = []
+    word = "done"
 
     def on_up(reply: HelloReply, fd: int | None) -> None:
         if fd is not None:
@@ -28,23 +28,27 @@ def main(endpoint: str, deed: str) -> None:
         elif deed == "defer":
             ask(connection, "DEFERRED", "left behind")
         elif deed == "fork":
-            child = os.fork()
-            if child == 0:
-                in_the_child(connection)
-            print(child, end=" ")
+            word = f"{fork(connection)} forked"
         assert ask(connection, "ECHO", "on").result(5).text == "on"
-        print("done", flush=True)
+        sys.stdout.write(f"{word}\n")
+        sys.stdout.flush()
         time.sleep(600)
 
 
-def in_the_child(connection) -> None:
-    """A fork that lives on: the parent's connection is of no use to it, and it says so instead of hanging."""
-    assert connection.state == "down"
-    assert not connection.wait_up(5)
-    assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
-    connection.close()
-    print("child", end=" ", flush=True)
-    time.sleep(600)
+def fork(connection: Connection) -> int:
+    """Forks a child that lives on, once that has seen that its parent's connection is of no use to it."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        assert connection.state == "down"
+        assert not connection.wait_up(5)
+        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
+        connection.close()
+        os.write(told, b"ok")
+        time.sleep(600)
+    os.close(told)
+    assert os.read(heard, 2) == b"ok"
+    return child
 
 
 if __name__ == "__main__":

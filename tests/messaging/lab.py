@@ -117,15 +117,18 @@ def make_server(endpoint: str, work: Work, **options: Any) -> MessageServer:
     return MessageServer(
         endpoint=endpoint,
         handlers=options.pop("handlers", work.handlers()),
-        welcome=lambda *_: HelloReply(
-            version=0,
-            boot_id=work.boot_id,
-            session=b"",
-            chunk_size=256,
-            hasher="sha256",
-            hasher_fingerprint=HASHER,
-            transports=(),
-            layouts=(),
+        welcome=options.pop("welcome", None)
+        or (
+            lambda *_: HelloReply(
+                version=0,
+                boot_id=work.boot_id,
+                session=b"",
+                chunk_size=256,
+                hasher="sha256",
+                hasher_fingerprint=HASHER,
+                transports=(),
+                layouts=(),
+            )
         ),
         hasher_fingerprint=HASHER,
         arena_fd=options.pop("arena_fd", None),

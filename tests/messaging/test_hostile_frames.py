@@ -104,6 +104,18 @@ def test_hellos_that_are_refused_open_no_session(lab: Lab) -> None:
         assert [len(session.name) for session in lab.server.sessions] == [128]
 
 
+def test_a_welcome_that_raises_leaves_no_session(endpoint: str) -> None:
+    lab = Lab(endpoint, welcome=lambda *_: 1 / 0)
+    try:
+        with RawClient(endpoint, hello=False) as raw:
+            kind, error = raw.ask(3, "HELLO", Hello("raw", 1))
+            assert (kind, error.code) == (ERROR_TYPE, "run.handler")
+            wait_until(lambda: len(lab.work.ended) == 1)
+            assert not lab.server.sessions
+    finally:
+        lab.stop()
+
+
 def test_hello_twice_and_a_second_connection_of_one_session(lab: Lab) -> None:
     with RawClient(lab.endpoint) as raw, RawClient(lab.endpoint, hello=False) as second:
         assert raw.welcome is not None
