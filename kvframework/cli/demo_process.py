@@ -174,15 +174,16 @@ class EngineProcess(Child):
         """What the engine tells, as it happens, up to its end. Raises `DemoFailed` if that is not a good one."""
         assert self._process.stdout is not None
         watchdog = threading.Timer(self._timeout_s, self._process.kill)
-        watchdog.start()
+        # An interrupt may come while it starts; the process must still be able to end.
+        watchdog.daemon = True
         try:
+            watchdog.start()
             for line in self._process.stdout:
                 yield json.loads(line)
             if self._process.wait() != 0:
                 raise self.failure(f"ended with status {self._process.returncode}")
         finally:
             watchdog.cancel()
-            watchdog.join()
 
 
 def redis_binary() -> Path | None:

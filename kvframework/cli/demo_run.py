@@ -106,7 +106,7 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
                 run.take(event)
                 if event["event"] == "ready":
                     break
-            step.done(f"{run.parameters / 1e6:.0f} M parameters, fp32")
+            step.done(f"{run.parameters / 1e6:.1f} M parameters, fp32")
         with view.step(f"{name}: asks the server for the prompt") as step:
             for event in events:
                 run.take(event)

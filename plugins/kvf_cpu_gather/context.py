@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from kvf_cpu_gather.copying import wait_for_device
+from kvf_cpu_gather.copying import wait_for_devices
 from kvf_cpu_gather.throttle import ThrottledLog
 from kvf_cpu_gather.transfer import Transfer
 from kvframework.api import (
@@ -152,7 +152,7 @@ class CpuGather(TransferContext):
                 event.synchronize()
             with torch.inference_mode():
                 transfer.each_range(arena, plan.ranges, scatter)
-                wait_for_device(transfer.views)
+                wait_for_devices(transfer.views)
         except BaseException:
             self._end_quietly(self._link.commit_retrieve, plan.lease)
             raise

@@ -203,11 +203,16 @@ def test_a_child_that_ends_is_told_with_the_end_of_its_log(tmp_path):
 
 
 def test_a_signal_between_start_and_registration_is_held_back():
-    reached = False
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
-        reached = True
+    reached = []
+
+    def interrupted():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert reached
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from kvf_cpu_gather import context, copying  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
@@ -336,6 +337,20 @@ class Event:
         self.waited += 1
         if self.error:
             raise self.error
+
+
+def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
+    """No device is needed to see that the other branch moves the same bytes."""
+    waits = []
+    monkeypatch.setattr(copying, "_HOST", frozenset())
+    monkeypatch.setattr(context, "wait_for_devices", waits.append)
+    engine = Engine(HND)
+    assert engine.store().result()
+    assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
+    other = Engine(NHD, seed=2, link=engine.link)
+    assert other.retrieve([[3, 9, 11, 10]], skip=5).result()
+    assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
+    assert len(waits) == 1
 
 
 def test_the_event_is_waited_for_before_memory_is_touched():

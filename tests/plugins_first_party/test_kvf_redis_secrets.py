@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
-from kvf_redis.options import RedisOptions, masked
+from kvf_redis.options import RedisOptions
 from kvf_redis.tier import RedisTier, open_tier
-from kvframework.api import Outcome
+from kvframework.api import Outcome, masked_url
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
 from tests.redis_server import RedisServer
 from tests.resp_peer import RespPeer
@@ -126,7 +126,7 @@ def test_a_bad_url_is_refused_without_being_shown(url: str) -> None:
     ],
 )
 def test_a_url_is_shown_without_its_secrets(url: str, shown: str) -> None:
-    assert masked(url) == shown
+    assert masked_url(url) == shown
     assert shown in repr(RedisOptions(url=url))
 
 
