@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kvf_redis
 import pytest
 
+import kvf_redis
 import kvframework
 
 wheel = pytest.mark.skipif("KVFRAMEWORK_TEST_WHEEL" not in os.environ, reason="only tox tests the wheel")

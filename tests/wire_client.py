@@ -1,5 +1,5 @@
-"""A plain client of the wire protocol for tests: one DEALER, one liveness socket, no threads, no library of ours but the
-structs. What it sees is what a client in another language would see."""
+"""A plain client of the wire protocol for tests: one DEALER, one liveness socket, no threads, none of our library but
+the structs. What it sees is what a client in another language would see."""
 
 from __future__ import annotations
 
