@@ -1,0 +1,93 @@
+"""Owns the bare ZMQ references: an echo and bulk transfers to another process, without any protocol of ours."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from kvframework.bench.bare_peer import ECHO, GET, PUT, PUT_LAST
+from kvframework.bench.child import Child
+
+_TIMEOUT_MS = 20_000
+
+
+class BarePeer:
+    """A connected DEALER. Every call blocks until its answer is here and returns the seconds that took.
+
+    Raises `BenchFailed` if there is none. For one thread.
+    """
+
+    def __init__(self, dealer: zmq.Socket[bytes], child: Child) -> None:
+        self._dealer = dealer
+        self._child = child
+        self._frames: dict[int, bytearray] = {}
+
+    def echo(self, payload: bytes) -> float:
+        """One message there and back."""
+        started = time.perf_counter()
+        self._dealer.send_multipart([ECHO, payload])
+        answer = self._receive()
+        seconds = time.perf_counter() - started
+        if answer.buffer.nbytes != len(payload):
+            raise self._child.failure(f"echoed {answer.buffer.nbytes} bytes of {len(payload)}")
+        return seconds
+
+    def put(self, nbytes: int, frame_bytes: int) -> float:
+        """Sends `nbytes` in messages of `frame_bytes`, without a copy here."""
+        sizes = _cut(nbytes, frame_bytes)
+        frames = [self._frame(size) for size in sizes]
+        started = time.perf_counter()
+        for frame in frames[:-1]:
+            self._dealer.send_multipart([PUT, frame], copy=False)
+        self._dealer.send_multipart([PUT_LAST, frames[-1]], copy=False)
+        self._receive()
+        return time.perf_counter() - started
+
+    def get(self, nbytes: int, frame_bytes: int) -> float:
+        """Receives `nbytes` in messages of `frame_bytes`, a divisor, without a copy here."""
+        count, rest = divmod(nbytes, frame_bytes)
+        if rest:
+            raise ValueError(f"{nbytes} bytes are no whole number of messages of {frame_bytes}")
+        started = time.perf_counter()
+        self._dealer.send_multipart([GET, b"%d %d" % (count, frame_bytes)])
+        for _ in range(count):
+            self._receive()
+        return time.perf_counter() - started
+
+    def _frame(self, size: int) -> bytearray:
+        return self._frames.setdefault(size, bytearray(b"\x5a" * size))
+
+    def _receive(self) -> zmq.Frame:
+        try:
+            return self._dealer.recv_multipart(copy=False)[-1]
+        except zmq.Again:
+            raise self._child.failure("does not answer") from None
+
+
+@contextmanager
+def running_peer(directory: Path) -> Iterator[BarePeer]:
+    """A new peer process on an `ipc://` socket in `directory`. Waits for its first answer; ends it on the way out."""
+    endpoint = f"ipc://{directory}/bare.sock"
+    context = zmq.Context()
+    try:
+        with Child("bare peer", [sys.executable, "-m", "kvframework.bench.bare_peer", endpoint], directory) as child:
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
+            dealer.setsockopt(zmq.SNDTIMEO, _TIMEOUT_MS)
+            dealer.setsockopt(zmq.RECONNECT_IVL, 5)
+            dealer.connect(endpoint)
+            peer = BarePeer(dealer, child)
+            peer.echo(b"hello")
+            yield peer
+    finally:
+        context.destroy(0)
+
+
+def _cut(nbytes: int, frame_bytes: int) -> list[int]:
+    whole, rest = divmod(nbytes, frame_bytes)
+    return [frame_bytes] * whole + ([rest] if rest else [])

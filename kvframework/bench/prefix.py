@@ -1,0 +1,62 @@
+"""Owns a stored prefix to look up: objects of a small shape, written by hand, so that no tensor is needed."""
+
+from __future__ import annotations
+
+import os
+
+from kvframework.api import CacheKey
+from kvframework.bench.errors import BenchFailed
+from kvframework.client import KVClient, RequestHashes
+from kvframework.client.connection import SETUP_TIMEOUT_S
+from kvframework.wire import messages as m
+from kvframework.wire.frames import join
+
+MODEL = "bench"
+_INSTANCE = 1
+_SHAPE = m.RegisterNonGpuContextPayload(
+    instance_id=_INSTANCE, model_name=MODEL, world_size=1, block_size=16, num_layers=2, hidden_dim_size=16,
+    dtype_str="bfloat16", use_mla=False,
+)  # fmt: skip
+
+
+class Prefixes:
+    """Registers an instance; makes requests and stores them. For one thread."""
+
+    def __init__(self, client: KVClient) -> None:
+        """Raises `ServerGone` and typed refusals."""
+        self._client = client
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", _SHAPE, m.Registered, timeout=SETUP_TIMEOUT_S)
+        self.namespace = registered.namespace
+        self.chunk_tokens = registered.desc.chunk_tokens
+        self.object_bytes = registered.desc.nbytes
+
+    def request(self, tokens: list[int]) -> RequestHashes:
+        """A request whose digests are computed, whole chunks of them."""
+        request = RequestHashes(self._client.hasher, self.chunk_tokens, request_id="bench")
+        request.extend(tokens)
+        return request
+
+    def key(self, request: RequestHashes, *, rank: int | None) -> CacheKey:
+        """As the adapters make it."""
+        end = request.hashed_tokens
+        return CacheKey(
+            model_name=MODEL, world_size=1, worker_id=rank, namespace=self.namespace, start=0, end=end,
+            request_id=request.request_id, digests=request.digests(end),
+        )  # fmt: skip
+
+    def store(self, request: RequestHashes) -> None:
+        """Every chunk of the request, with random content. Raises `BenchFailed` unless all of it is stored."""
+        arena = self._client.arena()
+        if arena is None:
+            raise BenchFailed("the server's arena is not mapped here")
+        plan = self._client.prepare_store(self.key(request, rank=0), _INSTANCE)
+        for place in plan.ranges:
+            arena[place.offset : place.offset + place.length] = os.urandom(place.length)
+        outcome = self._client.commit_store(plan.lease)
+        chunks = request.hashed_tokens // self.chunk_tokens
+        if outcome.stored != chunks:
+            raise BenchFailed(f"stored {outcome.stored} of {chunks} chunks")
+
+    def lookup_bytes(self, request: RequestHashes) -> int:
+        """Size of the frames of its LOOKUP."""
+        return sum(len(frame) for frame in join(1, "LOOKUP", m.Lookup(self.key(request, rank=None))))

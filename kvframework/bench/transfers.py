@@ -1,0 +1,77 @@
+"""Owns one engine instance of a bench: stores of its source blocks, retrieves into its target blocks.
+
+Through `WorkerAdapter`, as an engine integration does it. For one thread; every call blocks until the bytes are moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from kvframework.api import StoreOutcome
+from kvframework.bench.errors import BenchFailed
+from kvframework.bench.paged_memory import AXES, PagedMemory, block_ids
+from kvframework.bench.paths import TRANSPORT
+from kvframework.bench.shapes import BLOCK_TOKENS, Shape
+from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.wire import messages as m
+
+_TIMEOUT_S = 60.0
+
+
+class Transfers:
+    """Registers at once. Raises what registration raises."""
+
+    def __init__(self, client: KVClient, shape: Shape, memory: PagedMemory, options: Mapping[str, object]) -> None:
+        self.memory = memory
+        self._client = client
+        self._tokens = shape.tokens
+        self._worker = WorkerAdapter(
+            client,
+            instance_id=1,
+            model_name=f"bench {shape.name}",
+            transport=TRANSPORT,
+            transport_options=options,
+            layout_options={"axes": AXES},
+        )
+        desc = self._worker.register_kv_caches(memory.kv, block_size=BLOCK_TOKENS).desc
+        self.object_bytes = desc.nbytes
+        self._chunks = shape.tokens // desc.chunk_tokens
+        # Digests are computed once a request, so not here, where bytes are timed.
+        self._request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
+        self._request.extend(range(shape.tokens))
+        self._source, self._target = block_ids(memory.source), block_ids(memory.target)
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.close()
+
+    def store(self) -> float:
+        """The seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is stored."""
+        cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
+        if cleared.in_use:
+            raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
+        started = time.perf_counter()
+        future = self._worker.submit_store(self._request, 0, self._tokens, self._source)
+        ok = future.result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        self._worker.get_finished()
+        outcome = future.detail
+        if not ok or not isinstance(outcome, StoreOutcome) or outcome.stored != self._chunks:
+            raise BenchFailed(f"a store of {self._chunks} chunks ended with {ok}: {outcome}")
+        return seconds
+
+    def retrieve(self) -> float:
+        """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
+        started = time.perf_counter()
+        ok = self._worker.submit_retrieve(self._request, 0, self._tokens, self._target).result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        self._worker.get_finished()
+        if not ok:
+            raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
+        return seconds

@@ -1,0 +1,137 @@
+"""Owns `kvframework bench`: its commands and how they print. The benches are in `kvframework.bench`."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvframework.cli.console import examples, stderr, stdout
+
+if TYPE_CHECKING:
+    from kvframework.bench.document import HostFigures, LookupFigures, StoreFigures
+    from kvframework.bench.progress import Stage
+
+_EXIT_INTERRUPTED = 130
+_WIDTH = 200
+
+_app = typer.Typer(
+    help="Measure this machine, and the framework beside it. Nothing else should run meanwhile.",
+    epilog=examples(
+        "kvframework bench host                    what the machine reaches bare",
+        "kvframework bench store --shape 1kb       one shape only",
+        "kvframework bench lookup --json           the whole document",
+    ),
+    no_args_is_help=True,
+)
+
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repetitions: to see that it works.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
+
+
+class BytePath(str, enum.Enum):
+    arena = "arena"
+    wire = "wire"
+
+
+class ShapeName(str, enum.Enum):
+    llama = "llama-3-8b"
+    twelve = "12kb"
+    one = "1kb"
+
+
+class Blocks(str, enum.Enum):
+    shuffled = "shuffled"
+    contiguous = "contiguous"
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(_app, name="bench")
+
+
+@_app.command("host")
+def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False) -> None:
+    """What the machine reaches bare: memory copies, sockets; and what a server costs at rest."""
+    from kvframework.bench.host import bench_host
+
+    _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown)
+
+
+@_app.command("lookup")
+def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False) -> None:
+    """NOOP and LOOKUP of 1k, 8k and 32k tokens, hit and miss, beside a bare echo of the same size."""
+    from kvframework.bench.lookup import bench_lookup
+
+    _run("lookup", lambda stage: bench_lookup(quick=quick, stage=stage), quick, as_json, markdown)
+
+
+@_app.command("store")
+def store(
+    path: Annotated[BytePath, typer.Option(help="How bytes move: over shared memory or over the socket.")] = (
+        BytePath.arena
+    ),
+    shape: Annotated[list[ShapeName] | None, typer.Option(help="Only this shape; repeatable.")] = None,
+    blocks: Annotated[Blocks, typer.Option(help="Where a request's blocks lie in the engine's memory.")] = (
+        Blocks.shuffled
+    ),
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Of each shape; default: as many as it needs.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+) -> None:
+    """Store and retrieve an engine's paged memory, beside a plain copy of as many bytes. Contents are verified."""
+    import msgspec
+
+    from kvframework.bench.paths import Path
+    from kvframework.bench.shapes import SHAPES
+    from kvframework.bench.store import bench_store
+
+    shapes = [SHAPES[name.value].quick() if quick else SHAPES[name.value] for name in shape or list(ShapeName)]
+    if repetitions is not None:
+        shapes = [msgspec.structs.replace(each, repetitions=repetitions) for each in shapes]
+
+    def bench(stage: Stage) -> StoreFigures:
+        return bench_store(shapes, path=Path(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
+
+    _run("store", bench, quick, as_json, markdown)
+
+
+def _run(
+    name: str,
+    bench: Callable[[Stage], HostFigures | LookupFigures | StoreFigures],
+    quick: bool,
+    as_json: bool,
+    markdown: bool,
+) -> None:
+    """Looks at the machine, runs, prints. A bench that is terminated leaves no processes behind either."""
+    from rich.console import Console
+
+    from kvframework.bench.document import Document
+    from kvframework.bench.load import BUSY_CORES, LoadMeter
+    from kvframework.bench.machine import describe_machine
+    from kvframework.bench.progress import bars
+    from kvframework.bench.tables import headline, tables, warning
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        meter = LoadMeter()
+        if meter.others_before > BUSY_CORES:
+            stderr.print(f"warning: others use {meter.others_before:.2f} cores of this machine now", style="yellow")
+        figures = bench(bars(stderr))
+    except KeyboardInterrupt:
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    document = Document(name, quick, describe_machine(), meter.finish(), figures)
+    if doubts := warning(document):
+        stderr.print(f"warning: {doubts}", style="yellow", markup=False)
+    if as_json:
+        stdout.print(document.as_json(), markup=False)
+        return
+    stdout.print(headline(document), markup=False)
+    # A figure must not be cut off, so a table is as wide as it needs to be.
+    console = Console(width=_WIDTH, highlight=False)
+    for table in tables(document, markdown=markdown):
+        console.print(table)

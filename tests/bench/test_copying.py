@@ -1,0 +1,65 @@
+"""The reference copies: each one copies everything, and the fastest is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.bench.copying import Buffers, Copy, copies, fastest, fastest_copy, slices
+from kvframework.bench.errors import WrongBytes
+
+NBYTES = 3 * mmap.PAGESIZE + 17
+
+
+@given(st.integers(1, 1 << 30), st.integers(1, 64))
+def test_slices_cover_everything_once(nbytes: int, parts: int) -> None:
+    cut = slices(nbytes, parts)
+    assert 1 <= len(cut) <= parts
+    assert cut[0][0] == 0
+    assert all(start + length == following for (start, length), (following, _) in itertools.pairwise(cut))
+    assert sum(cut[-1]) == nbytes
+    assert all(length > 0 and start % mmap.PAGESIZE == 0 for start, length in cut)
+
+
+def test_every_way_is_checked_and_timed() -> None:
+    with copies(NBYTES) as ways:
+        assert len({way.name for way in ways}) == len(ways)
+        assert all(way.nbytes == NBYTES and way.run() > 0 for way in ways)
+        assert any(way.name == "libc memmove, 1 thread" for way in ways)
+
+
+def test_a_way_that_leaves_a_byte_out_is_found() -> None:
+    buffers = Buffers(NBYTES)
+
+    def lazy() -> float:
+        buffers.target[: NBYTES - 1] = buffers.source[: NBYTES - 1]
+        return 1e-9
+
+    with pytest.raises(WrongBytes, match="lazy"):
+        buffers.check(Copy("lazy", NBYTES, lazy))
+
+
+def test_the_fastest_has_the_smallest_median() -> None:
+    ways = [Copy(name, 1, lambda: 0.0) for name in ("steady", "lucky once")]
+    measured = {"steady": [[2.0], [2.0], [2.0]], "lucky once": [[1.0], [3.0], [3.0]]}
+    assert fastest(ways, measured).name == "steady"
+
+
+def test_without_numpy_and_torch_there_is_still_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with fastest_copy(NBYTES) as copy:
+        assert copy.name.startswith("libc")
+
+
+def test_torch_keeps_its_threads() -> None:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    with copies(NBYTES) as ways:
+        for way in ways:
+            way.run()
+    assert torch.get_num_threads() == before
