@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvframework.api import (
@@ -23,6 +25,7 @@ from kvframework.config import Config, default_endpoint
 from kvframework.engine.engine import CacheEngine
 from kvframework.engine.registration import AttachedTransport
 from kvframework.errors import ConfigFieldError, PluginBroken
+from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.dispatch import check_handlers
 from kvframework.messaging.server import MessageServer
 from kvframework.plugins.check import resolve_table
@@ -33,7 +36,10 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 2.0
+# From `stop` to the end. What requests in flight do not need of it, and the tiers to end, is for what goes to L2.
+STOP_S = 3.5
+GRACE_S = 1.0
+TIERS_END_S = 0.75
 
 
 class Server:
@@ -41,8 +47,11 @@ class Server:
 
     def __init__(self, config: Config, registry: PluginRegistry | None = None) -> None:
         self.endpoint = config.server.endpoint or default_endpoint()
+        self._stop_by: float | None = None
         self._config = config
         self._registry = registry or PluginRegistry()
+        keys = config.server.curve
+        curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
         provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
         hasher = provider.create(options)
         transports = {table.use: self._transport(table) for table in config.transport}
@@ -56,7 +65,12 @@ class Server:
             hasher=hasher,
             transports=transports,
             layouts=layouts,
-            server_facts={"pid": os.getpid(), "endpoint": self.endpoint, "config": config.source},
+            server_facts={
+                "pid": os.getpid(),
+                "endpoint": self.endpoint,
+                "tcp": config.server.tcp,
+                "config": config.source,
+            },
             messaging_status=lambda: self._messaging_status(),
         )
         handlers = self._handlers()
@@ -70,6 +84,8 @@ class Server:
             on_tick=self.engine.tick,
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
+            tcp=config.server.tcp,
+            curve=curve,
         )
 
     def bind(self) -> None:
@@ -77,21 +93,30 @@ class Server:
         self._messages.bind()
 
     def serve_forever(self) -> None:
-        """Serves until `stop`, then closes everything: waits up to two seconds for what is on its way to L2."""
-        log.info("serving at %s", self.endpoint)
+        """Serves until `stop`, then closes everything, within `STOP_S` seconds."""
+        log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
+        if self._config.server.insecure:
+            log.warning("insecure = true: everybody who reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
         finally:
             self.close()
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        """Ends `serve_forever`. Safe from any thread and from a signal handler."""
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Ends `serve_forever`; requests in flight get `grace_s` seconds. Safe from any thread and from a signal
+        handler, also before `serve_forever`."""
+        self._stop_by = time.monotonic() + STOP_S
         self._messages.stop(grace_s)
 
     def close(self) -> None:
-        """For a server that does not serve any more (or never did)."""
-        self.engine.close(DRAIN_S)
+        """For a server that does not serve any more (or never did): what is on its way to L2 gets the time left."""
+        left = STOP_S if self._stop_by is None else self._stop_by - time.monotonic()
+        self.engine.close(max(left - TIERS_END_S, 0.0), TIERS_END_S)
         log.info("stopped")
+
+    def abandon(self) -> None:
+        """Removes the endpoint's files, for a process that ends at once. Safe from any thread."""
+        self._messages.abandon()
 
     def _transport(self, table: Any) -> AttachedTransport:
         provider, options = resolve_table(self._registry, table, TransportProvider)

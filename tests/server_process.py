@@ -42,6 +42,10 @@ class ServerProcess:
     def log(self) -> str:
         return self.log_file.read_text()
 
+    def set(self, *settings: str) -> None:
+        """Further settings for the next `start`."""
+        self._settings = (*self._settings, *settings)
+
     def start(self) -> None:
         command = [sys.executable, *self._program, "serve"]
         for setting in self._settings:

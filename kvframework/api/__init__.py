@@ -1,5 +1,7 @@
 """All that a plugin may import: hooks, provider descriptors, contracts, and the types they speak in."""
 
+from kvframework.api.blocks import TouchedBlocks, touched_blocks
+from kvframework.api.canary import EngineView
 from kvframework.api.codec import Codec
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.futures import MessagingFuture
@@ -20,6 +22,9 @@ from kvframework.api.keys import (
 )
 from kvframework.api.layout import (
     AXES,
+    CANONICAL,
+    NO_BLOCK,
+    OPAQUE,
     GroupDesc,
     KVLayout,
     LayerGroup,
@@ -27,6 +32,7 @@ from kvframework.api.layout import (
     Layout,
     MemoryLayoutDesc,
     canonical_desc,
+    check_skip,
     chunk_tokens_for,
     validate_layout,
 )
@@ -73,16 +79,23 @@ from kvframework.api.types import (
     Message,
     NoOptions,
     Options,
+    Secret,
+    SecretUrl,
     dtype_bytes,
+    masked_url,
+    shown_options,
 )
 
 __all__ = [
     "API_VERSION",
     "AXES",
+    "CANONICAL",
     "DIGEST_BYTES",
     "DTYPE_BYTES",
     "ENTRY_POINT_GROUP",
     "NAMESPACE_BYTES",
+    "NO_BLOCK",
+    "OPAQUE",
     "PACKED_KEY_BYTES",
     "SALT_BYTES",
     "TOKEN_BYTES",
@@ -97,6 +110,7 @@ __all__ = [
     "CopyJob",
     "EngineLink",
     "EngineServices",
+    "EngineView",
     "EvictionPolicy",
     "EvictionProvider",
     "GroupDesc",
@@ -126,6 +140,8 @@ __all__ = [
     "RequestSpec",
     "RequestsProvider",
     "RetrievePlan",
+    "Secret",
+    "SecretUrl",
     "ServerContext",
     "ServerTransport",
     "StoreOutcome",
@@ -133,14 +149,19 @@ __all__ = [
     "Tier",
     "TierContext",
     "TierProvider",
+    "TouchedBlocks",
     "TransferContext",
     "TransportProvider",
     "canonical_desc",
+    "check_skip",
     "chunk_tokens_for",
     "compute_namespace",
     "dtype_bytes",
     "hookimpl",
     "key_prefix",
+    "masked_url",
     "salt_digest",
+    "shown_options",
+    "touched_blocks",
     "validate_layout",
 ]

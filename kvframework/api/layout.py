@@ -11,14 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Union
 
 from kvframework.api.types import Message, dtype_bytes
-from kvframework.errors import BadLayout
+from kvframework.errors import BadLayout, BadRange
 
 if TYPE_CHECKING:
     import torch
 
-AXES = ("plane", "block", "token", "head", "dim")
+AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
 MAX_GROUPS = 64
+MAX_PACKING = 128
+CANONICAL = "canonical"
+OPAQUE = "opaque:"
+
+# In place of a block id: the engine holds no block there any more. Only a store of a windowed or state group may say
+# so, for the first chunks of its range, which are then not stored.
+NO_BLOCK = 0xFFFFFFFF
 
 # What an engine holds for one layer: one tensor, or one per plane (K, V).
 LayerTensors = Union["torch.Tensor", Sequence["torch.Tensor"]]
@@ -27,10 +34,17 @@ LayerTensors = Union["torch.Tensor", Sequence["torch.Tensor"]]
 class LayerGroup(Message, frozen=True):
     """Layers that share block size, shape, dtype and window.
 
-    `axes` names the axes of one layer's tensor, out of plane, block, token, head and dim, outermost first. Without a
-    `block` axis the token axis holds all blocks one after the other; without a `plane` axis and with two planes each
-    plane is a tensor of its own. `strides` are in elements, one per axis; empty means that tensors are passed at each
-    submit and bring their own. `window` is in tokens, 0 for full attention. `compress_ratio` is tokens per stored slot.
+    `axes` names the axes of one layer's tensor, out of layer, plane, block, token, head and dim, outermost first.
+    Without a `block` axis the token axis holds all blocks one after the other; without a `plane` axis and with two
+    planes each plane is a tensor of its own; with a `layer` axis one tensor holds all layers. `strides` are in
+    elements, one per axis; empty means that tensors are passed at each submit and bring their own. `compress_ratio` is
+    tokens per stored slot. `num_blocks` is 0 unless this group has another number of blocks than the layout says.
+
+    `window` is how many tokens before a position are needed there, 0 for full attention. `state` marks a recurrent
+    state: a block holds one slot, the state after its last token, and only the chunk that ends at a hit counts.
+
+    `packing` names the engine's own order inside a block ("" for none). Such blocks are opaque: only whole ones can be
+    moved, `heads` is 1, `dtype` is uint8 and `head_dim` the bytes of one block of one layer and plane.
     """
 
     num_layers: int
@@ -44,11 +58,32 @@ class LayerGroup(Message, frozen=True):
     window: int = 0
     compress_ratio: int = 1
     layer_names: tuple[str, ...] = ()
+    state: bool = False
+    packing: str = ""
+    num_blocks: int = 0
 
     @property
     def hidden(self) -> int:
-        """Elements of one token, one layer, one plane."""
+        """Elements of one slot, one layer, one plane."""
         return self.heads * self.head_dim
+
+    @property
+    def slots(self) -> int:
+        """Slots of one block: the unit in which blocks are written. A state and an opaque block are one slot."""
+        return 1 if self.state or self.packing else self.block_size // self.compress_ratio
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that one slot stands for."""
+        return self.block_size // self.slots
+
+    def object_blocks(self, chunk_tokens: int) -> int:
+        """Blocks of one chunk's object: all of the chunk, of a state only the last one."""
+        return 1 if self.state else chunk_tokens // self.block_size
+
+    def first_loaded_block(self, tokens: int) -> int:
+        """Of the blocks of a load of `tokens` tokens: the first that the window reaches at its end."""
+        return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
 
 class KVLayout(Message, frozen=True):
@@ -59,17 +94,23 @@ class KVLayout(Message, frozen=True):
     num_blocks: int = 0
     attention_backend: str = ""
 
+    def blocks_of(self, group: int) -> int:
+        """The number of blocks of a layer group, 0 if unknown."""
+        return self.groups[group].num_blocks or self.num_blocks
+
 
 class GroupDesc(Message, frozen=True):
     """Shape and dtype of one object of one layer group.
 
-    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`; any other name is opaque bytes that only
-    the same layout plugin reads.
+    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same whatever the engine's layout.
+    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks one after the other,
+    for engines that pack alike. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
+    for full attention, 1 for a state.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    form: str = "canonical"
+    form: str = CANONICAL
     window: int = 0
 
     @property
@@ -130,6 +171,17 @@ def validate_layout(layout: KVLayout) -> None:
             raise BadLayout(
                 f"block_size {group.block_size} is no multiple of compress_ratio {group.compress_ratio}", where=where
             )
+        if group.state and group.window:
+            raise BadLayout(f"a state with a window of {group.window}", where=where, available="one of the two")
+        if group.packing and (group.heads, group.dtype, group.compress_ratio) != (1, "uint8", 1):
+            raise BadLayout(
+                f"opaque blocks with heads={group.heads}, dtype={group.dtype}, compress_ratio={group.compress_ratio}",
+                where=where, available="heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
+            )  # fmt: skip
+        if len(group.packing) > MAX_PACKING:
+            raise BadLayout(f"packing has {len(group.packing)} characters", where=where, available=f"{MAX_PACKING}")
+        if not 0 <= group.num_blocks <= 1 << 32 or any(not 0 <= stride < 1 << 48 for stride in group.strides):
+            raise BadLayout(f"num_blocks {group.num_blocks}, strides {group.strides}", where=where, available="0 up")
         unknown = [axis for axis in group.axes if axis not in AXES]
         if unknown or len(set(group.axes)) != len(group.axes):
             raise BadLayout(f"axes are {group.axes}", where=where, available=f"each at most once: {', '.join(AXES)}")
@@ -140,14 +192,20 @@ def validate_layout(layout: KVLayout) -> None:
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-    """The desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per group.
+    """The desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per group; of
+    groups with a packing in opaque form; of a state one slot.
 
     Raises `BadLayout` / `BadDtype` for what `validate_layout` refuses and for objects above 1 GiB.
     """
     validate_layout(layout)
     tokens = chunk_tokens_for([group.block_size for group in layout.groups], chunk_size)
     groups = tuple(
-        GroupDesc((g.planes, g.num_layers, tokens // g.compress_ratio, g.hidden), g.dtype, window=g.window)
+        GroupDesc(
+            (g.planes, g.num_layers, g.object_blocks(tokens) * g.slots, g.hidden),
+            g.dtype,
+            form=OPAQUE + g.packing if g.packing else CANONICAL,
+            window=1 if g.state else g.window,
+        )
         for g in layout.groups
     )
     for index, desc in enumerate(groups):
@@ -157,6 +215,17 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
                 available=f"at most {MAX_OBJECT_BYTES}", hint="check hidden size and layer count, or lower chunk_size",
             )  # fmt: skip
     return MemoryLayoutDesc(tokens, groups)
+
+
+def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
+    """Raises `BadRange` if a load that leaves out so many tokens would have to begin inside an opaque block."""
+    for index, group in enumerate(layout.groups):
+        if group.packing and not group.state and skip_first_n_tokens % group.block_size:
+            raise BadRange(
+                f"skip_first_n_tokens is {skip_first_n_tokens}, but layer group {index} has opaque blocks",
+                where="skip_first_n_tokens", available=f"multiples of its block size, {group.block_size}",
+                hint="round down to whole blocks",
+            )  # fmt: skip
 
 
 class Layout(ABC):
@@ -178,12 +247,13 @@ class Layout(ABC):
     @abstractmethod
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """Views, never copies, as `[group][plane][layer]`, each of shape `[blocks, slots per block, heads, head_dim]`
-        with any strides, where slots per block = block_size / compress_ratio.
+        with any strides, where slots per block = `LayerGroup.slots`: block_size / compress_ratio, 1 for opaque blocks
+        and states.
 
         The views borrow the engine's memory and are valid as long as the passed tensors are. Raises `BadLayout` if the
         tensors do not fit the declaration.
         """
 
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-        """What one stored object looks like; canonical unless a plugin packs in its own way."""
+        """What one stored object looks like: canonical, or opaque for groups that declare a packing."""
         return canonical_desc(layout, chunk_size)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from kvframework.api.futures import MessagingFuture
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.types import BlockIds, Message
+from kvframework.api.types import BlockIds, Buffer, Message
+from kvframework.errors import TransportMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +86,17 @@ class EngineLink(ABC):
 
     @abstractmethod
     def arena(self) -> memoryview | None:
-        """The server's arena, mapped writable in this process, or None if it cannot be (over TCP). Valid until the
-        server is gone; ask again for every request."""
+        """The server's arena, mapped writable in this process, or None if it cannot be (over TCP).
+
+        Ask again for every request, and once more after the prepare: ranges belong to the arena only if it is the very
+        same object then (the server may have been restarted in between). The mapping stands as long as somebody refers
+        to the view or to a tensor made from it; never release it.
+        """
 
     @abstractmethod
-    def prepare_store(self, key: CacheKey, instance_id: int) -> StorePlan: ...
+    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()) -> StorePlan:
+        """`first_chunks`: per layer group, how many chunks of the range have no blocks any more and are not stored; ()
+        if all have. Only a window or state may lack any."""
 
     @abstractmethod
     def commit_store(self, lease: str) -> StoreOutcome:
@@ -104,6 +111,35 @@ class EngineLink(ABC):
     @abstractmethod
     def commit_retrieve(self, lease: str) -> bool:
         """False if the pins did not hold throughout: what was read may be foreign bytes."""
+
+    # The wire path, where `arena()` is None: the same objects, as raw buffers. The bulk has a socket of its own.
+
+    def missing_chunks(self, key: CacheKey, instance_id: int) -> list[int]:
+        """Which of the key's objects the server lacks, ascending. Objects count chunk by chunk from `key.start`, in
+        each chunk by layer group."""
+        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+
+    def store_chunks(
+        self, key: CacheKey, instance_id: int, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> MessagingFuture[StoreOutcome]:
+        """Sends one buffer for each of `objects` (ascending); what is stored then is a hit. At most 256 MiB and 4096
+        buffers a call. Does not wait for the answer, but may wait for a handshake at first.
+
+        Nothing is copied: the buffers belong to the call until the future has a result. When it fails they still may be
+        read, for as long as somebody refers to them: give them up, never write to them again.
+        """
+        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+
+    def retrieve_chunks(self, plan: RetrievePlan, positions: Sequence[int]) -> MessagingFuture[Sequence[memoryview]]:
+        """The bytes of `plan.ranges` at `positions`, a buffer each; an empty sequence if the pins have lapsed. Bounds
+        and waiting as for `store_chunks`. The buffers are the caller's and hold what was sent, which is only known to
+        be right once `commit_retrieve(plan.lease)` has said True."""
+        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+
+    @abstractmethod
+    def gather_block(self, instance_id: int, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        """Has the server half of a server-driven transport gather one block per layer group, see
+        `TransferContext.gather_block`. Waits for it, a few seconds at most."""
 
     @abstractmethod
     def submit(
@@ -142,7 +178,9 @@ class TransferContext(ABC):
         """Stores the tokens `[key.start, key.end)` held in `block_ids` (one list per layer group).
 
         True: every object is stored, present, or being stored by another. `future.detail` is a `StoreOutcome`.
-        `blocks_in_chunk` has one count per layer group. Raises `BadBlockIds` before anything is reserved.
+        `blocks_in_chunk` has one count per layer group. `NO_BLOCK` stands for blocks that a window or state has given
+        away, see `touched_blocks`; every other block holds its tokens. Raises `BadBlockIds` before anything is
+        reserved.
         """
 
     @abstractmethod
@@ -159,7 +197,8 @@ class TransferContext(ABC):
     ) -> MessagingFuture[bool]:
         """Loads the tokens `[key.start + skip_first_n_tokens, key.end)` into `block_ids`.
 
-        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written. False: a miss or a
+        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written, nor what a window or
+        state does not reach, see `touched_blocks`. False: a miss or a
         lost pin; the blocks then hold anything and must be computed.
         """
 
@@ -167,11 +206,22 @@ class TransferContext(ABC):
     def close(self) -> None:
         """Frees what the context holds. Idempotent."""
 
+    def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
+        """One block per layer group (`blocks`), through the path that stores take, as the bytes of its canonical form
+        `[planes, layers, slots per block, hidden]`. Blocking; only for the canary at registration.
+
+        Server-driven transports answer with `EngineLink.gather_block`, engine-driven ones gather by themselves.
+        """
+        raise TransportMismatch(
+            f"{type(self).__name__} cannot gather a block for the canary", hint="implement gather_block"
+        )
+
 
 class CopyJob:
     """One server-driven STORE or RETRIEVE, made by the core, carried out by a transport's server half.
 
-    `ranges` are in `arena`; `block_ids` as the engine sent them, checked against the registered number of blocks.
+    `ranges` are in `arena`. `block_ids` are what objects are made of, `blocks_in_chunk` to an object (of a state one),
+    checked against the registered number of blocks; a `NO_BLOCK` among them is not to be touched.
     """
 
     __slots__ = ("arena", "block_ids", "blocks_in_chunk", "cancelled", "event", "is_store", "ranges", "skip_tokens")

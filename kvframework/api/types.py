@@ -1,9 +1,11 @@
-"""Owns the small value types that hooks, configuration and wire share: sizes, element types, buffers."""
+"""Owns the small value types that hooks, configuration and wire share: sizes, element types, buffers, and options with
+what of them is secret."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -40,8 +42,26 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of everything that travels: msgpack maps that evolve by adding defaulted fields, never by retyping."""
 
 
+# The types of options that nobody but the plugin may see. `Annotated[SecretUrl, msgspec.Meta(description=...)]` adds to
+# them. A `Secret` is shown as "***"; of a `SecretUrl` the place is shown, without user, password and query.
+Secret = Annotated[str, msgspec.Meta(extra={"secret": "value"})]
+SecretUrl = Annotated[str, msgspec.Meta(extra={"secret": "url"})]
+
+HIDDEN = "***"
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of a plugin's own options: what its TOML table may hold besides the core's keys."""
+    """Base of a plugin's own options: what its TOML table may hold besides the core's keys.
+
+    A field's `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides what
+    `Secret` and `SecretUrl` mark, and so does everything that the framework prints.
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return list(shown_options(self).items())
 
 
 class NoOptions(Options, frozen=True):
@@ -73,3 +93,39 @@ class ByteSize(int):
                 return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
             size /= 1024
         return f"{size:.1f} TiB"
+
+
+def shown_options(options: msgspec.Struct) -> dict[str, object]:
+    """The options by name, as anybody may see them: secrets are hidden, and the credentials in every URL. Pure."""
+    struct = msgspec.inspect.type_info(type(options))
+    assert isinstance(struct, msgspec.inspect.StructType)
+    secrets = {
+        field.name: (field.type.extra or {}).get("secret")
+        for field in struct.fields
+        if isinstance(field.type, msgspec.inspect.Metadata)
+    }
+    return {name: _shown(getattr(options, name), secrets.get(name)) for name in options.__struct_fields__}
+
+
+def masked_url(url: str) -> str:
+    """`url` without user name, password and query, whatever is wrong with it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or "password" in rest.lower():
+        return HIDDEN
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}://{f'{HIDDEN}@' if at else ''}{place.partition('?')[0]}"
+
+
+def _shown(value: object, mark: object = None) -> object:
+    if isinstance(value, Mapping):
+        return {key: _shown(each, mark) for key, each in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return shown_options(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_shown(each, mark) for each in value]
+    if not isinstance(value, str):
+        return HIDDEN if mark and value is not None else value
+    # A plugin may have forgotten to mark a URL.
+    if mark == "url" or (not mark and "://" in value and "@" in value):
+        return masked_url(value) if value else ""
+    return HIDDEN if mark and value else value

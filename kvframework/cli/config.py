@@ -1,7 +1,8 @@
-"""Owns `kvframework config`: is a configuration file right, before a server is started with it?"""
+"""Owns `kvframework config`: what a configuration says, and whether it is right, before a server is started with it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,35 +10,55 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvframework.cli.console import stdout
-from kvframework.config import Config, load_config
+from kvframework.cli.config_view import as_toml, view_config
+from kvframework.cli.console import examples, print_document, stdout
+from kvframework.cli.serve import CONFIG_HELP, SET_HELP
+from kvframework.config import Config, assemble, load_config, read_layers
 from kvframework.plugins import PluginRegistry, check_config
 
-_app = typer.Typer(help="The configuration.", no_args_is_help=True)
+_app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)]
 
 
 def register(app: typer.Typer) -> None:
     app.add_typer(_app, name="config")
 
 
-@_app.callback()
-def _group() -> None:
-    """Keeps `check` a command of its own while it is the only one."""
-
-
-@_app.command("check")
+@_app.command("check", epilog=examples("kvframework config check kvf.toml", "kvframework config check --set l1.use=x"))
 def check(
-    file: Annotated[
-        Path | None, typer.Argument(help="The TOML file; without it $KVFRAMEWORK_CONFIG, else the embedded default.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one value; repeatable.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help=CONFIG_HELP, show_default=False)] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check a configuration: its syntax, its values, and that its plugins are installed and take their options."""
     config = load_config(file, overrides or ())
     check_config(config, PluginRegistry())
     stdout.print(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
+
+
+@_app.command(
+    "show",
+    epilog=examples(
+        "kvframework config show",
+        "kvframework config show --config kvf.toml --set l1.capacity=8GiB",
+        "kvframework config show > kvf.toml          a file to start from",
+    ),
+)
+def show(
+    config: Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+) -> None:
+    """Show every value in force, the plugins' own options among them, and where it came from.
+
+    What is printed is TOML again. Secrets are masked: passwords in URLs, and whatever a plugin marks as secret.
+    """
+    layers = read_layers(config, overrides or (), os.environ)
+    view = view_config(layers, assemble(layers), PluginRegistry())
+    if as_json:
+        print_document(view)
+    else:
+        stdout.print(as_toml(view), markup=False)
 
 
 def _summary(config: Config) -> str:

@@ -1,11 +1,18 @@
-"""Owns what the CLI prints on: one rich console for results, one for errors."""
+"""Owns what the CLI prints on (one rich console for results, one for errors), how errors look, and the form of examples
+in help texts, and exit statuses."""
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from kvframework.errors import KVFrameworkError
+
+EXIT_UNFORESEEN = 1
+EXIT_ERROR = 2
+_PIPE_WIDTH = 1000
 
 # Results may be piped; wrapping them at a guessed width would break lines that other programs read.
 stdout = Console(soft_wrap=True, highlight=False)
@@ -15,3 +22,31 @@ stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 def print_error(error: KVFrameworkError) -> None:
     """Prints an error's text, all of it and never as markup."""
     stderr.print(Text.assemble(("error: ", "bold red"), str(error)))
+
+
+def print_unforeseen(error: Exception) -> None:
+    """Prints one line for an error that nobody foresaw, and how to see more."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
+    stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
+
+
+def examples(*lines: str) -> str:
+    """The end of a help text. The mark keeps it from being wrapped."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def print_document(document: object) -> None:
+    """Prints a document as indented JSON; a size is its number of bytes."""
+    encoded = msgspec.json.encode(document, enc_hook=_plain)
+    stdout.print(msgspec.json.format(encoded).decode(), markup=False)
+
+
+def print_table(table: Table) -> None:
+    """Prints a table as wide as the terminal. Whoever reads it from a pipe wants one line a row."""
+    console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH)
+    console.print(table, soft_wrap=False)
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, int) else str(value)

@@ -1,55 +1,90 @@
-"""Owns `kvframework plugins`: what is installed, and why something of it cannot be used."""
+"""Owns `kvframework plugins`: what is installed, what each plugin takes, and why something of it cannot be used."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.cli.console import stdout
-from kvframework.plugins import PluginInfo, PluginRegistry
+from kvframework.cli.console import examples, print_document, print_table
+from kvframework.cli.plugin_view import PluginView, show_plugin
+from kvframework.errors import PluginNotFound
+from kvframework.plugins import KINDS, PluginInfo, PluginRegistry, discover
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
-_PIPE_WIDTH = 1000
 _STYLES = {"available": "green", "unavailable": "yellow"}
 
-_app = typer.Typer(help="The installed plugins.", no_args_is_help=True)
+_app = typer.Typer(help="List and describe the installed plugins.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
     app.add_typer(_app, name="plugins")
 
 
-@_app.callback()
-def _group() -> None:
-    """Keeps `list` a command of its own while it is the only one."""
-
-
-@_app.command("list")
+@_app.command("list", epilog=examples("kvframework plugins list", "kvframework plugins list --json"))
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """List every installed plugin, whether it can be used here, and if not, why."""
-    # Plugins are imported here; what one prints at import must not end up in the JSON.
-    with contextlib.redirect_stdout(sys.stderr):
+    with _quiet_imports():
         rows = [_row(info) for info in PluginRegistry().list(probe=True)]
     if as_json:
-        stdout.print(msgspec.json.format(msgspec.json.encode(rows)).decode(), markup=False)
+        print_document(rows)
         return
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column.upper(), no_wrap=column in ("name", "status"), overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[column], _style(column, row)) for column in _COLUMNS))
-    # Whoever reads the table from a pipe wants one line per plugin.
-    console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH)
-    console.print(table, soft_wrap=False)
+    print_table(table)
+
+
+def _complete(incomplete: str) -> list[str]:
+    """For the shell's TAB: names from metadata alone."""
+    return sorted({offer.title for offer in discover() if offer.title.startswith(incomplete)})
+
+
+@_app.command(
+    "info", epilog=examples("kvframework plugins info tier.redis", "kvframework plugins info layout.paged --json")
+)
+def info(
+    plugin: Annotated[
+        str, typer.Argument(metavar="KIND.NAME", help="As `plugins list` shows it.", autocompletion=_complete)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+) -> None:
+    """Describe one plugin: what it does, whether it can be used here, and the options of its table in the TOML."""
+    kind, dot, name = plugin.partition(".")
+    registry = PluginRegistry()
+    if not dot:
+        raise _no_name(plugin, registry)
+    with _quiet_imports():
+        view = PluginView.of(*registry.describe(kind, name))
+    if as_json:
+        print_document(view)
+    else:
+        show_plugin(view)
+
+
+def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:
+    meant = [f"{kind}.{plugin}" for kind in KINDS if plugin in registry.names(kind)]
+    return PluginNotFound(
+        f"{plugin!r} is not of the form KIND.NAME",
+        available=f"the kinds {', '.join(KINDS)}",
+        hint=f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names",
+    )
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Plugins are imported inside; what one prints at import must not end up in the JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def _style(column: str, row: dict[str, str]) -> str:

@@ -2,38 +2,89 @@
 
 from __future__ import annotations
 
+import enum
 import logging
-import signal
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from kvframework.config import load_config
-from kvframework.server import Server
+from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples
+from kvframework.cli.logs import configure_logging
+from kvframework.cli.shutdown import StopRequested, StopSignals
+from kvframework.config import Config, load_config
+from kvframework.errors import KVFrameworkError
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
+SET_HELP = "Override one value of the TOML; repeatable."
+
+log = logging.getLogger(__name__)
+
+_EPILOG = examples(
+    "kvframework serve",
+    "kvframework serve --config kvf.toml --log-format json",
+    "kvframework serve --set l1.capacity=8GiB --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+)
+
+
+class Level(str, enum.Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class Format(str, enum.Enum):
+    human = "human"
+    json = "json"
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
+    app.command("serve", epilog=_EPILOG)(serve)
 
 
 def serve(
     config: Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Overrides one value of the TOML.")
-    ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)] = None,
+    log_level: Annotated[Level | None, typer.Option(help="Instead of [log] level.")] = None,
+    log_format: Annotated[Format | None, typer.Option(help="Instead of [log] format.")] = None,
 ) -> None:
-    """Run the server of this node in the foreground."""
-    levels = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-    if log_level not in levels:
-        raise typer.BadParameter(f"{log_level!r} is none of {', '.join(levels)}", param_hint="--log-level")
-    logging.basicConfig(level=levels[log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    server = Server(load_config(config, overrides or ()))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: server.stop())
+    """Run the server of this node in the foreground.
+
+    SIGINT (Ctrl-C) or SIGTERM ends it within 5 seconds and with exit status 0: requests in flight finish or fail, and
+    what is on its way to L2 has the rest of the time. A second signal ends it at once.
+    """
+    with StopSignals() as signals:
+        json_log = False
+        try:
+            settings = _with_log(load_config(config, overrides or ()), log_level, log_format)
+            json_log = settings.log.format == "json"
+            configure_logging(settings.log)
+            _run(settings, signals)
+        except StopRequested:
+            log.info("stopped before it served")
+        except Exception as error:
+            if not json_log:
+                raise
+            # Whoever reads the log as JSON gets the reason as JSON.
+            foreseen = isinstance(error, KVFrameworkError)
+            log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
+            raise typer.Exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN) from None
+
+
+def _with_log(config: Config, level: Level | None, form: Format | None) -> Config:
+    chosen = {"level": level.value if level else None, "format": form.value if form else None}
+    changed = {name: value for name, value in chosen.items() if value}
+    return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
+
+
+def _run(settings: Config, signals: StopSignals) -> None:
+    # Not before a signal can be handled: it is most of what starting takes.
+    from kvframework.server import Server
+
+    server = Server(settings)
+    signals.serve(server.stop, server.abandon)
     try:
         server.bind()
     except BaseException:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 import os
+import weakref
+
+from kvframework.messaging.fork import close_after_fork
 
 
 class MappedArena:
-    """Maps a memfd that came over the liveness socket; takes the fd over and closes it.
+    """Maps a memfd that came over the liveness socket; takes both descriptors over.
 
-    Forked children do not inherit the mapping, so that the end of this process is the end of all its writes.
+    Nobody unmaps it: whoever copies holds `view` (a tensor made from it does), and the mapping goes with the last of
+    them. As long as it stands, `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take this
+    process for dead and hand a range to another while it is still written here.
+
+    Forked children do not inherit the memory, so that the end of this process is the end of all its writes.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
+        self._alive_fd = alive_fd
         try:
-            self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+            mapped = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
+        except BaseException:
+            if alive_fd is not None:
+                os.close(alive_fd)
+            raise
         finally:
-            os.close(fd)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self.view = memoryview(self._map)
+            os.close(arena_fd)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self._end = weakref.finalize(mapped, os.close, alive_fd) if alive_fd is not None else None
+        if self._end is not None:
+            # At the process's end the kernel closes it, after the last thread that could write is gone.
+            self._end.atexit = False
+        self._map = mapped
+        self.view = memoryview(mapped)
+        close_after_fork(self)
 
-    def close(self) -> None:
-        """Unmaps, or leaves it to the last tensor that still looks into the arena."""
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
+    def close_in_child(self) -> None:
+        """In a forked child the addresses belong to others by now: they must never be unmapped there."""
+        if self._end is not None and self._end.detach() and self._alive_fd is not None:
+            os.close(self._alive_fd)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))

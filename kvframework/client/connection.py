@@ -6,14 +6,16 @@ The connection's own threads do the I/O; calls here come from engine threads and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvframework.api import (
     BlockIds,
+    Buffer,
     CacheKey,
     EngineLink,
     HasherProvider,
@@ -26,11 +28,15 @@ from kvframework.api import (
 )
 from kvframework.client.arena import MappedArena
 from kvframework.client.blocks import pack_block_ids
+from kvframework.client.curve import keys_for
+from kvframework.client.replies import as_response, mapped
 from kvframework.config import default_endpoint
 from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client import Connection
+from kvframework.messaging.curve import CurveKeys
 from kvframework.plugins.registry import PluginRegistry
 from kvframework.wire import messages as m
+from kvframework.wire.indices import pack_indices, unpack_indices
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -38,6 +44,9 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 TRANSFER_TIMEOUT_S = 30.0
 SETUP_TIMEOUT_S = 5.0
+# A bulk request waits for those before it, and may be on a slow network.
+BULK_TIMEOUT_S = 5.0
+BULK_BYTES_PER_S = 20e6
 
 M = TypeVar("M", bound=Message)
 
@@ -47,6 +56,8 @@ class KVClient(EngineLink):
 
     `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `control_timeout_s`
     bounds every call on an engine's thread; after one timeout all fail at once until the server answers PINGs again.
+    `curve` are the key files for a tcp:// endpoint; None: those of $KVFRAMEWORK_CURVE_SECRET (this client's secret key)
+    and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if set. Raises `EndpointError` and `CurveKeyError`.
     """
 
     def __init__(
@@ -57,6 +68,7 @@ class KVClient(EngineLink):
         connect_timeout_s: float = 5.0,
         control_timeout_s: float = 0.05,
         plugins: PluginRegistry | None = None,
+        curve: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or default_endpoint()
         self.control_timeout_s = control_timeout_s
@@ -73,6 +85,7 @@ class KVClient(EngineLink):
             table=REQUESTS,
             on_up=self._up,
             on_down=self._down,
+            keys=keys_for(self.endpoint, curve),
         )
         self._connection.start()
 
@@ -124,7 +137,7 @@ class KVClient(EngineLink):
         raise ServerGone(
             f"no server answers at {self.endpoint}",
             available=f"last try: {error.fact if isinstance(error, KVFrameworkError) else error}" if error else "",
-            hint="start one with: kvframework serve",
+            hint=getattr(error, "hint", "") or "start one with: kvframework serve",
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:
@@ -135,20 +148,35 @@ class KVClient(EngineLink):
 
     def forget(self, callback: Callable[[], None]) -> None:
         """Ends `when_up` for a callback."""
-        with self._lock:
+        with self._lock, contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
     def request(
-        self, name: str, payload: Message, response: type[M], *, timeout: float | None = None, urgent: bool = False
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        timeout: float | None = None,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """One request, waiting for its answer. Raises typed errors, `DeadlineExceeded` and `ServerGone`."""
+        """One request, waiting for its answer. Raises typed errors, `DeadlineExceeded` and `ServerGone`.
+
+        `on_late` is called, in the connection's thread, with an answer that comes after the wait was given up.
+        """
         wait = self.control_timeout_s if timeout is None else timeout
-        future = self._connection.request(name, payload, timeout=wait, urgent=urgent)
+
+        def late(reply: Message) -> None:
+            if on_late is not None and isinstance(reply, response):
+                on_late(reply)
+
+        future = self._connection.request(
+            name, payload, timeout=wait, urgent=urgent, on_late=late if on_late is not None else None
+        )
         # The connection ends the wait; the margin only covers a connection that is being closed.
         reply = future.result(wait + 1.0)
-        if not isinstance(reply, response):
-            raise ServerGone(f"{name} was answered with {type(reply).__name__}")
-        return reply
+        return as_response(reply, response)
 
     def close(self) -> None:
         """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""
@@ -161,8 +189,11 @@ class KVClient(EngineLink):
         arena = self._arena
         return arena.view if arena else None
 
-    def prepare_store(self, key: CacheKey, instance_id: int) -> StorePlan:
-        return self.request("PREPARE_STORE", m.Prepare(key, instance_id), StorePlan)
+    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()) -> StorePlan:
+        payload = m.Prepare(key, instance_id, tuple(first_chunks))
+        return self.request(
+            "PREPARE_STORE", payload, StorePlan, on_late=lambda plan: self._give_back("ABORT", plan.lease)
+        )
 
     def commit_store(self, lease: str) -> StoreOutcome:
         # Urgent: a doubt about the server must not leave the range reserved until this process ends.
@@ -172,10 +203,50 @@ class KVClient(EngineLink):
         self.request("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
 
     def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan:
-        return self.request("PREPARE_RETRIEVE", m.Prepare(key, instance_id), RetrievePlan)
+        payload = m.Prepare(key, instance_id)
+        return self.request(
+            "PREPARE_RETRIEVE",
+            payload,
+            RetrievePlan,
+            on_late=lambda plan: self._give_back("COMMIT_RETRIEVE", plan.lease),
+        )
 
     def commit_retrieve(self, lease: str) -> bool:
         return self.request("COMMIT_RETRIEVE", m.LeaseRef(lease), m.RetrieveCommitted, urgent=True).held
+
+    def send(self, name: str, payload: Message) -> None:
+        """One request whose answer nobody waits for. Never blocks, never raises."""
+        self._connection.request(name, payload, timeout=SETUP_TIMEOUT_S, urgent=True)
+
+    def _give_back(self, name: str, lease: str) -> None:
+        """Ends a lease that came too late for whoever had asked for it."""
+        if lease:
+            self.send(name, m.LeaseRef(lease))
+
+    def missing_chunks(self, key: CacheKey, instance_id: int) -> list[int]:
+        reply = self.request("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, instance_id), m.ChunksStored)
+        return unpack_indices(reply.missing, where="missing")
+
+    def store_chunks(
+        self, key: CacheKey, instance_id: int, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> MessagingFuture[StoreOutcome]:
+        payload = m.StoreCpuChunks(key, instance_id, pack_indices(objects))
+        sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        return mapped(sent, lambda reply, _: as_response(reply, m.ChunksStored).outcome)
+
+    def retrieve_chunks(self, plan: RetrievePlan, positions: Sequence[int]) -> MessagingFuture[Sequence[memoryview]]:
+        payload = m.RetrieveCpuChunks(plan.lease, pack_indices(positions))
+        sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(plan.ranges[at].length for at in positions))
+        return mapped(sent, lambda reply, buffers: buffers if as_response(reply, m.ChunksSent).held else ())
+
+    def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> MessagingFuture[Message]:
+        timeout = BULK_TIMEOUT_S + nbytes / BULK_BYTES_PER_S
+        return self._connection.bulk_request(name, payload, buffers, timeout=timeout)
+
+    def gather_block(self, instance_id: int, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        payload = m.GatherBlock(instance_id, pack_block_ids([[block] for block in blocks]), event)
+        # Urgent: also asked from within a reconnect.
+        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, timeout=SETUP_TIMEOUT_S, urgent=True).groups)
 
     def submit(
         self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
@@ -200,25 +271,24 @@ class KVClient(EngineLink):
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
-        arena = MappedArena(arena_fd) if arena_fd is not None else None
+        self._arena = MappedArena(arena_fd, self._connection.hold()) if arena_fd is not None else None
         try:
             self._check(reply)
             if self._hasher is None:
                 self._hasher = self._load_hasher(reply)
+            self._reply = reply
+            with self._lock:
+                callbacks = list(self._on_up)
+            for callback in callbacks:
+                callback()
         except BaseException:
-            if arena:
-                arena.close()
+            # A mapping left standing would keep this session alive on the server.
+            self._arena = None
             raise
-        self._reply, self._arena = reply, arena
-        with self._lock:
-            callbacks = list(self._on_up)
-        for callback in callbacks:
-            callback()
 
     def _down(self) -> None:
-        arena, self._arena = self._arena, None
-        if arena:
-            arena.close()
+        # Whoever copies at this moment still holds the view; the mapping goes with the last of them.
+        self._arena = None
 
     def _check(self, reply: m.HelloReply) -> None:
         """Another server at the same place must cut and hash as the first did: what engines hold depends on it."""

@@ -1,20 +1,39 @@
-"""Owns how an instance registers: from the engine's tensors to a layout, a namespace, a transport and the request."""
+"""Owns how an instance registers, again after every restart of the server: from the engine's tensors to a layout, a
+namespace, a transport and the request. Engine side; the first registration in the engine's thread, further ones in the
+connection's supervisor thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvframework.api import (
+    EngineView,
     KVLayout,
+    LayerTensors,
     Layout,
     LayoutProvider,
+    Registration,
     TransferContext,
     TransportProvider,
     compute_namespace,
 )
-from kvframework.client.connection import KVClient
-from kvframework.errors import PluginError, PluginWrongKind, TransportMismatch
+from kvframework.client.canary import check_by_reading, check_by_writing
+from kvframework.client.connection import SETUP_TIMEOUT_S, KVClient
+from kvframework.errors import (
+    AlreadyRegistered,
+    KVFrameworkError,
+    PluginError,
+    PluginWrongKind,
+    ServerGone,
+    TransportMismatch,
+)
+from kvframework.wire import messages as m
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,87 @@ class InstanceIdentity:
     layout_options: Mapping[str, object] = field(default_factory=dict)
     transport: str = "auto"
     transport_options: Mapping[str, object] = field(default_factory=dict)
+
+
+class Instance:
+    """One registered instance, until `close`. The tensors are borrowed until then.
+
+    The constructor waits for the server and raises a typed error that says what to change, or `ServerGone`. With the
+    engine's own `view` the declaration is proven by a canary, and a wrong one is refused with `BadLayout`.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        identity: InstanceIdentity,
+        kv_caches: Mapping[str, LayerTensors],
+        *,
+        block_size: int,
+        view: EngineView | None,
+    ) -> None:
+        self.kv_caches = kv_caches
+        self._client = client
+        self._identity = identity
+        self._view = view
+        self._layout = create_layout(client, identity)
+        self._declared = self._layout.describe(kv_caches, block_size=block_size)
+        self._transport, self.transfer = create_transport(client, identity)
+        boot_id = client.boot_id
+        self.registration = self._register(urgent=False)
+        client.when_up(self._register_again)
+        if client.boot_id != boot_id:
+            # The server was restarted in between, perhaps before it was to call back.
+            with contextlib.suppress(AlreadyRegistered, ServerGone):
+                self.registration = self._register(urgent=True)
+        try:
+            if view is not None:
+                check_by_writing(self.transfer, kv_caches, self._declared, view)
+        except KVFrameworkError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unregisters, if the server is there."""
+        self._client.forget(self._register_again)
+        self._unregister()
+
+    def _register_again(self) -> None:
+        self.registration = self._register(urgent=True)
+        if self._view is not None:
+            check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+        log.info("instance %d registered again", self._identity.instance_id)
+
+    def _register(self, *, urgent: bool) -> Registration:
+        identity = self._identity
+        if self._transport not in self._client.hello.transports:
+            raise TransportMismatch(
+                f"the server has no transport {self._transport!r} any more",
+                available=", ".join(self._client.hello.transports),
+            )
+        payload = m.RegisterKvCache(
+            instance_id=identity.instance_id,
+            model_name=identity.model_name,
+            world_size=identity.world_size,
+            rank=identity.rank,
+            namespace=namespace_of(self._client, identity, self._layout, self._declared),
+            transport=self._transport,
+            layout=self._declared,
+            handles=self.transfer.memory_handles(self.kv_caches),
+        )
+        reply = self._client.request("REGISTER_KV_CACHE", payload, m.Registered, timeout=SETUP_TIMEOUT_S, urgent=urgent)
+        registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
+        self.transfer.register(registration, self._layout)
+        return registration
+
+    def _unregister(self) -> None:
+        self.transfer.close()
+        if not self._client.usable:
+            return
+        try:
+            payload = m.Unregister(self._identity.instance_id)
+            self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=SETUP_TIMEOUT_S)
+        except KVFrameworkError as error:
+            log.warning("instance %d could not unregister: %s", self._identity.instance_id, error)
 
 
 def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvframework.api import CacheKey
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.errors import KVFrameworkError
+from kvframework.errors import KVFrameworkError, LeaseUnknown
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -65,11 +65,15 @@ class SchedulerAdapter:
             digests=request.digests(last),
             cache_salt=request.cache_salt,
         )
-        return self._ask("LOOKUP", m.Lookup(key))
+        return self._ask("LOOKUP", m.Lookup(key)) or MISS
 
     def poll(self, result: LookupResult) -> LookupResult:
         """The state of a pending lookup."""
-        return self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket)) if result.pending else result
+        if not result.pending:
+            return result
+        answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket))
+        # A poll that failed has not ended the ticket: it is still to be freed, and may be asked again.
+        return answer or LookupResult(0, result.ticket, pending=True)
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
         """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has."""
@@ -89,17 +93,26 @@ class SchedulerAdapter:
         if request_id:
             self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
 
-    def _ask(self, name: str, payload: m.Lookup | m.TicketRef) -> LookupResult:
+    def _ask(self, name: str, payload: m.Lookup | m.TicketRef) -> LookupResult | None:
+        """None if there was no answer."""
         if not self._client.usable:
             self.failures += 1
-            return MISS
+            return None
         try:
-            reply = self._client.request(name, payload, m.LookupReply)
+            late = self._free_late if name == "LOOKUP" else None
+            reply = self._client.request(name, payload, m.LookupReply, on_late=late)
+        except LeaseUnknown:
+            return MISS
         except KVFrameworkError as error:
             self.failures += 1
             log.warning("%s failed, taken as a miss: %s", name, error)
-            return MISS
+            return None
         return LookupResult(reply.hit_tokens, reply.ticket, reply.pending)
+
+    def _free_late(self, reply: m.LookupReply) -> None:
+        """A LOOKUP that was given up has been answered after all: nobody knows its ticket."""
+        if reply.ticket:
+            self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         try:

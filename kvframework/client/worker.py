@@ -5,30 +5,25 @@ Called from the engine's thread. No call waits longer than the client's control 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvframework.api import (
     BlockIds,
     CacheKey,
-    KVLayout,
+    EngineView,
     LayerTensors,
-    Layout,
     MessagingFuture,
     Registration,
-    TransferContext,
+    touched_blocks,
 )
-from kvframework.client.connection import SETUP_TIMEOUT_S, KVClient
+from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.registration import InstanceIdentity, create_layout, create_transport, namespace_of
-from kvframework.errors import KVFrameworkError, NotRegistered, RequestError, TransportMismatch
-from kvframework.wire import messages as m
+from kvframework.client.registration import Instance, InstanceIdentity
+from kvframework.errors import NotRegistered, RequestError
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 StoreEntry = MessagingFuture[bool]
 # A retrieve and the blocks it fills, so that a failed load can be named to the engine.
@@ -71,34 +66,26 @@ class WorkerAdapter:
             transport=transport,
             transport_options=transport_options or {},
         )
-        self.registration: Registration | None = None
         self.store_futures: dict[str, list[StoreEntry]] = {}
         self.retrieve_futures: dict[str, list[RetrieveEntry]] = {}
         self._client = client
-        self._layout: Layout | None = None
-        self._declared: KVLayout | None = None
-        self._transport_name = ""
-        self._transfer: TransferContext | None = None
-        self._kv_caches: Mapping[str, LayerTensors] = {}
+        self._instance: Instance | None = None
         self._failed_blocks: list[set[int]] = []
 
-    def register_kv_caches(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> Registration:
-        """Declares the engine's tensors (layer name to tensors, in layer order) and registers the instance.
-
-        The tensors are borrowed until `close`. Waits for the server. Raises a typed error that says what to change, or
-        `ServerGone`. After a restart of the server the instance registers again by itself.
-        """
-        if self.registration is not None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, LayerTensors], *, block_size: int, view: EngineView | None = None
+    ) -> Registration:
+        """Declares the engine's tensors (layer name to tensors, in layer order) and registers the instance, see
+        `Instance`. After a restart of the server the instance registers again by itself."""
+        if self._instance is not None:
             raise RequestError(f"instance {self.identity.instance_id} is registered", hint="close the adapter first")
-        self._layout = create_layout(self._client, self.identity)
-        self._declared = self._layout.describe(kv_caches, block_size=block_size)
-        self._kv_caches = kv_caches
-        self._transport_name, self._transfer = create_transport(self._client, self.identity)
-        self._register(urgent=False)
-        self._client.when_up(self._register_again)
-        if self.registration is None:
-            raise NotRegistered("the registration was lost")
-        return self.registration
+        self._instance = Instance(self._client, self.identity, kv_caches, block_size=block_size, view=view)
+        return self._instance.registration
+
+    @property
+    def registration(self) -> Registration | None:
+        """The current one; None before `register_kv_caches` and after `close`."""
+        return self._instance.registration if self._instance else None
 
     @property
     def blocks_in_chunk(self) -> list[int]:
@@ -132,15 +119,15 @@ class WorkerAdapter:
     ) -> MessagingFuture[bool]:
         """Stores tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the
         registered tensors for engines without stable memory. False at once while the server is away."""
-        transfer = self._transfer
-        if transfer is None or not self._client.usable:
+        instance = self._instance
+        if instance is None or not self._client.usable:
             return self._track_store(request, MessagingFuture.resolved(False))
         key = self.key(request, start, end)
-        future = transfer.submit_store(
+        future = instance.transfer.submit_store(
             request.request_id,
             key,
             self.identity.instance_id,
-            self._kv_caches if kv_caches is None else kv_caches,
+            instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
             self.blocks_in_chunk,
@@ -159,15 +146,15 @@ class WorkerAdapter:
     ) -> MessagingFuture[bool]:
         """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. False:
         compute them."""
-        transfer = self._transfer
-        if transfer is None or not self._client.usable:
+        instance = self._instance
+        if instance is None or not self._client.usable:
             return self._track_retrieve(request, MessagingFuture.resolved(False), block_ids)
         key = self.key(request, start, end)
-        future = transfer.submit_retrieve(
+        future = instance.transfer.submit_retrieve(
             request.request_id,
             key,
             self.identity.instance_id,
-            self._kv_caches if kv_caches is None else kv_caches,
+            instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
             self.blocks_in_chunk,
@@ -225,54 +212,14 @@ class WorkerAdapter:
 
     def close(self) -> None:
         """Unregisters (if the server is there) and lets the tensors go. Idempotent; does not close the client."""
-        if self._transfer is None:
-            return
-        self._client.forget(self._register_again)
-        self._transfer.close()
-        self._transfer = None
-        if self.registration is not None and self._client.usable:
-            try:
-                payload = m.Unregister(self.identity.instance_id)
-                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=SETUP_TIMEOUT_S)
-            except KVFrameworkError as error:
-                log.warning("instance %d could not unregister: %s", self.identity.instance_id, error)
-        self.registration = None
-        self._kv_caches = {}
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.close()
 
     def _registered(self) -> Registration:
-        if self.registration is None:
-            raise NotRegistered(
-                f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches first"
-            )
-        return self.registration
-
-    def _register_again(self) -> None:
-        self._register(urgent=True)
-        log.info("instance %d registered again", self.identity.instance_id)
-
-    def _register(self, *, urgent: bool) -> None:
-        identity, layout, declared, transfer = self.identity, self._layout, self._declared, self._transfer
-        if layout is None or declared is None or transfer is None:
-            return
-        if self._transport_name not in self._client.hello.transports:
-            raise TransportMismatch(
-                f"the server has no transport {self._transport_name!r} any more",
-                available=", ".join(self._client.hello.transports),
-            )
-        payload = m.RegisterKvCache(
-            instance_id=identity.instance_id,
-            model_name=identity.model_name,
-            world_size=identity.world_size,
-            rank=identity.rank,
-            namespace=namespace_of(self._client, identity, layout, declared),
-            transport=self._transport_name,
-            layout=declared,
-            handles=transfer.memory_handles(self._kv_caches),
-        )
-        reply = self._client.request("REGISTER_KV_CACHE", payload, m.Registered, timeout=SETUP_TIMEOUT_S, urgent=urgent)
-        registration = Registration(identity.instance_id, identity.rank, reply.namespace, declared, reply.desc)
-        transfer.register(registration, layout)
-        self.registration = registration
+        if self._instance is None:
+            raise NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
+        return self._instance.registration
 
     def _track_store(self, request: RequestHashes, future: MessagingFuture[bool]) -> MessagingFuture[bool]:
         self.store_futures.setdefault(request.request_id, []).append(future)
@@ -287,8 +234,15 @@ class WorkerAdapter:
     def _note_failed(self, block_ids: BlockIds) -> None:
         if not self._failed_blocks:
             self._failed_blocks = [set() for _ in block_ids]
-        for failed, ids in zip(self._failed_blocks, block_ids, strict=True):
-            failed.update(ids)
+        registration = self.registration
+        for index, (failed, ids) in enumerate(zip(self._failed_blocks, block_ids, strict=True)):
+            used = ids
+            if registration is not None:
+                # What a load does not touch may have been given to others long ago.
+                group = registration.layout.groups[index]
+                touched = touched_blocks(group, registration.desc.chunk_tokens, ids, storing=False)
+                used = touched.ids[touched.first :]
+            failed.update(used)
 
 
 def _succeeded(future: MessagingFuture[bool]) -> bool:

@@ -8,17 +8,24 @@ from kvframework.config.endpoint import (
     parse_endpoint,
     prepare_private_directory,
 )
-from kvframework.config.load import CONFIG_VARIABLE, load_config
-from kvframework.config.schema import Config, L1Config, L2Config, PluginTable, ServerConfig
+from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
+from kvframework.config.load import assemble, load_config
+from kvframework.config.schema import Config, CurveConfig, L1Config, L2Config, LogConfig, PluginTable, ServerConfig
+from kvframework.config.toml import toml_value
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "FIELD_DEFAULT",
     "Config",
+    "CurveConfig",
     "Endpoint",
     "L1Config",
     "L2Config",
+    "Layers",
+    "LogConfig",
     "PluginTable",
     "ServerConfig",
+    "assemble",
     "closest",
     "convert",
     "default_directory",
@@ -26,4 +33,6 @@ __all__ = [
     "load_config",
     "parse_endpoint",
     "prepare_private_directory",
+    "read_layers",
+    "toml_value",
 ]

@@ -30,7 +30,7 @@ def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys
     try:
         return msgspec.convert(raw, struct, dec_hook=_decode)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise _field_error(str(error), fields, where) from None
+        raise _field_error(str(error), struct, where) from None
 
 
 def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFieldError:
@@ -53,10 +53,23 @@ def _decode(kind: type, value: object) -> object:
     raise NotImplementedError(f"{kind.__name__} is no type for an option")
 
 
-def _field_error(text: str, fields: Sequence[str], where: str) -> ConfigFieldError:
+def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
     match = _PLACE.match(text)
     fact = match["fact"] if match else text
-    place = f"{where} {match['field']}" if match and match["field"] else where
+    field = match["field"] if match else ""
     return ConfigFieldError(
-        fact[:1].lower() + fact[1:], where=place, available="" if match else ", ".join(sorted(fields))
+        fact[:1].lower() + fact[1:],
+        where=f"{where} {field}" if field else where,
+        available=_choices(struct, field) if match else ", ".join(sorted(struct.__struct_encode_fields__)),
     )
+
+
+def _choices(struct: type[msgspec.Struct], name: str) -> str:
+    """The values of a field that takes only certain ones, else ""."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        kind = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
+        if field.encode_name == name and isinstance(kind, msgspec.inspect.LiteralType):
+            return ", ".join(map(str, kind.values))
+    return ""

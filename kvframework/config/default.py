@@ -23,5 +23,8 @@ use = "cpu_gather"
 use = "paged"
 
 [[layout]]
+use = "opaque"
+
+[[layout]]
 use = "dynamic_cache"
 """

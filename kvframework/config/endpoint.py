@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from kvframework.errors import EndpointError
 MAX_SOCKET_PATH_BYTES = 100
 
 _IPC = "ipc://"
+_TCP = "tcp://"
 _HINT = "write ipc:// and an absolute path"
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>[0-9]{1,5})")
 
 
 class Endpoint(NamedTuple):
@@ -29,13 +32,11 @@ class Endpoint(NamedTuple):
 
 def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
     """Pure: looks at the text only. Raises `EndpointError`."""
-    if text.startswith("tcp://"):
-        raise EndpointError(
-            "plain tcp:// needs CURVE keys, not in this version", where=where, available="ipc://", hint=_HINT
-        )
+    if text.startswith(_TCP):
+        return _parse_tcp(text, where)
     path = text.removeprefix(_IPC)
     if path == text:
-        raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://", hint=_HINT)
+        raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://, tcp://", hint=_HINT)
     # A relative path means another socket in every working directory; "@" would be a name without permissions.
     if not path.startswith("/") or path.endswith("/") or not path.isprintable():
         raise EndpointError(f"{path!r} is no absolute path of a socket", where=where, hint=_HINT)
@@ -48,6 +49,16 @@ def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
             hint="choose a shorter directory with [server] endpoint",
         )
     return Endpoint("ipc", path=path)
+
+
+def _parse_tcp(text: str, where: str) -> Endpoint:
+    match = _ADDRESS.fullmatch(text.removeprefix(_TCP))
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise EndpointError(
+            f"{text!r} is no host and port", where=where, available="tcp://HOST:PORT, tcp://[ADDRESS]:PORT",
+            hint="a server names the address that it listens at",
+        )  # fmt: skip
+    return Endpoint("tcp", host=match["six"] or match["host"], port=int(match["port"]))
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:

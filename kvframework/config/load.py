@@ -1,4 +1,4 @@
-"""Owns loading: which file, what it falls back to, and the way from raw tables to `Config`. Once, at startup."""
+"""Owns loading: the way from the layers of a configuration to `Config`. Once, at startup."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvframework.config.conversion import convert, unknown_key
-from kvframework.config.default import DEFAULT_SOURCE, DEFAULT_TOML
 from kvframework.config.endpoint import parse_endpoint
-from kvframework.config.overrides import apply_override
-from kvframework.config.schema import Config, L1Config, L1Keys, L2Config, L2Keys, PluginTable, ServerConfig
-from kvframework.config.toml import parse_toml, read_toml
-from kvframework.errors import ConfigFieldError
+from kvframework.config.layers import CONFIG_VARIABLE, Layers, read_layers
+from kvframework.config.schema import Config, L1Config, L1Keys, L2Config, L2Keys, LogConfig, PluginTable, ServerConfig
+from kvframework.errors import ConfigFieldError, EndpointError
 
-CONFIG_VARIABLE = "KVFRAMEWORK_CONFIG"
+__all__ = ["CONFIG_VARIABLE", "assemble", "load_config"]
 
 _K = TypeVar("_K", L1Keys, L2Keys)
-_TABLES = ("server", "l1", "transport", "layout", "l2", "hasher", "requests")
+_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "hasher", "requests")
 
 
 def load_config(
@@ -29,48 +27,51 @@ def load_config(
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`,
     `ConfigFieldError` and `EndpointError`; plugins are neither imported nor asked, see `kvframework.plugins.check`.
     """
-    if path is None and environ.get(CONFIG_VARIABLE):
-        path = Path(environ[CONFIG_VARIABLE])
-    raw = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
-    if path is not None:
-        raw = _with_defaults(read_toml(path), raw)
-    for override in overrides:
-        apply_override(raw, override)
-    source = str(path) if path is not None else DEFAULT_SOURCE
-    return _assemble(raw, source, f"{source} with --set" if overrides else source)
+    return assemble(read_layers(path, overrides, environ))
 
 
-def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
-    """Whole tables fall back. A table that is there keeps its own keys; only which plugin it means may be left out."""
-    merged = default | raw
-    for name in ("l1", "hasher"):
-        table, fallback = merged[name], default[name]
-        if isinstance(table, dict) and isinstance(fallback, dict):
-            merged[name] = {key: fallback[key] for key in ("use", "eviction") if key in fallback} | table
-    return merged
-
-
-def _assemble(raw: dict[str, object], source: str, where: str) -> Config:
+def assemble(layers: Layers) -> Config:
+    """The configuration that the layers make. Pure. Raises `ConfigFieldError` and `EndpointError`."""
+    raw, where = layers.raw, layers.where
     for key in raw:
         if key not in _TABLES:
             raise unknown_key(key, _TABLES, where=where)
     return Config(
         server=_server(_table(raw.get("server", {}), f"{where}: [server]"), f"{where}: [server]"),
+        log=convert(_table(raw.get("log", {}), f"{where}: [log]"), LogConfig, where=f"{where}: [log]"),
         l1=_l1(_table(raw["l1"], f"{where}: [l1]"), where),
         transport=_named_once(_plugins(raw, "transport", where)),
         layout=_named_once(_plugins(raw, "layout", where)),
         l2=tuple(_l2(table, place) for table, place in _array(raw, "l2", where)),
         hasher=_plugin(_table(raw["hasher"], f"{where}: [hasher]"), f"{where}: [hasher]"),
         requests=_named_once(_plugins(raw, "requests", where)),
-        source=source,
+        source=layers.source,
     )
 
 
 def _server(table: dict[str, object], where: str) -> ServerConfig:
     server = convert(table, ServerConfig, where=where)
-    if server.endpoint:
-        parse_endpoint(server.endpoint, where=f"{where} endpoint")
+    if server.endpoint and parse_endpoint(server.endpoint, where=f"{where} endpoint").kind == "tcp":
+        _check_secure(server, f"{where} endpoint")
+    if server.tcp:
+        if parse_endpoint(server.tcp, where=f"{where} tcp").kind != "tcp":
+            raise EndpointError("not an endpoint of other hosts", where=f"{where} tcp", available="tcp://HOST:PORT")
+        _check_secure(server, f"{where} tcp")
     return server
+
+
+def _check_secure(server: ServerConfig, where: str) -> None:
+    """Nobody serves the KV of prompts to a whole network by accident. Raises `EndpointError`."""
+    if server.curve is None and not server.insecure:
+        raise EndpointError(
+            "plain tcp:// needs CURVE keys, or the word that it may be insecure", where=where,
+            available="[server.curve] secret_key = FILE, clients = DIR; or [server] insecure = true",
+            hint="make keys with: kvframework keys new DIR",
+        )  # fmt: skip
+    if server.curve is not None and server.insecure:
+        raise EndpointError(
+            "insecure = true contradicts [server.curve]", where=where, hint="leave one of them out of the file"
+        )
 
 
 def _l1(table: dict[str, object], where: str) -> L1Config:

@@ -15,14 +15,20 @@ def apply_override(raw: dict[str, object], override: str) -> None:
 
     Raises `ConfigFieldError` if the override is malformed or its path leads nowhere.
     """
-    path, separator, text = override.partition("=")
-    keys = [key.strip() for key in path.split(".")]
-    if not separator or not all(keys):
-        raise _refusal(override, "is not of the form table.key=value")
+    keys, text = override_keys(override), override.partition("=")[2]
     node: object = raw
     for key, following in pairwise(keys):
         node = _descend(node, key, [] if following.isdecimal() else {}, override)
     _place(node, keys[-1], parse_value(text.strip()), override)
+
+
+def override_keys(override: str) -> tuple[str, ...]:
+    """The path that an override sets. Raises `ConfigFieldError` if it is malformed."""
+    path, separator, _ = override.partition("=")
+    keys = tuple(key.strip() for key in path.split("."))
+    if not separator or not all(keys):
+        raise _refusal(override, "is not of the form table.key=value")
+    return keys
 
 
 def parse_value(text: str) -> object:
@@ -63,4 +69,6 @@ def _index(node: list[object], key: str, override: str) -> int:
 
 
 def _refusal(override: str, fact: str, available: str = "") -> ConfigFieldError:
-    return ConfigFieldError(f"the override {fact}", where=f"--set {override}", available=available, hint=_HINT)
+    # The value may be a secret.
+    where = f"--set {override.partition('=')[0]}"
+    return ConfigFieldError(f"the override {fact}", where=where, available=available, hint=_HINT)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 _YEAR_S = 365 * 24 * 3600.0
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["human", "json"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -25,9 +27,18 @@ class PluginTable(msgspec.Struct, frozen=True):
     core_keys: tuple[str, ...] = ("use",)
 
 
+class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server.curve]`: the file of the server's secret key, and the directory with the public keys of the clients that
+    may come over TCP. `kvframework keys new` makes both."""
+
+    secret_key: Annotated[str, msgspec.Meta(min_length=1)]
+    clients: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[server]`. `endpoint` "" means `default_endpoint()`. `session_timeout_s` is how long a client without a liveness
-    socket may be silent."""
+    """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
+    `session_timeout_s` is how long a client without a liveness socket may be silent. `insecure` serves tcp:// to
+    everybody, in plain text."""
 
     endpoint: str = ""
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
@@ -36,6 +47,16 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ticket_s: Seconds = 60.0
     session_timeout_s: Seconds = 30.0
     workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 2
+    tcp: str = ""
+    insecure: bool = False
+    curve: CurveConfig | None = None
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[log]`: what the server writes to its standard error. "json" is one object a line."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "human"
 
 
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,3 +103,4 @@ class Config(msgspec.Struct, frozen=True):
     hasher: PluginTable
     requests: tuple[PluginTable, ...]
     source: str
+    log: LogConfig = LogConfig()

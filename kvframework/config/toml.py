@@ -1,10 +1,14 @@
-"""Owns reading TOML: from a text or a file to a raw table, with errors that name file and line."""
+"""Owns TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text."""
 
 from __future__ import annotations
 
+import enum
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvframework.api import ByteSize
 from kvframework.errors import ConfigFileError
 
 if sys.version_info >= (3, 11):
@@ -32,3 +36,31 @@ def read_toml(path: Path) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"not UTF-8: {error}", where=str(path), hint="TOML files are UTF-8") from None
     return parse_toml(text, where=str(path))
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML, on one line; a size with the largest unit that is exact. Raises `TypeError` for None and others
+    that TOML cannot say."""
+    if isinstance(value, enum.Enum):
+        return toml_value(value.value)
+    if isinstance(value, ByteSize):
+        return _size(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_value(str(key))} = {toml_value(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return f"[{', '.join(map(toml_value, value))}]"
+    raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def _size(size: int) -> str:
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size and size % (1 << power) == 0:
+            return f'"{size >> power}{unit}"'
+    return str(int(size))

@@ -12,7 +12,6 @@ from kvframework.api import (
     MemoryLayoutDesc,
     ServerContext,
     canonical_desc,
-    dtype_bytes,
 )
 from kvframework.errors import NamespaceMismatch, NotRegistered
 
@@ -50,11 +49,6 @@ class RegisteredContext:
             desc = plugin.object_desc(self.layout, chunk_size) if plugin else canonical_desc(self.layout, chunk_size)
             self._descs[chunk_size] = desc
         return desc
-
-    def blocks_in_chunk(self, chunk_size: int) -> list[int]:
-        """Blocks of each layer group in one chunk."""
-        tokens = self.get_layout_desc(chunk_size).chunk_tokens
-        return [tokens // group.block_size for group in self.layout.groups]
 
     def check(self, key: CacheKey) -> None:
         """Raises `NamespaceMismatch` unless the key names what this instance registered, and one rank."""
@@ -94,17 +88,15 @@ class RegisteredContext:
             "logical_block_size": groups[0].block_size,
             "hidden_sizes": [group.hidden for group in groups],
             "dtype": ", ".join(dict.fromkeys(group.dtype for group in groups)),
-            "mla": all(group.planes == 1 for group in groups),
+            "mla": all(group.planes == 1 and not (group.packing or group.state) for group in groups),
             "num_blocks": self.layout.num_blocks,
             "format": self.layout.format,
             "axes": [list(group.axes) for group in groups],
             "shapes": [list(group.shape) for group in desc.groups],
+            "forms": [group.form for group in desc.groups],
             "chunk_tokens": desc.chunk_tokens,
             "attention_backend": self.layout.attention_backend or None,
-            "bytes_per_token": sum(
-                group.planes * group.num_layers * group.hidden * dtype_bytes(group.dtype) / group.compress_ratio
-                for group in groups
-            ),
+            "bytes_per_token": desc.nbytes / desc.chunk_tokens,
             "group_physical_block_sizes": [group.block_size // group.compress_ratio for group in groups],
             "group_compress_ratios": [group.compress_ratio for group in groups],
         }

@@ -8,23 +8,37 @@ cancelled STORE is never committed.
 
 from __future__ import annotations
 
-import array
 import logging
-import sys
+import secrets
 import threading
 from collections.abc import Callable
 
-from kvframework.api import ArenaRange, ClientInfo, CopyJob, Handler, Message, MessagingFuture, StoreOutcome
+from kvframework.api import (
+    ArenaRange,
+    ClientInfo,
+    CopyJob,
+    GroupDesc,
+    Handler,
+    Message,
+    MessagingFuture,
+    ObjectKey,
+    StoreOutcome,
+    TouchedBlocks,
+    check_skip,
+)
+from kvframework.engine.block_ids import blocks_of_transfer, one_block_each
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver
 from kvframework.engine.transfers import grid_of, outcome_of, placed_ranges
-from kvframework.errors import BadBlockIds, BadRange, TransportMismatch
+from kvframework.errors import BadRange, StorageError, TransportMismatch
+from kvframework.storage.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.objects import INTERNAL_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
+
+_CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 
 
 class ServerDrivenTransfers:
@@ -37,14 +51,23 @@ class ServerDrivenTransfers:
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
-        return [Handler(REQUESTS["STORE"], self._store), Handler(REQUESTS["RETRIEVE"], self._retrieve)]
+        return [
+            Handler(REQUESTS["STORE"], self._store),
+            Handler(REQUESTS["RETRIEVE"], self._retrieve),
+            Handler(REQUESTS["GATHER_BLOCK"], self._gather_block),
+        ]
 
     def _store(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | MessagingFuture[Message]:
-        context, grid, block_ids = self._checked(client, payload)
+        context, grid, blocks = self._checked(client, payload, storing=True)
+        wanted = grid.stored([each.first // each.per_chunk for each in blocks])
+        sized = grid.sized()
         result = self._storage.reserve(
-            grid.sized(), owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
+            [sized[index] for index in wanted],
+            owner=INTERNAL_OWNER,
+            request_id=payload.key.request_id,
+            lease_s=None,
         )
         if result.lease is None:
             outcome = outcome_of(result)
@@ -59,17 +82,18 @@ class ServerDrivenTransfers:
             outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
             return m.TransferReply(outcome.ok, outcome)
 
-        job = self._job(context, payload, placed_ranges(grid, result), block_ids, is_store=True)
+        job = self._job(context, payload, placed_ranges(grid, wanted, result), blocks, is_store=True)
         return _run(context, job, finish)
 
     def _retrieve(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | MessagingFuture[Message]:
-        context, grid, block_ids = self._checked(client, payload)
+        context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
+        check_skip(context.layout, payload.skip_first_n_tokens)
         wanted = grid.needed(grid.chunks)
         keys = [grid.flat[index] for index in wanted]
         lease = self._storage.pin(keys, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
@@ -85,28 +109,75 @@ class ServerDrivenTransfers:
             ArenaRange(index // groups, index % groups, stored.offset, stored.length)
             for index, stored in zip(wanted, lease.objects, strict=True)
         )
-        job = self._job(context, payload, ranges, block_ids, is_store=False)
+        job = self._job(context, payload, ranges, blocks, is_store=False)
         return _run(context, job, finish)
 
-    def _checked(
-        self, client: ClientInfo, payload: m.TransferRequest
-    ) -> tuple[RegisteredContext, KeyGrid, list[list[int]]]:
-        context = own_context(self._contexts, payload.instance_id, client)
+    def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> MessagingFuture[Message]:
+        """Copies the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
+        context = self._server_driven(client, payload.instance_id)
+        desc = context.get_layout_desc(self._chunk_size)
+        counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
+        blocks = one_block_each(context.layout, payload.block_ids)
+        scratch = [
+            (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
+            for group, each in enumerate(desc.groups)
+        ]
+        result = self._storage.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        if result.lease is None or result.dropped:
+            if result.lease is not None:
+                self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+            raise StorageError("L1 has no room for one chunk", hint="raise [l1] capacity")
+        lease_id = result.lease.id
+        ranges = tuple(ArenaRange(0, group, offset, desc.groups[group].nbytes) for group, offset in result.placed)
+        job = CopyJob(
+            is_store=True,
+            arena=self._storage.arena,
+            ranges=ranges,
+            block_ids=[[block] * count for block, count in zip(blocks, counts, strict=True)],
+            blocks_in_chunk=counts,
+            event=payload.event,
+        )
+
+        def finish(ok: bool) -> Message:
+            try:
+                if not ok:
+                    raise StorageError("the transport could not gather the block")
+                return m.GatheredBlock(
+                    tuple(
+                        _first_block(job.arena, place, desc.groups[place.group], counts[place.group])
+                        for place in ranges
+                    )
+                )
+            finally:
+                self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+
+        return _run(context, job, finish)
+
+    def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
+        context = own_context(self._contexts, instance_id, client)
         if context.memory is None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",
                 available="PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE",
             )
+        return context
+
+    def _checked(
+        self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
+    ) -> tuple[RegisteredContext, KeyGrid, list[TouchedBlocks]]:
+        context = self._server_driven(client, payload.instance_id)
         grid = grid_of(context, payload.key, self._resolver, self._chunk_size)
-        expected = [count * grid.chunks for count in context.blocks_in_chunk(self._chunk_size)]
-        return context, grid, unpack_block_ids(payload.block_ids, expected, context.layout.num_blocks)
+        blocks = blocks_of_transfer(
+            context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
+        )
+        return context, grid, blocks
 
     def _job(
         self,
         context: RegisteredContext,
         payload: m.TransferRequest,
         ranges: tuple[ArenaRange, ...],
-        block_ids: list[list[int]],
+        blocks: list[TouchedBlocks],
         *,
         is_store: bool,
     ) -> CopyJob:
@@ -114,35 +185,22 @@ class ServerDrivenTransfers:
             is_store=is_store,
             arena=self._storage.arena,
             ranges=ranges,
-            block_ids=block_ids,
-            blocks_in_chunk=context.blocks_in_chunk(self._chunk_size),
+            block_ids=[each.ids for each in blocks],
+            blocks_in_chunk=[each.per_chunk for each in blocks],
             event=payload.event,
             skip_tokens=payload.skip_first_n_tokens,
         )
 
 
-def unpack_block_ids(packed: tuple[bytes, ...], expected: list[int], num_blocks: int) -> list[list[int]]:
-    """Block ids per layer group from packed little-endian u32. Raises `BadBlockIds` for another number of groups or
-    ids, or an id out of range."""
-    if len(packed) != len(expected):
-        raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
-    result = []
-    for group, (frame, count) in enumerate(zip(packed, expected, strict=True)):
-        where = f"block_ids[{group}]"
-        if len(frame) != count * 4:
-            raise BadBlockIds(f"{len(frame)} bytes", where=where, available=f"{count} packed u32 for the key's tokens")
-        ids = array.array("I", frame)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        if count and max(ids) >= num_blocks:
-            raise BadBlockIds(f"block id {max(ids)}", where=where, available=f"0 to {num_blocks - 1} as registered")
-        result.append(ids.tolist())
-    return result
+def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks_in_chunk: int) -> bytes:
+    """The first block of a canonical object: the first slots of each plane and layer."""
+    planes, layers = desc.shape[:2]
+    row = place.length // (planes * layers)
+    starts = range(place.offset, place.offset + place.length, row)
+    return b"".join(arena[start : start + row // blocks_in_chunk] for start in starts)
 
 
-def _run(
-    context: RegisteredContext, job: CopyJob, finish: Callable[[bool], m.TransferReply]
-) -> MessagingFuture[Message]:
+def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> MessagingFuture[Message]:
     """Starts the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what is
     kept."""
     decided = threading.Lock()

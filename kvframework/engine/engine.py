@@ -5,6 +5,7 @@ Made by `kvframework.server`; its handlers run on the serving thread unless they
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,8 +19,11 @@ from kvframework.api import (
     MemoryLayoutDesc,
     PackedKey,
     PrefetchTask,
+    ServerContext,
+    ServerTransport,
 )
 from kvframework.config import ServerConfig
+from kvframework.engine.chunks import ChunkTransfers
 from kvframework.engine.contexts import Contexts
 from kvframework.engine.copies import ServerDrivenTransfers
 from kvframework.engine.lookups import Lookups
@@ -31,6 +35,8 @@ from kvframework.errors import RequestError
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
 
 
 class CacheEngine(EngineServices):
@@ -64,6 +70,9 @@ class CacheEngine(EngineServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
+        self._chunks = ChunkTransfers(
+            self.contexts, storage, self._resolver, chunk_size=config.chunk_size, workers=config.workers
+        )
         self._parts = (
             self._registrations,
             EngineDrivenTransfers(
@@ -75,6 +84,7 @@ class CacheEngine(EngineServices):
                 retrieve_lease_s=config.retrieve_lease_s,
             ),
             ServerDrivenTransfers(self.contexts, storage, self._resolver, chunk_size=config.chunk_size),
+            self._chunks,
             self._lookups,
             StatusReport(
                 self.contexts,
@@ -121,16 +131,18 @@ class CacheEngine(EngineServices):
         self._lookups.expire()
         self.storage.tick()
 
-    def close(self, drain_s: float = 0.0) -> None:
-        """After the last request: closes contexts, transports and storage, waiting up to `drain_s` for L2."""
+    def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
+        """After the last request: closes contexts, transports and storage; see `StorageManager.close`. A transport that
+        fails at it is logged."""
         for context in list(self.contexts.values()):
             if context.memory is not None:
-                context.memory.close()
+                _close(context.memory, f"instance {context.instance_id}")
         self.contexts.clear()
-        for transport in self._transports.values():
+        for name, transport in self._transports.items():
             if transport.server is not None:
-                transport.server.close()
-        self.storage.close(drain_s)
+                _close(transport.server, f"transport {name}")
+        self._chunks.close()
+        self.storage.close(drain_s, end_s)
 
     # EngineServices, for the request handlers of plugins
 
@@ -157,3 +169,10 @@ class CacheEngine(EngineServices):
 
     def _clear(self, _client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
         return m.Cleared(*self.storage.clear(l2=payload.l2))
+
+
+def _close(part: ServerContext | ServerTransport, what: str) -> None:
+    try:
+        part.close()
+    except Exception:
+        log.exception("closing %s failed", what)

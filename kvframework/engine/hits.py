@@ -1,7 +1,8 @@
 """Owns the hit rule: how many chunks of a prompt can be used, given which objects there are. Pure.
 
 A row is one (rank, layer group): all rows must hold. Full attention needs every chunk before the end of the hit; a
-window needs the chunks that its last tokens lie in. Chunks before the request's start are the engine's own and not
+window needs the chunks that its last tokens lie in; a recurrent state, declared as a window of one token, needs the
+chunk that ends there. Chunks before the request's start are the engine's own and not
 asked for.
 """
 

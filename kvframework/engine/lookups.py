@@ -98,7 +98,7 @@ class Lookups:
     def _end_session(self, client: ClientInfo, payload: m.EndSession, _buffers: object) -> m.SessionEnded:
         request_id = payload.request_id or None
         tickets = self.end_owner(client.session_id, request_id)
-        return m.SessionEnded(self._storage.end_owner(client.session_id, request_id), tickets)
+        return m.SessionEnded(self._storage.withdraw(client.session_id, request_id), tickets)
 
     def _desc(self, key: CacheKey) -> MemoryLayoutDesc:
         record = self._storage.records.get(key.namespace)

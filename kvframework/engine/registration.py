@@ -18,6 +18,7 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
+MAX_INSTANCES = 256  # per client
 MAX_HANDLES = 4096
 MAX_HANDLE_BYTES = 4096
 
@@ -120,6 +121,8 @@ class Registrations:
         namespace: bytes,
         plugin: Layout | None,
     ) -> RegisteredContext:
+        if sum(1 for context in self._contexts.values() if context.session_id == client.session_id) >= MAX_INSTANCES:
+            raise AlreadyRegistered(f"this client has {MAX_INSTANCES} instances", available="one per rank, usually")
         known = self._contexts.get(payload.instance_id)
         if known is not None:
             mine = known.session_id == client.session_id

@@ -21,8 +21,10 @@ from kvframework.engine.hits import hit_chunks, needed_chunks, window_chunks
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 
 MAX_WORLD_SIZE = 4096
-MAX_OBJECTS = 1 << 18
+MAX_OBJECTS = 1 << 15
 MAX_TEXT = 1024
+# Hashing more on the serving thread would keep other clients waiting.
+MAX_RAW_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,23 @@ class KeyGrid:
         spans = [needed_chunks(chunks, window) for window in self._windows()]
         return [chunk * rows + row for chunk in range(chunks) for row in range(rows) if chunk in spans[row]]
 
+    def stored(self, first_chunks: Sequence[int]) -> list[int]:
+        """Indices into `flat` of what a store writes, of one rank, without the first chunks of each layer group.
+
+        Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
+        """
+        groups = self.desc.groups
+        first = list(first_chunks) or [0] * len(groups)
+        if len(first) != len(groups) or any(
+            not 0 <= count <= (self.chunks if group.window else 0) for count, group in zip(first, groups, strict=False)
+        ):
+            raise BadRange(
+                f"first_chunks is {first}", where="first_chunks",
+                available=f"{len(groups)} counts, 0 for full attention, else 0 to {self.chunks}",
+            )  # fmt: skip
+        count = len(groups)
+        return [index for index in range(len(self.flat)) if index // count >= first[index % count]]
+
     def _windows(self) -> list[int]:
         windows = [window_chunks(group.window, self.desc.chunk_tokens) for group in self.desc.groups]
         return windows * len(self.ranks)
@@ -94,6 +113,11 @@ class KeyResolver:
             raise MessageTooLarge(
                 f"{chunks} chunks of {len(ranks)} ranks and {len(desc.groups)} layer groups", where="key",
                 available=f"at most {MAX_OBJECTS} objects a request",
+            )  # fmt: skip
+        if key.tokens and key.end > MAX_RAW_TOKENS:
+            raise MessageTooLarge(
+                f"{key.end} tokens to hash", where="key", available=f"at most {MAX_RAW_TOKENS} as token ids",
+                hint="hash once and send digests",
             )  # fmt: skip
         digests = self._digests(key, chunk)
         salt = salt_digest(key.cache_salt)

@@ -5,6 +5,8 @@ Runs on the serving thread. The bytes never pass here: the client writes and rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrievePlan, StoreOutcome, StorePlan
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver
@@ -45,14 +47,22 @@ class EngineDrivenTransfers:
         ]
 
     def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> StorePlan:
+        if not client.local:
+            # It could only commit what it has not written.
+            raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
         grid = self._grid(client, payload)
+        wanted = grid.stored(payload.first_chunks)
+        sized = grid.sized()
         result = self._storage.reserve(
-            grid.sized(), owner=client.session_id, request_id=payload.key.request_id, lease_s=self._store_lease_s
+            [sized[index] for index in wanted],
+            owner=client.session_id,
+            request_id=payload.key.request_id,
+            lease_s=self._store_lease_s,
         )
         outcome = outcome_of(result)
         if result.lease is None:
             return StorePlan("", (), outcome)
-        return StorePlan(result.lease.id, placed_ranges(grid, result), outcome, self._store_lease_s)
+        return StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
 
     def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
@@ -99,13 +109,14 @@ def grid_of(context: RegisteredContext, key: CacheKey, resolver: KeyResolver, ch
     return resolver.resolve(key, context.get_layout_desc(chunk_size))
 
 
-def placed_ranges(grid: KeyGrid, result: Reservation) -> tuple[ArenaRange, ...]:
-    """Where each object that is to be written lies (`grid` of one rank)."""
+def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
+    """Where each object that is to be written lies (`grid` of one rank); `wanted` are the indices that were asked
+    for."""
     groups = grid.desc.groups
     count = len(groups)
     return tuple(
-        ArenaRange(index // count, index % count, offset, groups[index % count].nbytes)
-        for index, offset in result.placed
+        ArenaRange(wanted[at] // count, wanted[at] % count, offset, groups[wanted[at] % count].nbytes)
+        for at, offset in result.placed
     )
 
 

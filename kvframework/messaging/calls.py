@@ -30,6 +30,7 @@ class Call:
         "identity",
         "job",
         "key",
+        "nbytes",
         "payload",
         "request_id",
         "session",
@@ -53,6 +54,7 @@ class Call:
         self.handler = handler
         self.payload: Message | None = payload
         self.buffers = buffers
+        self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.started = self.answered = self.done = self.cancelled = False
         self.job: Future[None] | None = None
         self.future: MessagingFuture[Message] | None = None

@@ -1,7 +1,7 @@
 """Owns `Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
 
 Two threads: the link's I/O thread owns the sockets; the supervisor thread here dials, says HELLO, and calls `on_up` and
-`on_down`, which may therefore issue requests themselves.
+`on_down`, which may therefore issue requests themselves. The bulk socket, once used, has an I/O thread of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import zmq
 
 from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
 from kvframework.errors import KVFrameworkError, MalformedFrames, ServerGone, UnknownRequest
-from kvframework.messaging.dial import dial
+from kvframework.messaging.bulk import BulkSocket
+from kvframework.messaging.curve import LoadedKeys
+from kvframework.messaging.dial import BULK, CONTROL, IO_THREADS, dial
+from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.heartbeat import Heartbeat
 from kvframework.messaging.link import Link, RequestFuture
 from kvframework.messaging.liveness_client import LivenessLink
@@ -52,6 +56,7 @@ class Connection:
         on_down: Callable[[], None],
         ping_interval_s: float = 0.2,
         ping_timeout_s: float = 0.8,
+        keys: LoadedKeys | None = None,
     ) -> None:
         self.last_error: Exception | None = None
         self._endpoint = endpoint
@@ -61,8 +66,10 @@ class Connection:
         self._on_down = on_down
         self._ping_interval_s = ping_interval_s
         self._ping_timeout_s = ping_timeout_s
+        self._keys = keys
         self._pid = os.getpid()
         self._link: Link | None = None
+        self._bulk: BulkSocket | None = None
         self._welcomed = False
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -94,8 +101,21 @@ class Connection:
         link = self._link
         return link.boot_id if link is not None and link.alive else None
 
+    def hold(self) -> int | None:
+        """A descriptor that, while it is open, keeps the server from taking this process for dead (None over TCP). The
+        caller closes it. To be called from within `on_up`."""
+        link = self._link
+        return link.hold() if link is not None else None
+
     def request(
-        self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float, urgent: bool = False
+        self,
+        name: str,
+        payload: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        timeout: float,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
         """Sends a request and returns its future; never blocks and never raises.
 
@@ -104,17 +124,32 @@ class Connection:
         answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`). Its
         callbacks run in the I/O thread. Big buffers are sent without a copy: they must stay unchanged until an answer.
         `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
+        `on_late` is called in the I/O thread with a response that comes after the timeout: what it grants is
+        nobody's else.
         """
-        spec = self._table.get(name)
-        if spec is None:
-            return MessagingFuture.failed(UnknownRequest(f"there is no request {name!r}"))
-        if len(buffers) > spec.buffers:
-            fact = f"{len(buffers)} buffers"
-            return MessagingFuture.failed(MalformedFrames(fact, where=name, available=f"at most {spec.buffers}"))
+        spec = self._spec(name, buffers)
+        if isinstance(spec, KVFrameworkError):
+            return MessagingFuture.failed(spec)
         link, state = self._link, self.state
         if link is None or not (state == "up" or (urgent and os.getpid() == self._pid)):
             return MessagingFuture.failed(ServerGone(f"the connection is {state}", where=self._endpoint))
-        return link.submit(spec, payload, buffers, timeout)
+        return link.submit(spec, payload, buffers, timeout, on_late)
+
+    def bulk_request(
+        self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
+    ) -> MessagingFuture[Message]:
+        """Like `request`, over the session's second socket, which big frames have for themselves. Blocks for a
+        handshake when there is none yet. After a timeout there everything under way there fails, and only there.
+
+        A future that has failed does not give the buffers back: ZMQ may still read them, so never write to them again.
+        """
+        spec = self._spec(name, buffers)
+        if isinstance(spec, KVFrameworkError):
+            return MessagingFuture.failed(spec)
+        bulk = self._bulk
+        if bulk is None or self.state == "down":
+            return MessagingFuture.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))
+        return bulk.submit(spec, payload, buffers, timeout)
 
     def cancel(self, future: MessagingFuture[Message]) -> MessagingFuture[Message]:
         """Sends CANCEL for a request made here, also one whose future has failed with `DeadlineExceeded` already.
@@ -136,14 +171,24 @@ class Connection:
         self._closing.set()
         link = self._link
         if link is not None:
+            if not link.runs_here():
+                link.say_goodbye()
             link.close()
         self._notify()
         within = threading.current_thread() is self._thread or (link is not None and link.runs_here())
         if self._thread.ident is not None and not within:
             self._thread.join()
 
+    def _spec(self, name: str, buffers: Sequence[Buffer]) -> RequestSpec | KVFrameworkError:
+        spec = self._table.get(name)
+        if spec is None:
+            return UnknownRequest(f"there is no request {name!r}")
+        if len(buffers) > spec.buffers:
+            return MalformedFrames(f"{len(buffers)} buffers", where=name, available=f"at most {spec.buffers}")
+        return spec
+
     def _supervise(self) -> None:
-        context = zmq.Context()
+        context = zmq.Context(IO_THREADS)
         pause = _FIRST_PAUSE_S
         try:
             while not self._closing.is_set():
@@ -162,7 +207,8 @@ class Connection:
     def _connect_once(self, context: zmq.Context[Any]) -> None:
         """One connection, from HELLO to its end. Raises if it did not come up."""
         timeout = max(self._ping_timeout_s, _SLOWEST_HELLO_S)
-        dealer, reply = dial(context, self._endpoint, self._hello, timeout=timeout, closing=self._closing.is_set)
+        dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set)
+        self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
             liveness, arena_fd = None, None
@@ -175,7 +221,9 @@ class Connection:
             link = Link(dealer, liveness, reply.boot_id, heartbeat, self._notify)
             link.start()
             undo.pop_all()
-        self._link = link
+        joining = msgspec.structs.replace(self._hello, session=reply.session, replaces=b"")
+        bulk = BulkSocket(link, lambda: self._dial(context, joining, BULK, lambda: not link.alive)[0])
+        self._link, self._bulk = link, bulk
         if self._closing.is_set():
             link.close()
         try:
@@ -187,9 +235,23 @@ class Connection:
         finally:
             up, self._welcomed = self._welcomed, False
             link.close()
-            self._link = None
+            self._link = self._bulk = None
+            bulk.close()
         if up:
             self._went_down(link)
+
+    def _dial(
+        self, context: zmq.Context[Any], hello: Hello, io_thread: int, closing: Callable[[], bool]
+    ) -> tuple[Socket, HelloReply]:
+        return dial(
+            context,
+            self._endpoint,
+            hello,
+            timeout=max(self._ping_timeout_s, _SLOWEST_HELLO_S),
+            closing=closing,
+            keys=self._keys,
+            io_thread=io_thread,
+        )
 
     def _went_down(self, link: Link) -> None:
         if not self._closing.is_set():

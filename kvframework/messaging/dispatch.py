@@ -19,11 +19,11 @@ from kvframework.messaging.replies import ReplySender
 from kvframework.messaging.session import ClientSession, SessionTable
 from kvframework.wire.frames import MAX_TYPE_BYTES, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.handshake import negotiate
-from kvframework.wire.messages import Hello, HelloReply
+from kvframework.wire.messages import Empty, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
 
-OWN_REQUESTS = frozenset({"HELLO", "CANCEL"})  # served by messaging itself
+OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 Welcome = Callable[[Hello, ClientSession, int], HelloReply]
 
 
@@ -32,8 +32,8 @@ def check_handlers(
 ) -> dict[str, Handler[Any]]:
     """The handlers by name, checked against the request table.
 
-    Every request but HELLO and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`, a
-    mistake of the core. Others belong to plugins and are named `plugin.NAME`: else `PluginBroken`.
+    Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
+    a mistake of the core. Others belong to plugins and are named `plugin.NAME`: else `PluginBroken`.
     """
     by_name: dict[str, Handler[Any]] = {}
     for handler in handlers.values() if isinstance(handlers, Mapping) else handlers:
@@ -58,7 +58,8 @@ def check_handlers(
 
 
 class Dispatcher:
-    """Takes messages in and ends sessions. Borrows all that it is given."""
+    """Takes messages in and ends sessions. Borrows all that it is given; `liveness_path(identity)` is "" for clients
+    that have no liveness socket."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Dispatcher:
         sessions: SessionTable,
         calls: InFlight,
         replies: ReplySender,
-        liveness: LivenessServer,
-        liveness_path: str,
+        liveness: LivenessServer | None,
+        liveness_path: Callable[[bytes], str],
         welcome: Welcome,
         hasher_fingerprint: str,
         on_session_end: Callable[[ClientSession], None],
@@ -85,7 +86,7 @@ class Dispatcher:
         self.stopping = False
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
-        """Handles one message, routing id first. Never raises for what a peer sent or a handler did."""
+        """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
         identity = bytes(frames[0])
         try:
             envelope = split(frames[1:])
@@ -109,7 +110,8 @@ class Dispatcher:
         if not self._sessions.end(session):
             return
         self._counters["sessions_ended"] += 1
-        self._liveness.drop(session)
+        if self._liveness is not None:
+            self._liveness.drop(session)
         session.local = False
         self._calls.end_session(session)
         try:
@@ -128,6 +130,10 @@ class Dispatcher:
             return
         if session is None:
             raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
+        if envelope.type == "GOODBYE":
+            self.end(session)
+            self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+            return
         self._calls.submit(session, identity, envelope)
 
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
@@ -135,6 +141,10 @@ class Dispatcher:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self._hasher_fingerprint)
+        lost = self._sessions.by_token(hello.replaces)
+        # A local session ends with its liveness socket only: until then its process may still write into the arena.
+        if lost is not None and lost is not known and not lost.local:
+            self.end(lost)
         if hello.session:
             session, opened = self._sessions.join(identity, hello.session), False
         else:
@@ -146,7 +156,7 @@ class Dispatcher:
                 self._welcome(hello, session, version),
                 session=session.token,
                 version=version,
-                liveness=self._liveness_path,
+                liveness=self._liveness_path(identity),
             )
             welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
         finally:

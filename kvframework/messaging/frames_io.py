@@ -16,6 +16,7 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_B
 
 ZERO_COPY_BYTES = 64 << 10
 HIGH_WATER_MARK = 1000
+_KEEPALIVE_S = 30
 HEAD_FRAMES = 3  # request id, type, payload
 
 # Plain ints: pyzmq's flag enums cost more than the call.
@@ -26,10 +27,17 @@ Socket = zmq.Socket[bytes]
 
 
 def bound(socket: Socket) -> None:
-    """Sets the bounds that every socket has: queue lengths and the size of one frame."""
+    """Sets the bounds that every socket has: queue lengths, and the size of one frame before memory is taken for it."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+
+
+def over_tcp(socket: Socket, host: str) -> None:
+    """What a socket needs besides to speak TCP. The kernel notices peers that have vanished without a word."""
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
 
 
 def outgoing(frames: Sequence[Buffer]) -> list[Any]:
@@ -44,13 +52,14 @@ def outgoing(frames: Sequence[Buffer]) -> list[Any]:
         return list(frames)
     if len(frames) - HEAD_FRAMES > MAX_BUFFERS:
         raise MessageTooLarge(f"{len(frames) - HEAD_FRAMES} buffers", available=f"at most {MAX_BUFFERS}")
+    size = sum(memoryview(buffer).nbytes for buffer in frames[HEAD_FRAMES:])
+    if size > MAX_BUFFER_BYTES:
+        raise MessageTooLarge(f"the buffers have {size} bytes", available=f"at most {MAX_BUFFER_BYTES} together")
     return [*frames[:HEAD_FRAMES], *(_wrap(index, buffer) for index, buffer in enumerate(frames[HEAD_FRAMES:]))]
 
 
 def _wrap(index: int, buffer: Buffer) -> bytes | zmq.Frame:
     view = memoryview(buffer)
-    if view.nbytes > MAX_BUFFER_BYTES:
-        raise MessageTooLarge(f"buffer {index} has {view.nbytes} bytes", available=f"at most {MAX_BUFFER_BYTES}")
     if not view.c_contiguous:
         raise InvalidPayload(f"buffer {index} is not contiguous")
     return bytes(view) if view.nbytes < ZERO_COPY_BYTES else zmq.Frame(buffer, copy=False)

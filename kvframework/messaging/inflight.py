@@ -6,7 +6,7 @@ Runs on the serving thread; pooled handlers run in worker threads and hand their
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +18,7 @@ from kvframework.errors import (
     HandlerFailed,
     KVFrameworkError,
     MalformedFrames,
+    MessageTooLarge,
     ProtocolError,
     UnknownRequest,
 )
@@ -25,13 +26,15 @@ from kvframework.messaging.calls import Call, CallKey, outcome_of
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.messaging.replies import ReplySender
 from kvframework.messaging.session import ClientSession
-from kvframework.wire.frames import Envelope, decode
+from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
 from kvframework.wire.messages import Cancel, CancelReply
 from kvframework.wire.table import REQUESTS
 
 logger = logging.getLogger(__name__)
 
-MAX_IN_FLIGHT = 4096  # per session
+# Per session.
+MAX_IN_FLIGHT = 4096
+MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 
 class InFlight:
@@ -55,6 +58,7 @@ class InFlight:
         self._counters = counters
         self._calls: dict[CallKey, Call] = {}
         self._per_session: dict[int, int] = {}
+        self._bytes: Counter[int] = Counter()
         self._queues: dict[int, deque[Call]] = {}
         self._advance: deque[int] = deque()
         self._deadlines: Deadlines[CallKey] = Deadlines()
@@ -85,6 +89,8 @@ class InFlight:
         if self._per_session.get(session.session_id, 0) >= MAX_IN_FLIGHT:
             raise ProtocolError(f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more")
         payload = decode(envelope.payload, spec.payload, where=spec.name)
+        if envelope.buffers:
+            self._check_bytes(session, envelope)
         call = Call(session, identity, envelope.request_id, handler, payload, envelope.buffers)
         if handler.ordered:
             queue = self._queues.setdefault(session.session_id, deque())
@@ -94,6 +100,16 @@ class InFlight:
                 return
         self._start(call)
         self._run_queues()
+
+    def _check_bytes(self, session: ClientSession, envelope: Envelope) -> None:
+        size = sum(buffer.nbytes for buffer in envelope.buffers)
+        if self._bytes[session.session_id] + size > MAX_BYTES_IN_FLIGHT:
+            raise MessageTooLarge(
+                f"{self._bytes[session.session_id]} bytes of this client are in flight, {size} more came",
+                where=envelope.type,
+                available=f"at most {MAX_BYTES_IN_FLIGHT}",
+                hint="wait for answers before sending more",
+            )
 
     def collect(self) -> None:
         """Takes over what other threads and resolved futures left since the last time."""
@@ -173,6 +189,7 @@ class InFlight:
             return
         self._calls[call.key] = call
         self._per_session[call.key[0]] = self._per_session.get(call.key[0], 0) + 1
+        self._bytes[call.key[0]] += call.nbytes
         self._deadlines.set(call.key, self._clock() + call.handler.spec.deadline_s)
 
     def _finish(self, call: Call) -> None:
@@ -181,6 +198,9 @@ class InFlight:
             left = self._per_session.pop(call.key[0]) - 1
             if left:
                 self._per_session[call.key[0]] = left
+                self._bytes[call.key[0]] -= call.nbytes
+            else:
+                del self._bytes[call.key[0]]
         call.finish()
         if call.handler.ordered:
             self._advance.append(call.key[0])

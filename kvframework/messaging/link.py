@@ -6,6 +6,7 @@ whatever reason, every future of it fails with `ServerGone`; a link is never use
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -39,9 +40,12 @@ from kvframework.wire.table import REQUESTS
 logger = logging.getLogger(__name__)
 
 _MESSAGES_PER_ROUND = 64
+_MAX_LATE = 4096
 _AFTER_THE_SERVER_S = 1.0  # the server's own deadline speaks first
 _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
+_GOODBYE = REQUESTS["GOODBYE"]
+_GOODBYE_S = 0.2
 
 
 class RequestFuture(MessagingFuture[Message]):
@@ -66,6 +70,7 @@ class _Outgoing(NamedTuple):
     future: RequestFuture
     timeout: float
     deadline: float
+    on_late: Callable[[Message], None] | None = None
 
 
 class _EndOfLink(Exception):
@@ -97,6 +102,7 @@ class Link:
         self._closed = False
         self._outbox: deque[_Outgoing] = deque()
         self._pending: dict[int, _Outgoing] = {}
+        self._late: dict[int, _Outgoing] = {}
         self._pings: set[int] = set()
         self._deadlines: Deadlines[int] = Deadlines()
         self._wakeup = Wakeup()
@@ -116,7 +122,12 @@ class Link:
         return threading.current_thread() is self._thread
 
     def submit(
-        self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float
+        self,
+        spec: RequestSpec,
+        payload: Message,
+        buffers: Sequence[Buffer],
+        timeout: float,
+        on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
         """Sends a request, from any thread, without blocking. What cannot be sent comes back as a failed future."""
         request_id = next(self._ids)
@@ -127,7 +138,7 @@ class Link:
         except (TypeError, ValueError, OverflowError) as error:
             return MessagingFuture.failed(InvalidPayload(str(error), where=spec.name))
         future = RequestFuture(self, request_id)
-        item = _Outgoing(request_id, frames, spec, future, timeout, self._clock() + timeout)
+        item = _Outgoing(request_id, frames, spec, future, timeout, self._clock() + timeout, on_late)
         with self._lock:
             if self._closed:
                 return MessagingFuture.failed(self.gone())
@@ -138,6 +149,16 @@ class Link:
     def cancel(self, request_id: int) -> MessagingFuture[Message]:
         """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
         return self.submit(_CANCEL, Cancel(request_id), (), _CANCEL.deadline_s + _AFTER_THE_SERVER_S)
+
+    def hold(self) -> int | None:
+        """See `Connection.hold`."""
+        return self._liveness.duplicate() if self._liveness is not None else None
+
+    def say_goodbye(self) -> None:
+        """Tells a server that could not notice otherwise, and waits for a moment. Not in the I/O thread."""
+        if self._liveness is None:
+            with contextlib.suppress(KVFrameworkError):
+                self.submit(_GOODBYE, Empty(), (), _GOODBYE_S).result(2 * _GOODBYE_S)
 
     def close(self) -> None:
         """Ends the link and waits for its thread, unless called by it. Idempotent."""
@@ -212,6 +233,8 @@ class Link:
             elif (item := self._pending.pop(envelope.request_id, None)) is not None:
                 self._deadlines.discard(envelope.request_id)
                 self._on_answer(item, envelope)
+            elif (item := self._late.pop(envelope.request_id, None)) is not None:
+                self._on_late_answer(item, envelope)
 
     def _on_answer(self, item: _Outgoing, envelope: Envelope) -> None:
         spec = item.spec
@@ -228,6 +251,15 @@ class Link:
             return
         self._resolve(item, answer, envelope.buffers)
 
+    def _on_late_answer(self, item: _Outgoing, envelope: Envelope) -> None:
+        """Its caller has given up; what the server has granted is given back."""
+        if item.on_late is None or envelope.type != item.spec.name:
+            return
+        try:
+            item.on_late(decode(envelope.payload, item.spec.response, where=f"response of {item.spec.name}"))
+        except Exception:
+            logger.exception("a late answer to %s could not be given back", item.spec.name)
+
     def _on_pong(self, envelope: Envelope) -> None:
         """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
         self._pings.clear()
@@ -243,6 +275,10 @@ class Link:
     def _expire(self, now: float) -> None:
         for request_id in self._deadlines.due(now):
             item = self._pending.pop(request_id)
+            if item.on_late is not None:
+                self._late[request_id] = item
+                if len(self._late) > _MAX_LATE:
+                    del self._late[next(iter(self._late))]
             self._set_suspect(True)
             self._heartbeat.ask_now()
             self._resolve(item, DeadlineExceeded(f"no answer within {item.timeout} s", where=item.spec.name))

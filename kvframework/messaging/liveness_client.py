@@ -51,6 +51,10 @@ class LivenessLink:
     def fd(self) -> int:
         return self._sock.fileno()
 
+    def duplicate(self) -> int:
+        """Another descriptor of the same socket, the caller's own: the server sees the end when all are closed."""
+        return os.dup(self._sock.fileno())
+
     def close(self) -> None:
         """The server takes it for the client's death. Idempotent."""
         self._sock.close()

@@ -1,4 +1,4 @@
-"""Owns the sending side of the server's ROUTER: every response and error frame leaves through here.
+"""Owns the sending side of the server's sockets: every response and error frame leaves through here.
 
 Serving thread only. A slow or vanished peer costs a counter, never time.
 """
@@ -12,16 +12,17 @@ import zmq
 
 from kvframework.api import Buffer, Message
 from kvframework.messaging import frames_io
+from kvframework.messaging.listeners import Listeners
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
 
 logger = logging.getLogger(__name__)
 
 
 class ReplySender:
-    """Sends to routing ids. Borrows the socket."""
+    """Sends to identities. Borrows the listeners."""
 
-    def __init__(self, router: frames_io.Socket, counters: dict[str, int]) -> None:
-        self._router = router
+    def __init__(self, listeners: Listeners, counters: dict[str, int]) -> None:
+        self._listeners = listeners
         self._counters = counters
 
     def send(
@@ -30,7 +31,7 @@ class ReplySender:
         """False if the peer is gone or does not read. Raises if the message cannot be encoded; nothing is sent then."""
         frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
         try:
-            frames_io.send(self._router, [identity, *frames])
+            self._listeners.send(identity, frames)
         except zmq.Again:
             self._counters["dropped"] += 1
             return False

@@ -1,4 +1,4 @@
-"""Owns `MessageServer`: one ROUTER, one liveness socket, one serving thread with one poller.
+"""Owns `MessageServer`: its endpoints, one liveness socket, one serving thread with one poller.
 
 The thread that calls `serve_forever` runs every inline handler, sends every reply and calls `on_tick` and
 `on_session_end`; only pooled handlers run elsewhere.
@@ -19,37 +19,43 @@ import zmq
 
 from kvframework.api import Handler
 from kvframework.errors import EndpointError, ShuttingDown
-from kvframework.messaging import frames_io
+from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.dispatch import Dispatcher, Welcome
-from kvframework.messaging.endpoint import EndpointFiles, private_umask
+from kvframework.messaging.endpoint import EndpointFiles
+from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.inflight import InFlight
+from kvframework.messaging.listeners import Listeners
 from kvframework.messaging.liveness import LivenessServer
 from kvframework.messaging.replies import ReplySender
 from kvframework.messaging.session import ClientSession, SessionTable
 from kvframework.messaging.wakeup import Wakeup
+from kvframework.messaging.zap import ZapHandler
 
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_ROUND = 64  # so that liveness and deadlines are served under a flood
 ROUND_S = 0.05
-FLUSH_MS = 200
-_HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
+# Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying everybody.
+IO_THREADS, IO_THREADS_TCP = 1, 2
 
 
 @dataclass
 class _Bound:
     """What exists between `bind()` and the end of serving."""
 
-    router: frames_io.Socket
+    listeners: Listeners
     poller: zmq.Poller
-    liveness: LivenessServer
+    liveness: LivenessServer | None
+    zap: ZapHandler | None
     calls: InFlight
     dispatcher: Dispatcher
 
 
 class MessageServer:
-    """Serves one `ipc://` endpoint to the processes of this user. `bind()`, then `serve_forever()`, until `stop()`.
+    """Serves `endpoint`: an `ipc://` one to the processes of this user, or a `tcp://` one; then `tcp` as well, if it is
+    not "". `bind()`, then `serve_forever()`, until `stop()`.
 
+    Over TCP only the clients that `curve` admits are served; None: everybody, and every byte can be read on its way.
     `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
     `version` and `liveness` are filled in here. `arena_fd` is borrowed and passed to every client; None: there is none.
     `on_session_end(session)` is called exactly once for every session, `on_tick()` every `tick_s`; what they raise is
@@ -69,9 +75,13 @@ class MessageServer:
         tick_s: float = 0.1,
         session_timeout_s: float = 30.0,
         workers: int = 2,
+        tcp: str = "",
+        curve: ServerKeys | None = None,
     ) -> None:
         self.counters: dict[str, int] = Counter()
-        self._files = EndpointFiles(endpoint)
+        self._endpoints = [endpoint, tcp] if tcp else [endpoint]
+        self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint)
+        self._curve = curve
         self._handlers = handlers
         self._welcome = welcome
         self._hasher_fingerprint = hasher_fingerprint
@@ -97,14 +107,15 @@ class MessageServer:
 
     def bind(self) -> None:
         """Takes the endpoint and listens. Raises `EndpointError`, also if another server holds the endpoint."""
-        self._files.acquire()
         resources = self._resources
-        resources.callback(self._files.release)
+        if self._files is not None:
+            self._files.acquire()
+            resources.callback(self._files.release)
         try:
             self._bound = self._open(resources)
         except (OSError, zmq.ZMQError) as error:
             resources.close()
-            raise EndpointError(f"cannot listen: {error}", where=self._files.endpoint) from error
+            raise EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
 
     def serve_forever(self) -> None:
         """Serves until `stop()`, then ends every session and closes everything. Blocks: the caller's is the serving
@@ -131,7 +142,8 @@ class MessageServer:
 
     def abandon(self) -> None:
         """Removes the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
-        self._files.release()
+        if self._files is not None:
+            self._files.release()
 
     def close(self) -> None:
         """Releases what `bind()` took, for a server that never served. Idempotent; not while `serve_forever` runs."""
@@ -139,24 +151,18 @@ class MessageServer:
         self._resources.close()
 
     def _open(self, resources: contextlib.ExitStack) -> _Bound:
-        liveness = LivenessServer(
-            self._files.liveness,
-            arena_fd=self._arena_fd,
-            find=self._table.by_token,
-            clock=self._clock,
-            counters=self.counters,
-        )
-        resources.callback(liveness.close)
-        context = zmq.Context()
-        resources.callback(context.term)  # after the socket: flushes what was sent, at most FLUSH_MS
-        router = context.socket(zmq.ROUTER)
-        resources.callback(router.close, FLUSH_MS)
-        frames_io.bound(router)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.LINGER, FLUSH_MS)
-        with private_umask():
-            router.bind(self._files.endpoint)
-        replies = ReplySender(router, self.counters)
+        liveness = None
+        if self._files is not None:
+            liveness = LivenessServer(
+                self._files.liveness,
+                arena_fd=self._arena_fd,
+                find=self._table.by_token,
+                clock=self._clock,
+                counters=self.counters,
+            )
+            resources.callback(liveness.close)
+        listeners, zap = self._listen(resources)
+        replies = ReplySender(listeners, self.counters)
         calls = InFlight(
             self._handlers,
             replies,
@@ -171,16 +177,34 @@ class MessageServer:
             calls=calls,
             replies=replies,
             liveness=liveness,
-            liveness_path=self._files.liveness,
+            liveness_path=lambda who: self._files.liveness if self._files and listeners.is_local(who) else "",
             welcome=self._welcome,
             hasher_fingerprint=self._hasher_fingerprint,
             on_session_end=self._on_session_end,
             counters=self.counters,
         )
         poller = zmq.Poller()
-        for source in (router, self._wakeup.fd, liveness.fileno()):
+        for source in (*listeners.sockets, self._wakeup.fd):
             poller.register(source, zmq.POLLIN)
-        return _Bound(router, poller, liveness, calls, dispatcher)
+        if liveness is not None:
+            poller.register(liveness.fileno(), zmq.POLLIN)
+        if zap is not None:
+            poller.register(zap.socket, zmq.POLLIN)
+        return _Bound(listeners, poller, liveness, zap, calls, dispatcher)
+
+    def _listen(self, resources: contextlib.ExitStack) -> tuple[Listeners, ZapHandler | None]:
+        remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
+        context = zmq.Context(IO_THREADS_TCP if remote else IO_THREADS)
+        resources.callback(context.term)  # after the sockets: flushes what was sent, for a moment
+        zap = None
+        if remote and self._curve is not None:
+            zap = ZapHandler(context, self._curve.admitted, self.counters)
+            resources.callback(zap.close)
+        listeners = Listeners(context)
+        resources.callback(listeners.close)
+        for endpoint in self._endpoints:
+            listeners.open(endpoint, self._curve)
+        return listeners, zap
 
     def _guarded_round(self, bound: _Bound, until: float = math.inf) -> None:
         try:
@@ -196,23 +220,26 @@ class MessageServer:
         ready = dict(bound.poller.poll(max(0, math.ceil((wake_at - self._clock()) * 1000))))
         if self._wakeup.fd in ready:
             self._wakeup.drain()
-        if bound.liveness.fileno() in ready:
+        if bound.zap is not None and bound.zap.socket in ready:
+            bound.zap.serve()
+        if bound.liveness is not None and bound.liveness.fileno() in ready:
             for session in bound.liveness.serve():
                 bound.dispatcher.end(session)
         bound.calls.collect()
-        if bound.router in ready:
-            self._receive(bound)
+        for router in bound.listeners.sockets:
+            if router in ready:
+                self._receive(bound, router)
         now = self._clock()
         bound.calls.expire(now)
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
             self._tick(bound, now)
 
-    def _receive(self, bound: _Bound) -> None:
+    def _receive(self, bound: _Bound, router: Socket) -> None:
         bound.dispatcher.stopping = self._stopping
         until = self._clock() + ROUND_S
         for _ in range(MESSAGES_PER_ROUND):
-            frames = frames_io.receive(bound.router, _HEAD_FRAMES)
+            frames = bound.listeners.receive(router)
             if frames is None:
                 return
             bound.dispatcher.on_message(frames)
@@ -220,7 +247,8 @@ class MessageServer:
                 return
 
     def _tick(self, bound: _Bound, now: float) -> None:
-        bound.liveness.expire(now)
+        if bound.liveness is not None:
+            bound.liveness.expire(now)
         for session in self._table.expire(now):
             logger.warning("session %d of %s was silent for too long", session.session_id, session.name)
             bound.dispatcher.end(session)
@@ -237,7 +265,8 @@ class MessageServer:
         self._stopping = True
         logger.info("stopping: %d requests in flight have %.1f s", bound.calls.in_flight, self._grace_s)
         until = self._clock() + self._grace_s
-        self._receive(bound)
+        for router in bound.listeners.sockets:
+            self._receive(bound, router)
         while bound.calls.in_flight and self._clock() < until:
             self._guarded_round(bound, until)
         bound.calls.answer_all(ShuttingDown("the server stopped before the request was done"))

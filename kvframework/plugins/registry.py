@@ -129,6 +129,18 @@ class PluginRegistry:
         """
         return [self._info(offer, probe) for offer in self._usable(other_majors=True)]
 
+    def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
+        """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
+
+        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if nobody offers it.
+        """
+        offers = [o for o in self._usable(other_majors=True) if (o.kind, o.name) == (kind, name)]
+        if not offers:
+            self._the_offer(kind, name)
+        infos = [self._info(offer, probe=True) for offer in offers]
+        provider = self._outcomes.get(offers[0])
+        return infos, None if isinstance(provider, PluginError) else provider
+
     def _usable(self, *, other_majors: bool = False) -> builtins.list[EntryPointInfo]:
         """The offers for this API. Those for another one count only if their distribution has none for this one."""
         ours = [offer for offer in self._offers if _same_major(offer)]

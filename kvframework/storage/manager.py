@@ -16,8 +16,9 @@ from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKe
 from kvframework.errors import TierError
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
+from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
-from kvframework.storage.objects import INTERNAL_OWNER, NO_DEADLINE, ObjectTable, PinLease, Reservation
+from kvframework.storage.objects import ObjectTable, Reservation
 from kvframework.storage.prefetch import LoadTask, Prefetcher, Select
 from kvframework.storage.writeback import WriteBack
 
@@ -121,6 +122,11 @@ class StorageManager:
             deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
             return self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
 
+    def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
+        """The objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
+        with self.lock:
+            return self._table.pinned(lease_id, owner=owner, now=self._clock())
+
     def unpin(self, lease_id: str, *, owner: int) -> PinLease:
         with self.lock:
             return self._table.unpin(lease_id, owner=owner, now=self._clock())
@@ -159,10 +165,17 @@ class StorageManager:
 
     # ends
 
-    def end_owner(self, owner: int, request_id: str | None = None) -> int:
-        """Ends all leases of a client (of one of its requests); the number ended."""
+    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+        """Ends what a client that lives claims (for one of its requests), see `ObjectTable.withdraw`."""
         with self._written:
-            ended = self._table.end_owner(owner, request_id)
+            ended = self._table.withdraw(owner, request_id)
+            self._written.notify_all()
+            return ended
+
+    def end_owner(self, owner: int) -> int:
+        """Ends all leases of a client that is gone; the number ended."""
+        with self._written:
+            ended = self._table.end_owner(owner)
             self._written.notify_all()
             return ended
 
@@ -190,15 +203,18 @@ class StorageManager:
             if self._high < 1.0 and self._table.used_bytes > self._high * self.capacity:
                 self._table.evict_down_to(int(self._low * self.capacity))
 
-    def close(self, drain_s: float = 0.0) -> None:
+    def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
         """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
-        stops all threads and frees the arena. Idempotent; not to be called from a storage thread.
+        stops all threads within `end_s` (None: the longest timeout of a tier) and frees the arena. Idempotent; not to
+        be called from a storage thread.
 
-        A thread that a tier does not let go keeps the arena mapped, since it may still write there.
+        A thread that a tier does not let go, or a copy that a transport has not ended, keeps the arena mapped, since it
+        may still write there.
         """
         deadline = time.monotonic() + drain_s
-        for writeback in self._writebacks:
-            writeback.drain(max(deadline - time.monotonic(), 0.0))
+        for store, writeback in zip(self._stores, self._writebacks, strict=True):
+            if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
+                log.warning("%d objects never came to %s", writeback.pending, store.name)
         controllers: list[WriteBack | Prefetcher] = [*self._writebacks, self._prefetcher]
         for controller in controllers:
             controller.stop()
@@ -207,13 +223,17 @@ class StorageManager:
             self._written.notify_all()
         for store in self._stores:
             store.close()
-        deadline = time.monotonic() + CLOSE_GRACE_S + max((store.timeout_s for store in self._stores), default=0.0)
+        longest = max((store.timeout_s for store in self._stores), default=0.0)
+        deadline = time.monotonic() + (CLOSE_GRACE_S + longest if end_s is None else end_s)
         ended = [controller.join(max(deadline - time.monotonic(), 0.0)) for controller in controllers]
         if not all(ended):
             log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
             return
-        self._arena.release()
-        self._memory.close()
+        try:
+            self._arena.release()
+            self._memory.close()
+        except BufferError:
+            log.error("a transport holds the arena beyond the end of its requests; it stays mapped")
 
     def status(self) -> dict[str, object]:
         with self.lock:

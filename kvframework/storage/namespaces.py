@@ -27,7 +27,7 @@ class NamespaceRecord(Message, frozen=True):
 
 
 class NamespaceRecords:
-    """Thread-safe; entries stay for the life of the server."""
+    """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
@@ -37,11 +37,12 @@ class NamespaceRecords:
         return len(self._records)
 
     def get(self, namespace: bytes) -> NamespaceRecord | None:
-        return self._records.get(namespace)
+        with self._lock:
+            return self._records.get(namespace)
 
     def add(self, namespace: bytes, record: NamespaceRecord) -> None:
-        """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if there are too
-        many or the record is too long."""
+        """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if the record is too
+        long."""
         with self._lock:
             known = self._records.get(namespace)
             if known is not None and known != record:
@@ -51,15 +52,16 @@ class NamespaceRecords:
                     available="one meaning per namespace",
                     hint="compute it with kvframework.api.compute_namespace from everything that differs",
                 )
-            if known is None and len(self._records) >= MAX_NAMESPACES:
-                raise RequestError(f"there are {MAX_NAMESPACES} namespaces already", hint="restart the server")
             if len(_encoded(record)) > RECORD_BYTES:
                 raise RequestError("the namespace's record is too long", hint="use a shorter model name")
+            self._records.pop(namespace, None)
+            if len(self._records) >= MAX_NAMESPACES:
+                del self._records[next(iter(self._records))]
             self._records[namespace] = record
 
     def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
         """Key and value of the record in L2."""
-        record = self._records.get(namespace)
+        record = self.get(namespace)
         if record is None:
             return None
         return record_key(namespace), memoryview(_encoded(record))

@@ -5,61 +5,22 @@ storage manager serialises calls). Invariants, tested against a model:
 
 * Only committed objects are readable; what was reserved and not committed never is.
 * A range has one owner: a free range, a write lease, or one readable object.
-* An expired write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the owner's end,
-since a stopped writer may wake up and write.
+* An expired or withdrawn write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
+owner's end, since a stopped writer may wake up and write.
 * What is pinned is neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvframework.api import EvictionPolicy, PackedKey
-from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.allocator import RangeAllocator, rounded
+from kvframework.storage.leases import LeaseBook, PinLease, StoredObject, WriteLease
 
-INTERNAL_OWNER = 0
-MAX_LEASES_PER_OWNER = 4096
-NO_DEADLINE = math.inf
-
-
-@dataclass(slots=True)
-class StoredObject:
-    """A readable object."""
-
-    key: PackedKey
-    offset: int
-    length: int
-    pins: int = 0
-
-
-@dataclass(slots=True)
-class WriteLease:
-    """Ranges that one writer may fill, then commit."""
-
-    id: str
-    owner: int
-    request_id: str
-    deadline: float
-    items: list[tuple[PackedKey, int, int]]
-    quarantined: bool = False
-
-
-@dataclass(slots=True)
-class PinLease:
-    """Objects that may not leave: under a LOOKUP's ticket, or while a RETRIEVE reads them."""
-
-    id: str
-    owner: int
-    request_id: str
-    deadline: float
-    objects: list[StoredObject]
-    held: bool = True
+# How long the owner of a lapsed pin lease may still ask for its end, and be told that it did not hold.
+REMEMBER_LAPSED_S = 600.0
 
 
 @dataclass(slots=True)
@@ -71,9 +32,6 @@ class Reservation:
     present: int = 0
     in_flight: int = 0
     dropped: int = 0
-
-
-L = TypeVar("L", WriteLease, PinLease)
 
 
 class ObjectTable:
@@ -88,11 +46,7 @@ class ObjectTable:
         self._policy = policy
         self._objects: dict[PackedKey, StoredObject] = {}
         self._writing: dict[PackedKey, WriteLease] = {}
-        self._write_leases: dict[str, WriteLease] = {}
-        self._pin_leases: dict[str, PinLease] = {}
-        self._leases_of: dict[int, set[str]] = {}
-        self._boot = secrets.token_hex(4)
-        self._count = itertools.count(1)
+        self._leases = LeaseBook()
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -102,11 +56,11 @@ class ObjectTable:
 
     @property
     def write_leases(self) -> int:
-        return len(self._write_leases)
+        return len(self._leases.writes)
 
     @property
     def pin_leases(self) -> int:
-        return len(self._pin_leases)
+        return len(self._leases.pins)
 
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
         return any(key in self._writing for key in keys)
@@ -121,9 +75,8 @@ class ObjectTable:
         Items come in prefix order: after the first that cannot be placed the rest is dropped, since without it they
         could not be a hit. Raises `RequestError` if the owner holds too many leases.
         """
-        self._check_lease_count(owner)
-        lease = WriteLease(self._new_id(), owner, request_id, deadline, [])
-        self._remember(lease, self._write_leases)
+        self._make_room(owner)
+        lease = self._leases.open_write(owner, request_id, deadline)
         result = Reservation(lease)
         # What this very request will need is the last that it may push out.
         present = [self._objects[key] for key, _ in items if key in self._objects]
@@ -150,23 +103,23 @@ class ObjectTable:
         finally:
             self._unpin(present)
         if not lease.items:
-            self._forget(lease)
+            self._leases.close(lease)
             result.lease = None
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
         """The number of objects that a write lease holds. Raises `LeaseUnknown`."""
-        return len(self._own_write_lease(lease_id, owner).items)
+        return len(self._leases.write(lease_id, owner).items)
 
     def commit(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject]:
         """Publishes a lease's objects and ends it; an expired one frees its ranges and publishes nothing: []."""
-        lease = self._own_write_lease(lease_id, owner)
+        lease = self._leases.write(lease_id, owner)
         if now >= lease.deadline:
             self._quarantine(lease)
         if lease.quarantined:
             self._drop_write_lease(lease)
             return []
-        self._forget(lease)
+        self._leases.close(lease)
         objects = []
         for key, offset, nbytes in lease.items:
             del self._writing[key]
@@ -179,7 +132,7 @@ class ObjectTable:
 
     def abort(self, lease_id: str, *, owner: int) -> int:
         """Frees a lease's ranges unpublished; the number of objects."""
-        lease = self._own_write_lease(lease_id, owner)
+        lease = self._leases.write(lease_id, owner)
         self._drop_write_lease(lease)
         return len(lease.items)
 
@@ -189,53 +142,66 @@ class ObjectTable:
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease | None:
         """Pins all of `keys`, or none and returns None if one is missing. Counts as a use of each if `touch`."""
-        self._check_lease_count(owner)
+        self._make_room(owner)
         objects = [self._objects.get(key) for key in keys]
         found = [stored for stored in objects if stored is not None]
         if len(found) != len(objects):
             return None
+        lease = self._leases.open_pin(owner, request_id, deadline, found)
         if touch:
             self._touch(found)
         self._pin(found)
-        lease = PinLease(self._new_id(), owner, request_id, deadline, found)
-        self._remember(lease, self._pin_leases)
         return lease
+
+    def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
+        """The objects under a pin lease, None if it has lapsed."""
+        lease = self._own_pin_lease(lease_id, owner, now)
+        return lease.objects if lease.held else None
 
     def unpin(self, lease_id: str, *, owner: int, now: float) -> PinLease:
         """Ends a pin lease; its `held` says whether the pins held until now."""
-        lease = self._pin_leases.get(lease_id)
-        if lease is None or lease.owner != owner:
-            raise _unknown(lease_id)
-        if now >= lease.deadline:
-            self._lapse(lease)
+        lease = self._own_pin_lease(lease_id, owner, now)
         self._drop_pin_lease(lease)
         return lease
 
     # time and ends
 
     def expire(self, now: float) -> None:
-        """Quarantines write leases and lapses pin leases whose deadline has passed."""
-        for write in self._write_leases.values():
-            if not write.quarantined and now >= write.deadline:
+        """Quarantines write leases and lapses pin leases whose deadline has passed; forgets what lapsed long ago."""
+        for write in self._leases.writes.values():
+            if now >= write.deadline:
                 self._quarantine(write)
-        for pins in self._pin_leases.values():
-            if pins.held and now >= pins.deadline:
+        for pins in list(self._leases.pins.values()):
+            if now >= pins.deadline:
                 self._lapse(pins)
+            if now >= pins.deadline + REMEMBER_LAPSED_S:
+                self._drop_pin_lease(pins)
 
-    def end_owner(self, owner: int, request_id: str | None = None) -> int:
-        """Ends all leases of an owner (of one request if given); the number ended."""
-        ids = [
-            lease_id
-            for lease_id in self._leases_of.get(owner, ())
-            if request_id is None or self._lease(lease_id).request_id == request_id
-        ]
-        for lease_id in ids:
-            lease = self._lease(lease_id)
+    def end_owner(self, owner: int) -> int:
+        """Ends all leases of an owner that is gone: it writes and reads no more. The number ended."""
+        leases = self._leases.of(owner)
+        for lease in leases:
             if isinstance(lease, WriteLease):
                 self._drop_write_lease(lease)
             else:
                 self._drop_pin_lease(lease)
-        return len(ids)
+        return len(leases)
+
+    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+        """Ends what an owner that lives claims (of one request if given); the number ended.
+
+        Its pins end. What it was to write is published no more, but it may still be writing: the ranges are
+        quarantined.
+        """
+        ended = 0
+        for lease in self._leases.of(owner, request_id):
+            if isinstance(lease, PinLease):
+                self._drop_pin_lease(lease)
+                ended += 1
+            elif not lease.quarantined:
+                self._quarantine(lease)
+                ended += 1
+        return ended
 
     def clear(self) -> tuple[list[StoredObject], int]:
         """Drops every object that is not pinned: (dropped, number still in use)."""
@@ -331,7 +297,7 @@ class ObjectTable:
             lease.objects = []
 
     def _drop_write_lease(self, lease: WriteLease) -> None:
-        self._forget(lease)
+        self._leases.close(lease)
         for key, offset, nbytes in lease.items:
             if lease.quarantined:
                 self.quarantined_bytes -= rounded(nbytes)
@@ -340,46 +306,19 @@ class ObjectTable:
             self._free(offset, nbytes)
 
     def _drop_pin_lease(self, lease: PinLease) -> None:
-        self._forget(lease)
+        self._leases.close(lease)
         if lease.held:
             self._unpin(lease.objects)
 
-    def _remember(self, lease: L, leases: dict[str, L]) -> None:
-        leases[lease.id] = lease
-        self._leases_of.setdefault(lease.owner, set()).add(lease.id)
-
-    def _forget(self, lease: WriteLease | PinLease) -> None:
-        leases: dict[str, WriteLease] | dict[str, PinLease]
-        leases = self._write_leases if isinstance(lease, WriteLease) else self._pin_leases
-        del leases[lease.id]
-        owned = self._leases_of[lease.owner]
-        owned.discard(lease.id)
-        if not owned:
-            del self._leases_of[lease.owner]
-
-    def _lease(self, lease_id: str) -> WriteLease | PinLease:
-        return self._write_leases.get(lease_id) or self._pin_leases[lease_id]
-
-    def _own_write_lease(self, lease_id: str, owner: int) -> WriteLease:
-        lease = self._write_leases.get(lease_id)
-        if lease is None or lease.owner != owner:
-            raise _unknown(lease_id)
+    def _own_pin_lease(self, lease_id: str, owner: int, now: float) -> PinLease:
+        lease = self._leases.pin(lease_id, owner)
+        if now >= lease.deadline:
+            self._lapse(lease)
         return lease
 
-    def _check_lease_count(self, owner: int) -> None:
-        if owner != INTERNAL_OWNER and len(self._leases_of.get(owner, ())) >= MAX_LEASES_PER_OWNER:
-            raise RequestError(
-                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
-                available=f"at most {MAX_LEASES_PER_OWNER} at once",
-                hint="commit, abort or free them, or send END_SESSION",
-            )
-
-    def _new_id(self) -> str:
-        # Unique over restarts too, so that a lease of an earlier boot is never taken for one of this.
-        return f"{self._boot}-{next(self._count):x}"
-
-
-def _unknown(lease_id: str) -> LeaseUnknown:
-    return LeaseUnknown(
-        f"there is no lease {lease_id!r} of this client", hint="it ended, or the server was restarted: prepare again"
-    )
+    def _make_room(self, owner: int) -> None:
+        """Forgets an owner's lapsed pin leases before they keep it from getting new ones."""
+        if self._leases.is_full(owner):
+            for lease in self._leases.of(owner):
+                if isinstance(lease, PinLease) and not lease.held:
+                    self._drop_pin_lease(lease)

@@ -16,8 +16,8 @@ from typing import Protocol
 from kvframework.api import PackedKey, PrefetchTask
 from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
+from kvframework.storage.leases import PinLease
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
-from kvframework.storage.objects import PinLease
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Protocol
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
+from kvframework.storage.leases import PinLease
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.objects import PinLease
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvframework.errors import InvalidPayload, KVFrameworkError, MalformedFrames
 REQUEST_ID_BYTES = 8
 MAX_TYPE_BYTES = 64
 MAX_PAYLOAD_BYTES = 16 << 20
-MAX_BUFFER_BYTES = 1 << 30
+MAX_BUFFER_BYTES = 256 << 20  # all buffers of a message together
 MAX_BUFFERS = 4096
 ERROR_TYPE = "ERROR"
 
@@ -71,9 +71,8 @@ def split(frames: Sequence[Buffer]) -> Envelope:
     except UnicodeDecodeError:
         raise MalformedFrames("the type frame is not ASCII") from None
     buffers = [memoryview(frame).cast("B") for frame in frames[3:]]
-    for index, buffer in enumerate(buffers):
-        if buffer.nbytes > MAX_BUFFER_BYTES:
-            raise MessageTooLarge(f"buffer {index} has {buffer.nbytes} bytes", available=f"at most {MAX_BUFFER_BYTES}")
+    if sum(buffer.nbytes for buffer in buffers) > MAX_BUFFER_BYTES:
+        raise MessageTooLarge(f"{len(buffers)} buffers are too large together", available=f"{MAX_BUFFER_BYTES} bytes")
     return Envelope(int.from_bytes(frames[0], "little"), type_name, frames[2], buffers)
 
 

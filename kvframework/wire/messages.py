@@ -26,8 +26,9 @@ class Empty(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first request on every connection. `session` joins a further socket to a session; `min_version` and
-    `max_version` bound what the client speaks; `hasher` is a fingerprint, "" to take the server's."""
+    """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
+    of the same client that is to end first, because its connection was lost; `min_version` and `max_version` bound what
+    the client speaks; `hasher` is a fingerprint, "" to take the server's."""
 
     client: str
     pid: int
@@ -36,6 +37,7 @@ class Hello(Message, frozen=True):
     capabilities: tuple[str, ...] = ()
     session: bytes = b""
     hasher: str = ""
+    replaces: bytes = b""
 
 
 class HelloReply(Message, frozen=True):
@@ -122,6 +124,21 @@ class TransferRequest(Message, frozen=True):
     skip_first_n_tokens: int = 0
 
 
+class GatherBlock(Message, frozen=True):
+    """GATHER_BLOCK of a server-driven transport, for the canary: one block id per layer group, packed like `block_ids`
+    of a transfer, with one id each."""
+
+    instance_id: InstanceId
+    block_ids: tuple[bytes, ...]
+    event: bytes = b""
+
+
+class GatheredBlock(Message, frozen=True):
+    """The canonical bytes `[planes, layers, slots per block, hidden]` of one block per layer group."""
+
+    groups: tuple[bytes, ...]
+
+
 class TransferReply(Message, frozen=True):
     ok: bool
     outcome: StoreOutcome = StoreOutcome()
@@ -129,10 +146,12 @@ class TransferReply(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """PREPARE_STORE and PREPARE_RETRIEVE."""
+    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: how many chunks at the beginning of the
+    range are not stored, per layer group; () for none. Only a window or state may leave out any."""
 
     key: CacheKey
     instance_id: InstanceId
+    first_chunks: tuple[int, ...] = ()
 
 
 class LeaseRef(Message, frozen=True):
@@ -155,6 +174,41 @@ class RetrieveCommitted(Message, frozen=True):
 
 class Aborted(Message, frozen=True):
     freed: int
+
+
+class StoreCpuChunks(Message, frozen=True):
+    """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each.
+
+    `objects` says which, in order: ascending packed u32 that count chunk by chunk from the key's `start`, in each chunk
+    by layer group. Without objects and buffers it is a question: what is missing?
+    """
+
+    key: CacheKey
+    instance_id: InstanceId
+    objects: bytes = b""
+
+
+class ChunksStored(Message, frozen=True):
+    """What became of the objects that were sent. To a question: how many are present, and the others in `missing`,
+    packed like `objects`; what another is writing right now counts as missing."""
+
+    outcome: StoreOutcome
+    missing: bytes = b""
+
+
+class RetrieveCpuChunks(Message, frozen=True):
+    """RETRIEVE_CPU_CHUNKS: the bytes of objects that PREPARE_RETRIEVE pinned under `lease`; `objects` are packed u32
+    positions in its `ranges`."""
+
+    lease: str
+    objects: bytes
+
+
+class ChunksSent(Message, frozen=True):
+    """One raw buffer behind it for each object that was asked for, in order; none if `held` is False: the pins have
+    lapsed. Only COMMIT_RETRIEVE tells whether they held until all was received."""
+
+    held: bool
 
 
 class Lookup(Message, frozen=True):
@@ -231,12 +285,16 @@ __all__ = [
     "Cancel",
     "CancelReply",
     "ChunkSize",
+    "ChunksSent",
+    "ChunksStored",
     "Clear",
     "Cleared",
     "Committed",
     "Empty",
     "EndSession",
     "Freed",
+    "GatherBlock",
+    "GatheredBlock",
     "GetChunkSize",
     "Hello",
     "HelloReply",
@@ -249,9 +307,11 @@ __all__ = [
     "RegisterNonGpuContextPayload",
     "Registered",
     "RetrieveCommitted",
+    "RetrieveCpuChunks",
     "RetrievePlan",
     "SessionEnded",
     "StatusReply",
+    "StoreCpuChunks",
     "StoreOutcome",
     "StorePlan",
     "TicketRef",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvframework.api import RequestSpec
 from kvframework.wire import messages as m
+from kvframework.wire.frames import MAX_BUFFERS
 
 _SPECS = (
     RequestSpec("HELLO", m.Hello, m.HelloReply),
+    RequestSpec("GOODBYE", m.Empty, m.Empty),
     RequestSpec("PING", m.Empty, m.Pong),
     RequestSpec("NOOP", m.Empty, m.Empty),
     RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
@@ -15,11 +17,14 @@ _SPECS = (
     RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty),
     RequestSpec("STORE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
     RequestSpec("RETRIEVE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
+    RequestSpec("GATHER_BLOCK", m.GatherBlock, m.GatheredBlock),
     RequestSpec("PREPARE_STORE", m.Prepare, m.StorePlan),
     RequestSpec("COMMIT_STORE", m.LeaseRef, m.Committed),
     RequestSpec("ABORT", m.LeaseRef, m.Aborted),
     RequestSpec("PREPARE_RETRIEVE", m.Prepare, m.RetrievePlan),
     RequestSpec("COMMIT_RETRIEVE", m.LeaseRef, m.RetrieveCommitted),
+    RequestSpec("STORE_CPU_CHUNKS", m.StoreCpuChunks, m.ChunksStored, deadline_s=30.0, buffers=MAX_BUFFERS),
+    RequestSpec("RETRIEVE_CPU_CHUNKS", m.RetrieveCpuChunks, m.ChunksSent),
     RequestSpec("LOOKUP", m.Lookup, m.LookupReply),
     RequestSpec("QUERY_PREFETCH_STATUS", m.TicketRef, m.LookupReply),
     RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),

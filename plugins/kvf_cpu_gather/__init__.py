@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
-from kvframework.api import EngineLink, NoOptions, TransferContext, TransportProvider, hookimpl
+from kvf_cpu_gather.options import CpuGatherOptions
+from kvframework.api import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import PluginUnavailable
 
 
-def _create(_options: NoOptions, link: EngineLink) -> TransferContext:
+def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
     """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is
     nothing that a probe could refuse."""
     if importlib.util.find_spec("torch") is None:
@@ -17,15 +18,16 @@ def _create(_options: NoOptions, link: EngineLink) -> TransferContext:
         )
     from kvf_cpu_gather.context import CpuGather
 
-    return CpuGather(link)
+    return CpuGather(link, options.path)
 
 
 @hookimpl
-def kvf_transports() -> list[TransportProvider[NoOptions]]:
+def kvf_transports() -> list[TransportProvider[CpuGatherOptions]]:
     return [
         TransportProvider(
             name="cpu_gather",
-            summary="the engine copies its blocks to and from the shared arena itself; any torch device",
+            summary="the engine moves its blocks itself, over the shared arena or the wire; any torch device",
+            options=CpuGatherOptions,
             create=_create,
         )
     ]

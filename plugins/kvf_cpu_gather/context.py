@@ -1,4 +1,4 @@
-"""Owns the engine half of `cpu_gather`: prepare, copy, commit. Runs in the engine's own thread, blocking.
+"""Owns the engine half of `cpu_gather`: checks, and the choice of the way. Runs in the engine's own thread, blocking.
 
 A failure of the server is a miss: the future resolves False and one line is logged. Wrong arguments raise.
 """
@@ -6,15 +6,19 @@ A failure of the server is a miss: the future resolves False and one line is log
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvf_cpu_gather.copying import wait_for_devices
+from kvf_cpu_gather.arena_path import retrieve_from_arena, store_in_arena
+from kvf_cpu_gather.copying import gather_one_block
+from kvf_cpu_gather.options import Path
 from kvf_cpu_gather.throttle import ThrottledLog
 from kvf_cpu_gather.transfer import Transfer
+from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api import (
-    ArenaRange,
+    CANONICAL,
+    OPAQUE,
     BlockIds,
     CacheKey,
     EngineLink,
@@ -24,6 +28,7 @@ from kvframework.api import (
     Registration,
     StoreOutcome,
     TransferContext,
+    check_skip,
 )
 from kvframework.errors import BadLayout, BadRange, KVFrameworkError, NotRegistered
 
@@ -31,10 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 class CpuGather(TransferContext):
-    """See `TransferContext`. Futures come back resolved; nothing is kept between calls but the registration."""
+    """See `TransferContext`. Futures come back resolved; between calls only the registration is kept, and over the
+    wire some staging memory. `path` "auto": the arena where it is mapped, else the wire."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, path: Path = "auto") -> None:
         self._link = link
+        self._path = path
+        self._wire = WirePath(link)
         self._registered: tuple[Registration, Layout] | None = None
         self._quiet = ThrottledLog(_log)
 
@@ -42,10 +50,12 @@ class CpuGather(TransferContext):
         return ()
 
     def register(self, registration: Registration, layout: Layout) -> None:
-        """Raises `BadLayout` if objects are not in canonical form."""
+        """Raises `BadLayout` if objects are neither canonical nor opaque blocks."""
         forms = {group.form for group in registration.desc.groups}
-        if forms != {"canonical"}:
-            raise BadLayout(f"objects of form {', '.join(sorted(forms))}", available="canonical", where="cpu_gather")
+        if not all(form == CANONICAL or form.startswith(OPAQUE) for form in forms):
+            raise BadLayout(
+                f"objects of form {', '.join(sorted(forms))}", available=f"{CANONICAL}, {OPAQUE}...", where="cpu_gather"
+            )
         self._registered = registration, layout
 
     def submit_store(
@@ -59,7 +69,7 @@ class CpuGather(TransferContext):
         blocks_in_chunk: Sequence[int],
     ) -> MessagingFuture[bool]:
         """Copies what the server lacks, synchronously. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
-        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk)
+        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
         dropped = StoreOutcome(dropped=transfer.chunks * len(transfer.views))
         try:
             outcome = self._store(transfer, key, instance_id, event)
@@ -83,11 +93,12 @@ class CpuGather(TransferContext):
         skip_first_n_tokens: int = 0,
     ) -> MessagingFuture[bool]:
         """Copies into the blocks, synchronously. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
-        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk)
+        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=False)
         if not 0 <= skip_first_n_tokens <= key.end - key.start:
             raise BadRange(
                 f"skip_first_n_tokens is {skip_first_n_tokens}", available=f"0 to {key.end - key.start} tokens"
             )
+        check_skip(transfer.layout, skip_first_n_tokens)
         try:
             held = self._retrieve(transfer, key, instance_id, event, skip_first_n_tokens)
         except KVFrameworkError as error:
@@ -98,8 +109,20 @@ class CpuGather(TransferContext):
             return MessagingFuture.resolved(False)
         return MessagingFuture.resolved(held)
 
+    def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
+        if self._registered is None:
+            raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
+        registration, layout = self._registered
+        views = layout.block_views(registration.layout, kv_caches)
+        with torch.inference_mode():
+            return [
+                gather_one_block(group, desc, block)
+                for group, desc, block in zip(views, registration.desc.groups, blocks, strict=True)
+            ]
+
     def close(self) -> None:
         self._registered = None
+        self._wire.close()
 
     def _checked(
         self,
@@ -107,86 +130,40 @@ class CpuGather(TransferContext):
         kv_caches: Mapping[str, LayerTensors],
         block_ids: BlockIds,
         blocks_in_chunk: Sequence[int],
+        *,
+        storing: bool,
     ) -> Transfer:
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         with torch.inference_mode():
-            return Transfer(*self._registered, key, kv_caches, block_ids, blocks_in_chunk)
+            return Transfer(*self._registered, key, kv_caches, block_ids, blocks_in_chunk, storing=storing)
 
     def _store(self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None) -> StoreOutcome:
-        arena = self._mapped()
-        plan = self._link.prepare_store(key, instance_id)
-        if not plan.lease:
-            return plan.outcome
-
-        def gather(place: ArenaRange, target: torch.Tensor) -> None:
-            transfer.selections[place.group].gather(place.chunk, transfer.views[place.group], target)
-
-        try:
-            if event is not None:
-                event.synchronize()
-            with torch.inference_mode():
-                transfer.each_range(arena, plan.ranges, gather)
-            return _sum(plan.outcome, self._link.commit_store(plan.lease))
-        except BaseException:
-            self._end_quietly(self._link.abort_store, plan.lease)
-            raise
+        arena = self._arena()
+        if arena is None:
+            return self._wire.store(transfer, key, instance_id, event)
+        return store_in_arena(self._link, arena, transfer, key, instance_id, event)
 
     def _retrieve(
         self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None, skip_tokens: int
     ) -> bool:
-        arena = self._mapped()
-        plan = self._link.prepare_retrieve(key, instance_id)
-        if not plan.hit:
-            return False
-
-        def scatter(place: ArenaRange, source: torch.Tensor) -> None:
-            skip = skip_tokens - place.chunk * transfer.desc.chunk_tokens
-            if skip < transfer.desc.chunk_tokens:
-                skip_slots = max(0, skip) // transfer.compress_ratios[place.group]
-                transfer.selections[place.group].scatter(place.chunk, transfer.views[place.group], source, skip_slots)
-
-        try:
-            transfer.check_complete(plan.ranges)
-            if event is not None:
-                event.synchronize()
-            with torch.inference_mode():
-                transfer.each_range(arena, plan.ranges, scatter)
-                wait_for_devices(transfer.views)
-        except BaseException:
-            self._end_quietly(self._link.commit_retrieve, plan.lease)
-            raise
-        return self._link.commit_retrieve(plan.lease)
-
-    def _mapped(self) -> memoryview:
-        arena = self._link.arena()
+        arena = self._arena()
         if arena is None:
+            return self._wire.retrieve(transfer, key, instance_id, event, skip_tokens)
+        return retrieve_from_arena(self._link, arena, transfer, key, instance_id, event, skip_tokens)
+
+    def _arena(self) -> memoryview | None:
+        """The arena if bytes are to be moved there, None if over the wire."""
+        arena = self._link.arena() if self._path != "wire" else None
+        if arena is None and self._path == "arena":
             raise _ArenaNotMapped(
                 "the server's arena is not mapped in this process",
-                hint="connect over ipc:// as the server's user; cpu_gather moves no bytes over the wire",
+                hint='connect over ipc:// as the server\'s user, or leave path = "auto"',
             )
         return arena
-
-    @staticmethod
-    def _end_quietly(end: Callable[[str], object], lease: str) -> None:
-        """Gives a lease back after a failure; if that fails too, it ends with the lease's time or this client."""
-        try:
-            end(lease)
-        except KVFrameworkError as error:
-            _log.debug("the lease was not given back: %s", error)
 
 
 class _ArenaNotMapped(KVFrameworkError):
     """Engine and server do not share memory."""
 
     code = "kvf_cpu_gather.no_arena"
-
-
-def _sum(planned: StoreOutcome, committed: StoreOutcome) -> StoreOutcome:
-    """What became of all objects of a store: those outside the lease, and those of the lease."""
-    return StoreOutcome(
-        stored=planned.stored + committed.stored,
-        present=planned.present + committed.present,
-        in_flight=planned.in_flight + committed.in_flight,
-        dropped=planned.dropped + committed.dropped,
-    )

@@ -80,6 +80,17 @@ class BlockSelection:
         return self._chunks[device][chunk]
 
 
+def gather_one_block(views: GroupViews, desc: GroupDesc, block: int) -> bytes:
+    """The canonical bytes of one block, `[planes, layers, slots per block, hidden]`, by the copy that stores use."""
+    sample = views[0][0]
+    planes, layers, _, hidden = desc.shape
+    shape = (planes, layers, sample.shape[1], hidden)
+    one = GroupDesc(shape, desc.dtype)
+    memory = torch.empty(one.nbytes, dtype=torch.uint8)
+    BlockSelection(torch.tensor([block]), 1).gather(0, views, object_view(memory, 0, one, sample))
+    return bytes(memory.tolist())
+
+
 def wait_for_devices(views: Sequence[GroupViews]) -> None:
     """Blocks until copies queued on the views' devices are done; nothing to wait for in host memory."""
     for device in {view.device for group in views for plane in group for view in plane}:

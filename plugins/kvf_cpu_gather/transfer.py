@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvf_cpu_gather.copying import BlockSelection, object_view
-from kvframework.api import ArenaRange, BlockIds, CacheKey, LayerTensors, Layout, Registration
+from kvframework.api import (
+    ArenaRange,
+    BlockIds,
+    CacheKey,
+    LayerGroup,
+    LayerTensors,
+    Layout,
+    Registration,
+    touched_blocks,
+)
 from kvframework.errors import BadBlockIds, BadRange
 
 if TYPE_CHECKING:
@@ -21,7 +30,8 @@ if TYPE_CHECKING:
 class Transfer:
     """The checked arguments of one submit: views of the engine's memory and the blocks of each chunk.
 
-    Borrows the engine's tensors. Raises `BadRange`, `BadBlockIds` or `BadLayout`.
+    `first_chunks` is, per layer group, how many chunks a store leaves out, see `touched_blocks`. Borrows the engine's
+    tensors. Raises `BadRange`, `BadBlockIds` or `BadLayout`.
     """
 
     def __init__(
@@ -32,6 +42,8 @@ class Transfer:
         kv_caches: Mapping[str, LayerTensors],
         block_ids: BlockIds,
         blocks_in_chunk: Sequence[int],
+        *,
+        storing: bool,
     ) -> None:
         self.desc = registration.desc
         self.chunks, rest = divmod(key.end - key.start, self.desc.chunk_tokens)
@@ -44,19 +56,49 @@ class Transfer:
             raise BadBlockIds(f"blocks_in_chunk is {list(blocks_in_chunk)}", available=f"{expected}")
         if len(block_ids) != len(expected):
             raise BadBlockIds(f"{len(block_ids)} lists of block ids", available=f"{len(expected)}, one per layer group")
-        self.compress_ratios = [group.compress_ratio for group in registration.layout.groups]
+        self.layout = registration.layout
+        self._groups = registration.layout.groups
         self.views: list[GroupViews] = list(layout.block_views(registration.layout, kv_caches))
-        self.selections = [
-            BlockSelection(_checked_ids(ids, group, count * self.chunks, self.views[group][0][0].shape[0]), count)
-            for group, (ids, count) in enumerate(zip(block_ids, expected, strict=True))
-        ]
+        self._selections: list[BlockSelection] = []
+        self._first_blocks: list[int] = []
+        self.first_chunks: list[int] = []
+        for index, (ids, group) in enumerate(zip(block_ids, self._groups, strict=True)):
+            whole = _as_tensor(ids, index, expected[index] * self.chunks)
+            used, per_chunk, first = _touched(group, self.desc.chunk_tokens, whole, storing)
+            _check_range(used[first:], index, self.views[index][0][0].shape[0])
+            self._selections.append(BlockSelection(used, per_chunk))
+            self._first_blocks.append(first)
+            self.first_chunks.append(first // per_chunk)
+
+    def gather(self, place: ArenaRange, target: torch.Tensor) -> None:
+        """Fills `target`, the object view of `place`. Raises `ValueError` for a chunk that the engine does not hold."""
+        if place.chunk < self.first_chunks[place.group]:
+            raise ValueError(f"the server asks for chunk {place.chunk} of layer group {place.group}, which is not held")
+        self._selections[place.group].gather(place.chunk, self.views[place.group], target)
+
+    def scatter(self, place: ArenaRange, source: torch.Tensor, skip_tokens: int) -> None:
+        """Writes `source`, the object view of `place`, into the engine's blocks: what lies in the group's window and
+        not in the first `skip_tokens` tokens of the range. A state is written whole."""
+        group, chunk_tokens = self._groups[place.group], self.desc.chunk_tokens
+        if group.state:
+            if place.chunk == self.chunks - 1 and skip_tokens < self.chunks * chunk_tokens:
+                self._selections[place.group].scatter(place.chunk, self.views[place.group], source, 0)
+            return
+        start = max(skip_tokens, self._first_blocks[place.group] * group.block_size)
+        skip = max(start - place.chunk * chunk_tokens, 0)
+        if skip < chunk_tokens:
+            skip_slots = skip // group.slot_tokens
+            self._selections[place.group].scatter(place.chunk, self.views[place.group], source, skip_slots)
+
+    def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
+        """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""
+        return (place.chunk + 1) * self.desc.chunk_tokens > skip_tokens
 
     def check_complete(self, ranges: Sequence[ArenaRange]) -> None:
-        """Raises `ValueError` if a chunk is missing that must be loaded: each under full attention, the last one of a
-        window or state (those before it may be of no use any more)."""
+        """Raises `ValueError` if a chunk is missing that must be loaded: each under full attention, those that a window
+        reaches, the last one of a state."""
         given = {(place.chunk, place.group) for place in ranges}
-        for group, desc in enumerate(self.desc.groups):
-            first = self.chunks - 1 if desc.window else 0
+        for group, first in enumerate(self.first_chunks):
             missing = [chunk for chunk in range(first, self.chunks) if (chunk, group) not in given]
             if missing:
                 raise ValueError(f"the server names no object for chunks {missing} of layer group {group}")
@@ -75,15 +117,27 @@ class Transfer:
             copy(place, object_view(whole, place.offset, desc, self.views[place.group][0][0]))
 
 
-def _checked_ids(ids: Sequence[int], group: int, count: int, blocks: int) -> torch.Tensor:
+def _touched(group: LayerGroup, chunk_tokens: int, ids: torch.Tensor, storing: bool) -> tuple[torch.Tensor, int, int]:
+    """`touched_blocks` of a tensor. What is not touched becomes block 0, since nothing looks at it."""
+    if not (group.window or group.state):
+        return ids, chunk_tokens // group.block_size, 0
+    used, per_chunk, first = touched_blocks(group, chunk_tokens, ids.tolist(), storing=storing)
+    return torch.tensor([0] * first + list(used[first:]), dtype=torch.int64), per_chunk, first
+
+
+def _as_tensor(ids: Sequence[int], group: int, count: int) -> torch.Tensor:
     if len(ids) != count:
         raise BadBlockIds(f"{len(ids)} block ids", where=f"layer group {group}", available=f"{count} for these tokens")
     try:
-        checked = torch.as_tensor(ids if not isinstance(ids, range) else list(ids), dtype=torch.int64)
+        return torch.as_tensor(ids if not isinstance(ids, range) else list(ids), dtype=torch.int64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise BadBlockIds(f"block ids are no integers: {error}", where=f"layer group {group}") from None
-    low, high = checked.aminmax()
+
+
+def _check_range(ids: torch.Tensor, group: int, blocks: int) -> None:
+    if not len(ids):
+        return
+    low, high = ids.aminmax()
     if int(low) < 0 or int(high) >= blocks:
         wrong = int(low) if int(low) < 0 else int(high)
         raise BadBlockIds(f"block id {wrong}", where=f"layer group {group}", available=f"0 to {blocks - 1}")
-    return checked

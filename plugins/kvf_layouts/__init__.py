@@ -1,21 +1,50 @@
-"""The first-party layouts: `paged` and `dynamic_cache`. Imported by servers without torch and by engines."""
+"""The first-party layouts: `paged`, `opaque` and `dynamic_cache`. Imported by servers without torch and by engines."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
+from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
+from kvf_layouts.rules import OpaqueRule, PagedRule
 from kvframework.api import LayoutProvider, NoOptions, Options, hookimpl
 
 
 class PagedOptions(Options, frozen=True):
-    """`axes` names the axes of one layer's tensor, outermost first, for example ["plane", "block", "token", "head",
-    "dim"]. A server needs none: engines declare them."""
+    """A server needs none: engines declare them."""
 
-    axes: tuple[str, ...] = ()
+    axes: Annotated[
+        tuple[str, ...],
+        Meta(description="axes of one layer's tensor, outermost first: layer, plane, block, token, head, dim"),
+    ] = ()
+    groups: Annotated[
+        tuple[PagedRule, ...],
+        Meta(description="layer groups: layers (patterns), axes, block_size, compress_ratio, window, state"),
+    ] = ()
+
+
+class OpaqueOptions(Options, frozen=True):
+    """A server needs none: engines declare them."""
+
+    packing: Annotated[
+        str, Meta(max_length=128, description="names the order inside a block; part of the namespace")
+    ] = ""
+    block_axis: Annotated[int | None, Meta(description="which axis of a layer's tensor counts blocks, from 0")] = None
+    groups: Annotated[
+        tuple[OpaqueRule, ...],
+        Meta(description="layer groups: layers (patterns), block_axis, block_size, window, state"),
+    ] = ()
 
 
 def _paged(options: PagedOptions) -> PagedLayout:
-    return PagedLayout(options.axes)
+    return PagedLayout(options.axes, options.groups)
+
+
+def _opaque(options: OpaqueOptions) -> OpaqueLayout:
+    return OpaqueLayout(options.packing, options.block_axis, options.groups)
 
 
 def _dynamic_cache(_options: NoOptions) -> DynamicCacheLayout:
@@ -23,13 +52,19 @@ def _dynamic_cache(_options: NoOptions) -> DynamicCacheLayout:
 
 
 @hookimpl
-def kvf_layouts() -> list[LayoutProvider[PagedOptions] | LayoutProvider[NoOptions]]:
+def kvf_layouts() -> list[LayoutProvider[PagedOptions] | LayoutProvider[OpaqueOptions] | LayoutProvider[NoOptions]]:
     return [
         LayoutProvider(
             name="paged",
-            summary="block tables: one tensor per layer with a plane axis, or one per plane, axes declared",
+            summary="block tables: axes declared, one tensor per layer or plane or for all layers",
             options=PagedOptions,
             create=_paged,
+        ),
+        LayoutProvider(
+            name="opaque",
+            summary="block tables of blocks in an order of the engine's own: whole blocks of raw bytes",
+            options=OpaqueOptions,
+            create=_opaque,
         ),
         LayoutProvider(
             name="dynamic_cache",

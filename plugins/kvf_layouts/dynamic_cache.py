@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_layouts.grouping import (
-    TensorGroup,
-    block_view,
-    check_declared,
-    group_parts,
-    parts_of,
-    plane_tensors,
-    same_size,
-)
-from kvframework.api import KVLayout, LayerGroup, LayerTensors, Layout, validate_layout
+from kvf_layouts.axes import block_view
+from kvf_layouts.declaring import declare
+from kvf_layouts.grouping import SeenLayer, TensorGroup, group_layers, plane_tensors, same_size, views_of
+from kvf_layouts.rules import GroupRule
+from kvframework.api import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
@@ -38,39 +33,15 @@ class DynamicCacheLayout(Layout):
         """See `Layout.describe`."""
         if block_size < 1:
             raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
-        layout = KVLayout(
-            self.name,
-            tuple(
-                LayerGroup(
-                    num_layers=len(group.names),
-                    block_size=block_size,
-                    heads=group.signature.heads,
-                    head_dim=group.signature.head_dim,
-                    dtype=group.signature.dtype,
-                    planes=group.signature.planes,
-                    axes=AXES,
-                    layer_names=tuple(group.names),
-                )
-                for group in _groups(kv_caches)
-            ),
-        )
-        validate_layout(layout)
-        return layout
+        groups = _groups(kv_caches, block_size)
+        return declare(self.name, groups, (GroupRule(),), block_size, lambda _rule: AXES, stable=False)
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """See `Layout.block_views`. All layers must hold the same number of tokens."""
-        groups = _groups(kv_caches)
-        check_declared(layout.groups, groups)
-        return [
-            [
-                [block_view(layer[plane], AXES, want.block_size // want.compress_ratio) for layer in group.layers]
-                for plane in range(want.planes)
-            ]
-            for want, group in zip(layout.groups, groups, strict=True)
-        ]
+        return views_of(layout.groups, _groups(kv_caches, layout.groups[0].block_size))
 
 
-def _groups(kv_caches: Mapping[str, LayerTensors]) -> list[TensorGroup]:
+def _groups(kv_caches: Mapping[str, LayerTensors], block_size: int) -> list[TensorGroup]:
     if not kv_caches:
         raise BadLayout("there are no layers", available="layer name -> (keys, values), in layer order")
     layers = {name: _pair(name, tensors) for name, tensors in kv_caches.items()}
@@ -78,8 +49,8 @@ def _groups(kv_caches: Mapping[str, LayerTensors]) -> list[TensorGroup]:
         {f"{name}[{index}]": tensor.shape[1] for name, pair in layers.items() for index, tensor in enumerate(pair)},
         "the number of tokens",
     )
-    return group_parts(
-        (name, signature, part) for name, pair in layers.items() for signature, part in parts_of(pair, AXES)
+    return group_layers(
+        SeenLayer(name, [block_view(tensor, AXES, block_size) for tensor in pair]) for name, pair in layers.items()
     )
 
 

@@ -1,8 +1,8 @@
-"""Owns the grouping of layers into layer groups, and the block view of one plane's tensor. Pure, engine side.
+"""Owns the way from layers to layer groups. Pure, engine side.
 
-A layer falls into parts: planes of equal shape and dtype make one part, unequal keys and values make two. Parts with
-the same signature form a layer group, in order of first appearance. Only tensor methods are called, so that nothing
-here imports torch.
+A layer falls into parts: planes of equal shape and dtype make one part, unequal keys and values make two. Parts of one
+rule with the same signature form a layer group: rule by rule, and there in order of first appearance. Only tensor
+methods are called, so that nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,20 @@ if TYPE_CHECKING:
     import torch
 
 
+class SeenLayer(NamedTuple):
+    """One layer as the declaration shows it. `planes` are block views; `rule` is the index of the rule that it falls
+    under; `strides` are those of the engine's tensor, empty if it has no stable memory."""
+
+    name: str
+    planes: Sequence[torch.Tensor]
+    rule: int = 0
+    strides: tuple[int, ...] = ()
+
+
 class Signature(NamedTuple):
     """What layers of one group have in common. `role` keeps unequal keys and values of different layers apart."""
 
+    rule: int
     planes: int
     heads: int
     head_dim: int
@@ -35,11 +46,25 @@ class Signature(NamedTuple):
 
 @dataclass
 class TensorGroup:
-    """Layers of one signature: their names and, per layer, the tensors of each plane."""
+    """Layers of one signature: their names and, per layer, the block view of each plane."""
 
     signature: Signature
     names: list[str] = field(default_factory=list)
     layers: list[Sequence[torch.Tensor]] = field(default_factory=list)
+    strides: set[tuple[int, ...]] = field(default_factory=set)
+
+    def blocks(self) -> int:
+        """The number of blocks. Raises `BadLayout` naming two layers that differ."""
+        sizes = {
+            f"{name}[{plane}]": view.shape[0]
+            for name, planes in zip(self.names, self.layers, strict=True)
+            for plane, view in enumerate(planes)
+        }
+        return same_size(sizes, "the number of blocks")
+
+    def one_stride(self) -> tuple[int, ...]:
+        """The strides that all layers have; () if they differ, since a declaration holds one set."""
+        return next(iter(self.strides)) if len(self.strides) == 1 else ()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -56,42 +81,25 @@ def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
     return tensors
 
 
-def parts_of(planes: Sequence[torch.Tensor], axes: Sequence[str]) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
-    """One part if all planes agree in heads, head size and dtype, else one part for each plane."""
-
-    def signature(tensor: torch.Tensor, count: int, role: str) -> Signature:
-        heads = tensor.shape[axes.index("head")] if "head" in axes else 1
-        return Signature(count, heads, tensor.shape[axes.index("dim")], dtype_name(tensor), role)
-
-    together = {signature(tensor, len(planes), "all planes") for tensor in planes}
-    if len(together) == 1:
-        return [(together.pop(), planes)]
-    return [(signature(tensor, 1, role), (tensor,)) for tensor, role in zip(planes, ("keys", "values"), strict=True)]
-
-
-def group_parts(parts: Iterable[tuple[str, Signature, Sequence[torch.Tensor]]]) -> list[TensorGroup]:
-    """Collects (layer name, signature, planes) into groups, in order of first appearance."""
+def group_layers(layers: Iterable[SeenLayer]) -> list[TensorGroup]:
+    """The layer groups, rule by rule, and there in order of first appearance."""
     groups: dict[Signature, TensorGroup] = {}
-    for name, signature, planes in parts:
-        group = groups.setdefault(signature, TensorGroup(signature))
-        group.names.append(name)
-        group.layers.append(planes)
-    return list(groups.values())
+    for layer in layers:
+        for signature, planes in _parts(layer):
+            group = groups.setdefault(signature, TensorGroup(signature))
+            group.names.append(layer.name)
+            group.layers.append(planes)
+            group.strides.add(layer.strides)
+    return sorted(groups.values(), key=lambda group: group.signature.rule)
 
 
-def check_declared(declared: Sequence[LayerGroup], found: Sequence[TensorGroup]) -> None:
-    """Raises `BadLayout` unless the tensors form the groups that were declared."""
-    if len(declared) != len(found):
-        raise BadLayout(f"the tensors form {len(found)} layer groups", available=f"{len(declared)} as declared")
-    for index, (want, have) in enumerate(zip(declared, found, strict=True)):
-        if len(have.names) != want.num_layers or not have.signature.fits(want):
-            raise BadLayout(
-                f"{len(have.names)} layers with {have.signature}",
-                where=f"layout.groups[{index}]",
-                available=f"{want.num_layers} layers, planes={want.planes}, heads={want.heads}, "
-                f"head_dim={want.head_dim}, dtype={want.dtype}",
-                hint="register again when the shapes have changed",
-            )
+def views_of(declared: Sequence[LayerGroup], groups: Sequence[TensorGroup]) -> list[list[list[torch.Tensor]]]:
+    """`[group][plane][layer]`, see `Layout.block_views`. Raises `BadLayout` unless these are the declared groups."""
+    _check_declared(declared, groups)
+    return [
+        [[layer[plane] for layer in group.layers] for plane in range(want.planes)]
+        for want, group in zip(declared, groups, strict=True)
+    ]
 
 
 def same_size(sizes: Mapping[str, int], what: str) -> int:
@@ -103,19 +111,35 @@ def same_size(sizes: Mapping[str, int], what: str) -> int:
     return first
 
 
-def block_view(tensor: torch.Tensor, axes: Sequence[str], slots: int) -> torch.Tensor:
-    """A view `[blocks, slots, heads, dim]` of one plane; `axes` names the tensor's axes, without a plane.
+def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
+    """One part if all planes agree in heads, head size and dtype, else one part for each plane."""
 
-    Without a block axis the token axis is split, and tokens behind the last whole block are left out.
-    """
-    names = list(axes)
-    if "block" not in names:
-        at = names.index("token")
-        blocks = tensor.shape[at] // slots
-        whole = tensor.narrow(at, 0, blocks * slots)
-        tensor = whole.unflatten(at, (blocks, slots))  # type: ignore[no-untyped-call]
-        names.insert(at, "block")
-    if "head" not in names:
-        tensor = tensor.unsqueeze(-1)
-        names.append("head")
-    return tensor.permute([names.index(axis) for axis in ("block", "token", "head", "dim")])
+    def signature(view: torch.Tensor, count: int, role: str) -> Signature:
+        return Signature(layer.rule, count, view.shape[2], view.shape[3], dtype_name(view), role)
+
+    together = {signature(view, len(layer.planes), "all planes") for view in layer.planes}
+    if len(together) == 1:
+        return [(together.pop(), layer.planes)]
+    return [(signature(view, 1, role), (view,)) for view, role in zip(layer.planes, ("keys", "values"), strict=True)]
+
+
+def _check_declared(declared: Sequence[LayerGroup], found: Sequence[TensorGroup]) -> None:
+    if len(declared) != len(found):
+        raise BadLayout(f"the tensors form {len(found)} layer groups", available=f"{len(declared)} as declared")
+    for index, (want, have) in enumerate(zip(declared, found, strict=True)):
+        where = f"layout.groups[{index}]"
+        if len(have.names) != want.num_layers or not have.signature.fits(want):
+            raise BadLayout(
+                f"{len(have.names)} layers with {have.signature}",
+                where=where,
+                available=f"{want.num_layers} layers, planes={want.planes}, heads={want.heads}, "
+                f"head_dim={want.head_dim}, dtype={want.dtype}",
+                hint="register again when the shapes have changed",
+            )
+        if want.layer_names and tuple(have.names) != want.layer_names:
+            raise BadLayout(f"layers {', '.join(have.names)}", where=where, available=", ".join(want.layer_names))
+        if want.strides and have.strides != {want.strides}:
+            raise BadLayout(
+                f"strides {sorted(have.strides)}", where=where, available=f"{want.strides} as declared",
+                hint="register again when the engine's memory has changed",
+            )  # fmt: skip

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from kvframework.api import ByteSize, Options
 
 LEAST = ByteSize(1 << 20)
 
 
 class PinnedOptions(Options, frozen=True):
-    """`capacity` is the size of the arena, at least 1 MiB."""
+    """See the descriptions of the fields."""
 
-    capacity: ByteSize = ByteSize(1 << 30)
+    capacity: Annotated[ByteSize, Meta(description="size of the arena, at least 1 MiB")] = ByteSize(1 << 30)
 
     def __post_init__(self) -> None:
         if self.capacity < LEAST:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,45 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvframework import __version__
+from tests.cli.command import install_config_plugins, run
 from tests.plugins.fake_distributions import HOOKS, codec_module, install
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    path = tmp_path / "site"
-    path.mkdir()
-    return path
-
-
-def run(*arguments: str, site: Path | None = None, config: str = "") -> subprocess.CompletedProcess[str]:
-    environ = os.environ | {"PYTHONPATH": str(site or ""), "KVFRAMEWORK_CONFIG": config, "COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, "-m", "kvframework.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env=environ,
-        timeout=60,
-        check=False,
-    )
-
-
-def install_config_plugins(site: Path) -> None:
-    """What a configuration of these tests names."""
-    source = """
-        from kvframework.api import ByteSize, L1Provider, Options, TierProvider, hookimpl
-        class Memory(Options, frozen=True):
-            size: ByteSize = ByteSize(1)
-        class Store(Options, frozen=True):
-            url: str
-        @hookimpl
-        def kvf_tiers():
-            return [
-                L1Provider(name="memory", summary="", create=print, options=Memory),
-                TierProvider(name="store", summary="", create=print, options=Store),
-            ]
-    """
-    install(site, "acme-kvf", {"tier.memory": "acme_tiers", "tier.store": "acme_tiers"}, {"acme_tiers": source})
-
 
 CONFIG = """
 transport = []

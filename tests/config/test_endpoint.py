@@ -32,9 +32,16 @@ def test_what_is_no_endpoint_is_refused(text: str) -> None:
         parse_endpoint(text)
 
 
-def test_tcp_is_refused_for_now() -> None:
-    with pytest.raises(EndpointError, match="plain tcp:// needs CURVE keys, not in this version"):
-        parse_endpoint("tcp://127.0.0.1:5555")
+def test_a_tcp_endpoint_is_a_host_and_a_port() -> None:
+    assert parse_endpoint("tcp://127.0.0.1:5555") == Endpoint("tcp", host="127.0.0.1", port=5555)
+    assert parse_endpoint("tcp://cache-1.lan:1") == Endpoint("tcp", host="cache-1.lan", port=1)
+    assert parse_endpoint("tcp://[::1]:65535") == Endpoint("tcp", host="::1", port=65535)
+
+
+@pytest.mark.parametrize("rest", ["", ":5", "host", "host:", "host:0", "host:65536", "host:5555/", "::1:5", "[red]x:1"])
+def test_what_is_no_tcp_endpoint_is_refused(rest: str) -> None:
+    with pytest.raises(EndpointError, match="no host and port"):
+        parse_endpoint(f"tcp://{rest}")
 
 
 def test_the_path_and_the_liveness_sockets_fit_into_a_socket_address() -> None:

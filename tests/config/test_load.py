@@ -37,7 +37,7 @@ def test_no_file_is_the_embedded_default() -> None:
     assert (config.l1.memory.use, config.l1.memory.options) == ("pinned", {"capacity": "1GiB"})
     assert (config.l1.eviction.use, config.hasher.use) == ("lru", "sha256")
     assert [table.use for table in config.transport] == ["cpu_gather"]
-    assert [table.use for table in config.layout] == ["paged", "dynamic_cache"]
+    assert [table.use for table in config.layout] == ["paged", "opaque", "dynamic_cache"]
     assert (config.l2, config.requests) == ((), ())
     assert (config.l1.high_watermark, config.l1.low_watermark) == (1.0, 0.9)
 
@@ -96,7 +96,7 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
     assert (second.codec, second.timeout_s, second.write_queue) == ("none", 0.5, 7)
     assert second.tier.where.endswith("kvf.toml: [[l2]] #2")
     assert [table.use for table in config.transport] == ["cuda_ipc"]
-    assert [table.use for table in config.layout] == ["paged", "dynamic_cache"]
+    assert [table.use for table in config.layout] == ["paged", "opaque", "dynamic_cache"]
     assert [table.use for table in config.requests] == ["blend"]
 
 

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from kvframework.api import Handler, RequestSpec
 from kvframework.errors import HelloRequired
 from kvframework.wire.frames import ERROR_TYPE, MAX_BUFFERS, MAX_PAYLOAD_BYTES, join
 from kvframework.wire.messages import PROTOCOL_VERSION, Cancel, Empty, Hello, HelloReply
-from tests.messaging.lab import HASHER, Lab, RawClient, Text, ask, connected
+from tests.messaging.lab import HASHER, Lab, RawClient, Text, Work, ask, connected
 from tests.waiting import wait_until
 
 ID = (7).to_bytes(8, "little")
@@ -133,6 +134,18 @@ def test_hello_twice_and_a_second_connection_of_one_session(lab: Lab) -> None:
         assert answer[:2] == (51, "CANCEL")
 
 
+def test_a_session_that_replaces_another_ends_it_first(lab: Lab) -> None:
+    with RawClient(lab.endpoint) as raw, RawClient(lab.endpoint, hello=False) as second:
+        assert raw.welcome is not None
+        reply = second.ask(2, "HELLO", Hello("raw", 1, replaces=raw.welcome.session), HelloReply)[1]
+        assert [session.token for session in lab.work.ended] == [raw.welcome.session]
+        assert [session.token for session in lab.server.sessions] == [reply.session]
+        assert raw.ask(3, "test.ECHO", Text("x"))[1].code == "protocol.hello_required"
+        assert second.ask(3, "HELLO", Hello("raw", 1, replaces=b"nobody's"), HelloReply)[1].session == reply.session
+        assert second.ask(4, "GOODBYE", Empty(), Empty)[0] == "GOODBYE"
+        assert not lab.server.sessions
+
+
 def test_too_many_requests_in_flight(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframework.messaging.inflight.MAX_IN_FLIGHT", 10)
     with RawClient(lab.endpoint) as raw:
@@ -144,6 +157,29 @@ def test_too_many_requests_in_flight(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
         assert raw.receive() is not None
         raw.post(112, "test.DEFERRED", Text("fits"))
         wait_until(lambda: "fits" in lab.work.open)
+
+
+def test_too_many_bytes_in_flight(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframework.messaging.inflight.MAX_BYTES_IN_FLIGHT", 25)
+    work = Work(b"boot")
+    spec = RequestSpec("test.HELD", Text, Text, buffers=4)
+    lab = Lab(endpoint, handlers={spec.name: Handler(spec, work._defer)})
+    try:
+        with RawClient(endpoint) as raw, RawClient(endpoint) as other:
+            raw.post(1, spec.name, Text("a"), [b"0123456789", b"0123456789"])
+            raw.post(2, spec.name, Text("b"), [b"0123456789"])
+            raw.post(3, spec.name, Text("c"), [b"01234"])
+            answer = raw.receive()
+            assert answer is not None
+            assert (answer[0], answer[2].code) == (2, "protocol.too_large")
+            other.post(1, spec.name, Text("others"), [b"0123456789"])
+            wait_until(lambda: set(work.open) == {"a", "c", "others"})
+            work.open.pop("a").set_result(Text("done"))
+            assert raw.receive() is not None
+            raw.post(4, spec.name, Text("d"), [b"0123456789", b"0123456789"])
+            wait_until(lambda: "d" in work.open)
+    finally:
+        lab.stop()
 
 
 def _junk(rng: random.Random) -> list[bytes]:

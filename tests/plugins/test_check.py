@@ -59,7 +59,7 @@ class Everything:
 
     @hookimpl
     def kvf_layouts(self) -> list[object]:
-        return [LayoutProvider(name=name, summary="", create=never) for name in ("paged", "dynamic_cache")]
+        return [LayoutProvider(name=name, summary="", create=never) for name in ("paged", "opaque", "dynamic_cache")]
 
     @hookimpl
     def kvf_codecs(self) -> list[object]:

@@ -32,10 +32,12 @@ class ArenaLink(EngineLink):
     def arena(self) -> memoryview | None:
         return self.mapped
 
-    def prepare_store(self, key: CacheKey, instance_id: int) -> StorePlan:
+    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks=()) -> StorePlan:
         self._called("prepare_store")
         new, present = {}, 0
         for chunk, digest, group in self._wanted(key):
+            if first_chunks and chunk < first_chunks[group]:
+                continue
             if (digest, group) in self.objects:
                 present += 1
                 continue
@@ -73,6 +75,9 @@ class ArenaLink(EngineLink):
         self._called("commit_retrieve")
         del self._open[lease]
         return self.held
+
+    def gather_block(self, instance_id, blocks, event):
+        raise AssertionError("an engine-driven transport gathers by itself")
 
     def submit(self, kind, key, instance_id, block_ids, event, skip_first_n_tokens):
         raise AssertionError("an engine-driven transport asks for no server-driven copy")

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kvf_cpu_gather import context, copying  # noqa: E402
+from kvf_cpu_gather import arena_path, copying  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
@@ -57,7 +57,7 @@ def key(start: int = 0, end: int = 2 * CHUNK) -> CacheKey:
 class Engine:
     """An engine's paged memory, its transport, and the double behind it."""
 
-    def __init__(self, axes=NHD, dtype=torch.float32, seed=1, link=None, kv_caches=None):
+    def __init__(self, axes=NHD, dtype=torch.float32, seed=1, link=None, kv_caches=None, path="auto"):
         self.layout = PagedLayout(axes)
         sizes = {"plane": 2, "block": BLOCKS, "token": BLOCK, "head": HEADS, "dim": DIM}
         generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ class Engine:
         self.desc = self.layout.object_desc(declared, CHUNK)
         self.link = link or ArenaLink(self.desc)
         self.registration = Registration(1, 0, bytes(16), declared, self.desc)
-        self.transport = CpuGather(self.link)
+        self.transport = CpuGather(self.link, path)
         self.transport.register(self.registration, self.layout)
 
     def store(self, ids=IDS, cache_key=None, event=None):
@@ -308,7 +308,7 @@ def test_a_miss_and_a_lost_pin_are_false():
 
 
 def test_an_arena_that_is_not_mapped_is_a_miss_that_says_why(caplog):
-    engine = Engine()
+    engine = Engine(path="arena")
     engine.link.mapped = None
     assert engine.store().result() is False
     assert engine.retrieve().result() is False
@@ -343,7 +343,7 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
     monkeypatch.setattr(copying, "_HOST", frozenset())
-    monkeypatch.setattr(context, "wait_for_devices", waits.append)
+    monkeypatch.setattr(arena_path, "wait_for_devices", waits.append)
     engine = Engine(HND)
     assert engine.store().result()
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()

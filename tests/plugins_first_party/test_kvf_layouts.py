@@ -17,6 +17,7 @@ from kvf_layouts import kvf_layouts as hook  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvframework.api import chunk_tokens_for  # noqa: E402
+from kvframework.config import load_config  # noqa: E402
 from kvframework.errors import BadDtype, BadLayout  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -127,12 +128,16 @@ def test_views_are_the_engines_memory():
 
 def test_layers_of_other_shape_or_dtype_form_groups_in_order_of_appearance():
     axes = ("block", "token", "head", "dim")
+
+    def zeros(dim, dtype=torch.float32):
+        return torch.zeros(6, BLOCK, HEADS, dim, dtype=dtype)
+
     kv_caches = {
-        "a": (torch.zeros(6, BLOCK, HEADS, DIM),) * 2,
-        "b": (torch.zeros(6, BLOCK, HEADS, 8),) * 2,
-        "c": (torch.zeros(6, BLOCK, HEADS, DIM),) * 2,
-        "d": (torch.zeros(6, BLOCK, HEADS, DIM, dtype=torch.bfloat16),) * 2,
-        "e": (torch.zeros(6, BLOCK, HEADS, DIM), torch.ones(6, BLOCK, HEADS, 8)),
+        "a": (zeros(DIM), zeros(DIM)),
+        "b": (zeros(8), zeros(8)),
+        "c": (zeros(DIM), zeros(DIM)),
+        "d": (zeros(DIM, torch.bfloat16), zeros(DIM, torch.bfloat16)),
+        "e": (zeros(DIM), zeros(8)),
     }
     layout = PagedLayout(axes)
     declared = layout.describe(kv_caches, block_size=BLOCK)
@@ -260,11 +265,16 @@ def test_the_objects_of_a_declaration():
     assert desc.shape == (2, 2, 12, HEADS * DIM)
 
 
-def test_the_hook_offers_both_layouts():
-    paged, dynamic = hook()
-    assert [paged.name, dynamic.name] == ["paged", "dynamic_cache"]
-    assert paged.create(PagedOptions(axes=SINGLE[0])).name == "paged"
-    assert dynamic.create(dynamic.options()).name == "dynamic_cache"
+def test_the_hook_offers_all_layouts():
+    providers = {provider.name: provider for provider in hook()}
+    assert list(providers) == ["paged", "opaque", "dynamic_cache"]
+    for name, provider in providers.items():
+        assert provider.create(provider.options()).name == name
+    assert providers["paged"].create(PagedOptions(axes=SINGLE[0])).name == "paged"
+
+
+def test_the_default_configuration_has_all_layouts():
+    assert {table.use for table in load_config(environ={}).layout} == {provider.name for provider in hook()}
 
 
 def test_a_server_imports_layouts_and_transport_without_torch():

@@ -115,6 +115,22 @@ def test_request_ids_collide_and_tickets_do_not(server: ServerProcess, client: W
     assert_nothing_is_held(client)
 
 
+def test_end_session_frees_no_range_that_may_still_be_written(server: ServerProcess, client: WireClient) -> None:
+    registered = client.register()
+    key = key_for(registered, TOKENS)
+    plan = client.prepare_store(key)
+    assert client.call("END_SESSION", m.EndSession("r")).leases == 1
+    with server.client() as other:
+        other.register(instance_id=2)
+        assert other.store(key, b"GOOD", 2) is not None
+        client.write(plan, b"EVIL")
+        found = other.retrieve(key, 2)
+        assert found is not None
+        assert found == (b"GOOD" * len(found))[: len(found)]
+    assert client.call("COMMIT_STORE", m.LeaseRef(plan.lease)).outcome.stored == 0
+    assert_nothing_is_held(client)
+
+
 def test_the_same_request_id_with_other_tokens_finds_only_its_own(client: WireClient) -> None:
     registered = client.register()
     client.store(key_for(registered, [1] * 256, request_id="r"), b"one")

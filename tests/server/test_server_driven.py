@@ -132,6 +132,21 @@ def test_a_failed_copy_publishes_nothing(client: WireClient, plugin: GatedPlugin
     assert held(client) == (0, 0)
 
 
+def test_one_block_is_gathered_for_the_canary_and_nothing_stays(client: WireClient, plugin: GatedPlugin) -> None:
+    plugin.transport.gate.release(1000)
+    block = array.array("I", [7]).tobytes()
+    (gathered,) = client.call("GATHER_BLOCK", m.GatherBlock(1, (block,))).groups
+    assert len(gathered) == BLOCK_BYTES
+    assert set(gathered) == {7}
+    with pytest.raises(errors.BadBlockIds):
+        client.call("GATHER_BLOCK", m.GatherBlock(1, (array.array("I", [BLOCKS]).tobytes(),)))
+    plugin.transport.fail = True
+    with pytest.raises(errors.StorageError, match="could not gather"):
+        client.call("GATHER_BLOCK", m.GatherBlock(1, (block,)))
+    assert held(client) == (0, 0)
+    assert client.status()["l1"]["objects"] == 0
+
+
 def test_a_client_that_dies_in_mid_copy_publishes_nothing(
     server: Server, plugin: GatedPlugin, memory: Path, client: WireClient
 ) -> None:

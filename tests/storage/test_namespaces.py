@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from kvframework.api import DTYPE_BYTES, GroupDesc, MemoryLayoutDesc, ObjectKey
 from kvframework.errors import NamespaceMismatch, RequestError
-from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, NamespaceRecords, decode_record, record_key
+from kvframework.storage.namespaces import (
+    MAX_NAMESPACES,
+    RECORD_BYTES,
+    NamespaceRecord,
+    NamespaceRecords,
+    decode_record,
+    record_key,
+)
 
 NAMESPACE = b"n" * 16
 groups = st.builds(
@@ -103,3 +110,16 @@ def test_a_record_too_long_is_refused_and_leaves_nothing() -> None:
         known.add(NAMESPACE, record("m" * RECORD_BYTES))
     assert known.get(NAMESPACE) is None
     assert known.encoded(NAMESPACE) is None
+
+
+def test_the_namespace_registered_longest_ago_is_forgotten_first() -> None:
+    records = NamespaceRecords()
+    record = NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((2, 1, 16, 8), "float32"),)))
+    names = [index.to_bytes(16, "little") for index in range(MAX_NAMESPACES + 1)]
+    for name in names[:-1]:
+        records.add(name, record)
+    records.add(names[0], record)
+    records.add(names[-1], record)
+    assert len(records) == MAX_NAMESPACES
+    assert records.get(names[0]) == record
+    assert records.get(names[1]) is None

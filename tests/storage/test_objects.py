@@ -9,7 +9,8 @@ import pytest
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.objects import MAX_LEASES_PER_OWNER, NO_DEADLINE, ObjectTable, WriteLease
+from kvframework.storage.leases import MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
+from kvframework.storage.objects import REMEMBER_LAPSED_S, ObjectTable
 from tests.storage.memory import OrderedLru, packed_key
 
 K = [packed_key(number) for number in range(12)]
@@ -167,10 +168,40 @@ def test_ending_one_request_leaves_the_others_of_its_client() -> None:
     store(table, K[:1])
     for request_id in ("a", "b"):
         table.pin(K[:1], owner=1, request_id=request_id, deadline=NO_DEADLINE)
-    assert table.end_owner(1, "a") == 1
+    assert table.withdraw(1, "a") == 1
     assert table.pins == 1
     assert table.end_owner(1) == 1
     assert table.pins == 0
+
+
+def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
+    table = make_table()
+    mine = table.reserve([(K[0], 1)], owner=1, request_id="a", deadline=NO_DEADLINE)
+    assert mine.lease is not None
+    assert table.withdraw(1, "a") == 1
+    assert table.withdraw(1, "a") == 0
+    other = table.reserve([(K[0], 1)], owner=2, request_id="", deadline=NO_DEADLINE)
+    assert other.placed != mine.placed, "the range stays the withdrawn writer's"
+    assert table.quarantined_bytes > 0
+    assert table.commit(mine.lease.id, owner=1, now=0.0) == []
+    assert table.quarantined_bytes == 0
+
+
+def test_lapsed_pins_do_not_keep_a_client_from_new_ones() -> None:
+    table = make_table()
+    store(table, K[:1])
+    for _ in range(MAX_LEASES_PER_OWNER):
+        assert table.pin(K[:1], owner=1, request_id="", deadline=1.0)
+    table.expire(1.0)
+    assert table.pin_leases == MAX_LEASES_PER_OWNER
+    kept = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert kept is not None
+    assert table.pin_leases == 1
+    lapsed = table.pin(K[:1], owner=1, request_id="", deadline=2.0)
+    assert lapsed is not None
+    table.expire(2.0 + REMEMBER_LAPSED_S)
+    with pytest.raises(LeaseUnknown):
+        table.unpin(lapsed.id, owner=1, now=2.0 + REMEMBER_LAPSED_S)
 
 
 class Failing(OrderedLru):

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.objects import INTERNAL_OWNER, NO_DEADLINE, ObjectTable
+from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE
+from kvframework.storage.objects import ObjectTable
 from tests.storage.memory import OrderedLru, packed_key
 
 UNITS = 14
@@ -216,10 +217,22 @@ class ObjectTableMachine(RuleBasedStateMachine):
                 self.model.lapse(reader)
 
     @rule(owner=owners, request_id=st.one_of(st.none(), requests))
-    def end_owner(self, owner: int, request_id: str | None) -> None:
+    def withdraw(self, owner: int, request_id: str | None) -> None:
+        """The owner lives: what it may still be writing stays taken, and is published no more."""
+        writers = [w for w in self.model.writers.values() if w.owner == owner and request_id in (None, w.request_id)]
+        readers = [r for r in self.model.readers.values() if r.owner == owner and request_id in (None, r.request_id)]
+        fresh = [writer for writer in writers if not writer.quarantined]
+        assert self.table.withdraw(owner, request_id) == len(fresh) + len(readers)
+        for writer in fresh:
+            writer.quarantined = True
+        for reader in readers:
+            self.model.end_reader(reader.id)
+
+    @rule(owner=owners)
+    def end_owner(self, owner: int) -> None:
         leases: list[Writer | Reader] = [*self.model.writers.values(), *self.model.readers.values()]
-        ending = [x for x in leases if x.owner == owner and request_id in (None, x.request_id)]
-        assert self.table.end_owner(owner, request_id) == len(ending)
+        ending = [lease for lease in leases if lease.owner == owner]
+        assert self.table.end_owner(owner) == len(ending)
         for lease in ending:
             if isinstance(lease, Writer):
                 del self.model.writers[lease.id]

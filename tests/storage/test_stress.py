@@ -31,9 +31,11 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
         elif action < 7:
             node.read(keys, owner=owner)
         elif action == 7:
-            node.manager.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
+            left = node.manager.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
             node.manager.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.end_owner(owner, "x")
+            node.manager.withdraw(owner, "x")
+            if left.lease is not None:
+                node.manager.abort(left.lease.id, owner=owner)
         elif action == 8:
             task = node.manager.submit_prefetch_task(
                 keys, DESC, select=prefix, on_done=lambda: answered.append(node.read(K[:1]))

@@ -1,0 +1,77 @@
+"""Owns the tree of commands, their global options, and how errors leave the command.
+
+Exit statuses: 0; 1 for an unforeseen error, or where a command says so; 2 for an error with a code and for wrong usage;
+130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from kvframework import __version__
+from kvframework.cli import bench, config, demo, keys, plugins, serve, status
+from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples, print_error, print_unforeseen, stdout
+from kvframework.errors import KVFrameworkError
+
+NAME = "kvframework"
+
+app = typer.Typer(
+    help="A server that keeps the KV cache of LLM inference engines.",
+    epilog=examples(
+        "kvframework demo                          see it work, nothing is downloaded",
+        "kvframework serve --config kvf.toml       run the server of this node",
+        "kvframework status --watch                look at it",
+        "kvframework --install-completion          complete commands and plugin names with TAB",
+    ),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for command in (serve, status, config, keys, plugins, bench, demo):
+    command.register(app)
+
+
+@dataclass
+class Settings:
+    """What the global options say; the context object of every command."""
+
+    debug: bool = False
+
+
+def run() -> None:
+    """Runs the command line. Ends by `SystemExit`, with one clean error unless `--debug` wants the traceback."""
+    settings = Settings()
+    try:
+        app(obj=settings, prog_name=NAME)
+    except Exception as error:  # noqa: BLE001 - the last place: whatever it is, the user gets one line
+        if settings.debug:
+            traceback.print_exc()
+        elif isinstance(error, KVFrameworkError):
+            print_error(error)
+        else:
+            print_unforeseen(error)
+        sys.exit(EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    context.ensure_object(Settings).debug = debug

@@ -1,0 +1,135 @@
+"""Owns what `kvframework config show` shows: every value in force with its origin, secrets masked. Creates nothing, but
+imports the plugins that the configuration names, since only they know their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from kvframework.api import (
+    EvictionProvider,
+    HasherProvider,
+    L1Provider,
+    LayoutProvider,
+    Provider,
+    RequestsProvider,
+    TierProvider,
+    TransportProvider,
+    shown_options,
+)
+from kvframework.config import FIELD_DEFAULT, Config, CurveConfig, Layers, PluginTable, default_endpoint, toml_value
+from kvframework.plugins import PluginRegistry, resolve_table
+
+Path = tuple[str | int, ...]
+_NO_KEYS: Mapping[str, object] = MappingProxyType({})
+
+
+class ShownValue(msgspec.Struct, frozen=True):
+    key: str
+    value: object
+    origin: str
+
+
+class ShownTable(msgspec.Struct, frozen=True):
+    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core's alone."""
+
+    table: str
+    plugin: str
+    values: list[ShownValue]
+
+
+class ConfigView(msgspec.Struct, frozen=True):
+    """`empty` are the arrays of tables without a table, with their origins."""
+
+    source: str
+    by_environment: bool
+    empty: list[ShownValue]
+    tables: list[ShownTable]
+
+
+def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
+    """Blocking: may import plugins. Raises `PluginError` and `ConfigFieldError` like `check_config`: the options of a
+    plugin that is not here cannot be shown, since nobody could say what of them is secret."""
+    view = _View(layers, registry)
+    server = shown_options(config.server)
+    server |= {"endpoint": server["endpoint"] or default_endpoint()}
+    curve = server.pop("curve")
+    view.core(("server",), "[server]", server)
+    if isinstance(curve, CurveConfig):
+        view.core(("server", "curve"), "[server.curve]", shown_options(curve))
+    view.core(("log",), "[log]", shown_options(config.log))
+    l1, eviction = config.l1, config.l1.eviction
+    marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
+    view.plugin(("l1",), "[l1]", l1.memory, L1Provider, marks)
+    view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
+    view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
+    view.array("transport", config.transport, TransportProvider)
+    view.array("layout", config.layout, LayoutProvider)
+    view.array("requests", config.requests, RequestsProvider)
+    for index, l2 in enumerate(config.l2):
+        keys = {"codec": l2.codec, "timeout_s": l2.timeout_s, "write_queue": l2.write_queue}
+        view.plugin(("l2", index), f"[[l2]] #{index + 1}", l2.tier, TierProvider, keys)
+    if not config.l2:
+        view.nothing("l2")
+    return ConfigView(layers.source, layers.by_variable, view.empty, view.tables)
+
+
+def as_toml(view: ConfigView) -> str:
+    """The view as TOML that says the same, with the origins as comments."""
+    named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
+    lines = [f"# {view.source}{named}", *_aligned(view.empty)]
+    for table in view.tables:
+        title = table.table.partition(" #")[0]
+        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *_aligned(table.values)]
+    return "\n".join(lines)
+
+
+class _View:
+    def __init__(self, layers: Layers, registry: PluginRegistry) -> None:
+        self.tables: list[ShownTable] = []
+        self.empty: list[ShownValue] = []
+        self._layers = layers
+        self._registry = registry
+
+    def core(self, path: Path, title: str, values: dict[str, object], plugin: str = "") -> None:
+        shown = [ShownValue(key, value, self._layers.origin((*path, key), title)) for key, value in values.items()]
+        self.tables.append(ShownTable(title, plugin, shown))
+
+    def plugin(
+        self,
+        path: Path,
+        title: str,
+        table: PluginTable,
+        role: type[Provider[Any]],
+        core: Mapping[str, object] = _NO_KEYS,
+    ) -> None:
+        _, options = resolve_table(self._registry, table, role)
+        values = {"use": table.use} | shown_options(options) | dict(core)
+        self.core(path, title, values, plugin=f"{role.kind}.{table.use}")
+
+    def array(self, name: str, tables: tuple[PluginTable, ...], role: type[Provider[Any]]) -> None:
+        for index, table in enumerate(tables):
+            self.plugin((name, index), f"[[{name}]] #{index + 1}", table, role)
+        if not tables:
+            self.nothing(name)
+
+    def nothing(self, name: str) -> None:
+        origin = self._layers.origin((name,), f"[[{name}]]")
+        self.empty.append(ShownValue(name, [], origin or FIELD_DEFAULT))
+
+
+def _aligned(values: Iterable[ShownValue]) -> list[str]:
+    """`key = value  # origin`, the comments below each other."""
+    said = [(_line(value), value.origin) for value in values]
+    width = min(max((len(line) for line, _ in said), default=0), 48)
+    return [f"{line:{width}}  # {origin}" for line, origin in said]
+
+
+def _line(value: ShownValue) -> str:
+    try:
+        return f"{value.key} = {toml_value(value.value)}"
+    except TypeError:  # TOML has no word for it, such as None
+        return f"# {value.key} = {'not set' if value.value is None else value.value}"

@@ -1,0 +1,51 @@
+"""Owns what the log of a server looks like: lines for people, or one JSON object a line. Set up once, in `serve`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from datetime import datetime, timezone
+
+from kvframework.config import LogConfig
+
+HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+log = logging.getLogger(__name__)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (ISO 8601, UTC), level, logger, message, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        exception = "\n".join(filter(None, (record.exc_text, record.stack_info)))
+        if exception:
+            entry["exception"] = exception
+        # ASCII only, so that no line separator of any alphabet can split the line.
+        return json.dumps(entry)
+
+
+def configure_logging(config: LogConfig) -> None:
+    """All logs, warnings and errors of threads go to standard error in the configured form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if config.format == "json" else logging.Formatter(HUMAN))
+    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread_error
+
+
+def _log_thread_error(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_type is SystemExit or failure.exc_value is None:
+        return
+    name = failure.thread.name if failure.thread else "a thread"
+    error = failure.exc_value
+    log.error("%s ended by an error", name, exc_info=(type(error), error, error.__traceback__))

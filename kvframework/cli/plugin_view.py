@@ -1,0 +1,113 @@
+"""Owns what `kvframework plugins info` shows of one plugin: a document, and its form on a terminal."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from kvframework.api import L1Provider
+from kvframework.cli.console import print_table, stdout
+from kvframework.config import toml_value
+from kvframework.plugins import PluginInfo
+from kvframework.plugins.loader import AnyProvider
+from kvframework.plugins.options import OptionInfo, describe_options
+
+_TABLES = {
+    "transport": "[[transport]]",
+    "layout": "[[layout]]",
+    "tier": "[[l2]]",
+    "eviction": "[l1.eviction]",
+    "hasher": "[hasher]",
+    "codec": "codec of [[l2]]",
+    "requests": "[[requests]]",
+}
+_STYLES = {"available": "green", "unavailable": "yellow"}
+
+
+class PluginView(msgspec.Struct, frozen=True):
+    """What is known of one plugin. From `summary` on it is None or empty for one that could not be loaded.
+
+    `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
+    """
+
+    name: str
+    kind: str
+    distribution: str
+    version: str
+    status: str
+    reason: str
+    rivals: list[str]
+    table: str
+    summary: str | None = None
+    requires_api: str | None = None
+    capabilities: list[str] = []
+    options: list[OptionInfo] = []
+
+    @classmethod
+    def of(cls, infos: list[PluginInfo], provider: AnyProvider | None) -> PluginView:
+        """Reads what `PluginRegistry.describe` returned."""
+        info = infos[0]
+        view = cls(
+            name=f"{info.kind}.{info.name}",
+            kind=info.kind,
+            distribution=info.distribution,
+            version=info.version,
+            status=info.status,
+            reason=info.reason,
+            rivals=[f"{rival.distribution} {rival.version}" for rival in infos[1:]],
+            table="[l1]" if isinstance(provider, L1Provider) else _TABLES[info.kind],
+        )
+        return msgspec.structs.replace(view, **_described(provider)) if provider is not None else view
+
+
+def show_plugin(view: PluginView) -> None:
+    """Prints a view. What a plugin says is shown as it is, never read as markup."""
+    facts: list[tuple[str, str | Text]] = [
+        ("distribution", f"{view.distribution} {view.version}"),
+        *(("also offered by", rival) for rival in view.rivals),
+        ("status", Text(view.status, _STYLES.get(view.status, "red"))),
+        ("reason", view.reason),
+        ("table", view.table),
+        ("plugin API", view.requires_api or ""),
+        ("capabilities", ", ".join(view.capabilities)),
+    ]
+    stdout.print(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
+    for label, value in facts:
+        if value:
+            stdout.print(Text.assemble(f"  {label + ':':16} ", value))
+    if view.summary is None:
+        return
+    stdout.print()
+    if view.options:
+        print_table(_options(view.options))
+    else:
+        stdout.print("no options")
+
+
+def _described(provider: AnyProvider) -> dict[str, object]:
+    return {
+        "summary": provider.summary,
+        "requires_api": provider.requires_api,
+        "capabilities": sorted(provider.capabilities),
+        "options": describe_options(provider.options),
+    }
+
+
+def _options(options: list[OptionInfo]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("OPTION", "TYPE", "DEFAULT", "MEANING"):
+        table.add_column(column, overflow="fold", no_wrap=column == "OPTION")
+    for option in options:
+        meaning = f"{option.description}{' (shown masked)' if option.secret else ''}".strip()
+        table.add_row(*map(Text, (option.name, option.type, _default(option), meaning)))
+    return table
+
+
+def _default(option: OptionInfo) -> str:
+    if option.required:
+        return "required"
+    try:
+        return toml_value(option.default)
+    except TypeError:
+        return "not set" if option.default is None else str(option.default)

@@ -1,0 +1,109 @@
+"""Owns what SIGINT and SIGTERM do to a server process: the first ends it in order, the second at once.
+
+The orderly end is asked for in the main thread, by Python's signal handlers. A daemon thread watches it by the bytes
+that the interpreter's C handler writes, so that a second signal, or a deadline, ends even a main thread that hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A server stops by itself before that, see kvframework.server.STOP_S.
+DEADLINE_S = 4.7
+EXIT_LATE = 1
+_LINGER_S = 0.2
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal came while there was nothing yet to stop. Passes the guards around plugins like a Ctrl-C."""
+
+
+class StopSignals:
+    """To be entered in the main thread, once. Until `serve` a signal raises `StopRequested`; from then on it calls
+    `stop`. An end at once, after a second signal (status 128 + its number) or `deadline_s` (status 1), calls `abandon`
+    first. Leaving restores nothing: the process is about to end.
+    """
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self.requested = False
+        self._deadline_s = deadline_s
+        self._stop: Callable[[], None] | None = None
+        self._abandon: Callable[[], None] = lambda: None
+        self._heard, self._told = socket.socketpair()
+
+    def __enter__(self) -> StopSignals:
+        self._told.setblocking(False)
+        signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._watch, name="kvf-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, Exception):
+            end_process()
+
+    def serve(self, stop: Callable[[], None], abandon: Callable[[], None]) -> None:
+        """From here on signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another)."""
+        self._abandon = abandon
+        self._stop = stop
+        if self.requested:  # some code of a plugin has swallowed `StopRequested`
+            stop()
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            return
+        self.requested = True
+        if self._stop is None:
+            raise StopRequested
+        self._stop()
+
+    def _watch(self) -> None:
+        self._next_signal(None)
+        number = self._next_signal(time.monotonic() + self._deadline_s)
+        if number is None:
+            # Logging may be what hangs.
+            told = threading.Thread(target=log.critical, args=("the server did not stop in time",), daemon=True)
+            told.start()
+            told.join(_LINGER_S)
+        self._abandon()
+        os._exit(EXIT_LATE if number is None else 128 + number)
+
+    def _next_signal(self, deadline: float | None) -> int | None:
+        while True:
+            self._heard.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+            try:
+                number = self._heard.recv(1)[0]
+            except TimeoutError:
+                return None
+            if number in SIGNALS:
+                return number
+
+
+def end_process() -> None:
+    """Returns if nothing holds the interpreter back; else ends the process, with status 0: a plugin's thread that does
+    not end must not keep a server alive that has closed everything."""
+    deadline = time.monotonic() + _LINGER_S
+    lingering = [thread for thread in threading.enumerate() if not thread.daemon]
+    lingering.remove(threading.main_thread())
+    for thread in lingering:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    names = [thread.name for thread in lingering if thread.is_alive()]
+    if names:
+        log.warning("ended without waiting for %s", ", ".join(names))
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(0)

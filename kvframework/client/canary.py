@@ -1,0 +1,134 @@
+"""Owns the canary: at registration the engine writes a pattern through its own view, the transport gathers it, and both
+are compared, so that swapped planes, layers, heads or tokens are caught before a wrong byte is stored. Engine side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvframework.api import EngineView, KVLayout, LayerGroup, LayerTensors, TransferContext
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+_READS = 5
+_SEED = 0x6B7666
+
+
+def check_by_writing(
+    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
+) -> None:
+    """Writes a pattern into the spare blocks, compares what the transport gathers, and puts back what was there.
+
+    Raises `BadLayout` with what was expected and found. Blocking; nobody else may use the spare blocks meanwhile.
+    """
+    import torch
+
+    with torch.inference_mode():
+        before = [_read(view, index, group) for index, group in enumerate(layout.groups)]
+        try:
+            for index, group in enumerate(layout.groups):
+                _write(view, index, group, pattern(index, group, before[index][0][0].device))
+            _compare(transfer, kv_caches, layout, view)
+        finally:
+            for index, group in enumerate(layout.groups):
+                _write(view, index, group, before[index])
+
+
+def check_by_reading(
+    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
+) -> None:
+    """The same with what lies in the blocks now, for an engine that is at work (after a reconnect)."""
+    import torch
+
+    with torch.inference_mode():
+        for attempt in range(_READS):
+            try:
+                _compare(transfer, kv_caches, layout, view)
+            except BadLayout:
+                # The engine may have written in between; a wrong declaration is wrong every time.
+                if attempt == _READS - 1:
+                    raise
+            else:
+                return
+
+
+def pattern(group_index: int, group: LayerGroup, device: torch.device | None = None) -> list[list[torch.Tensor]]:
+    """Pseudo-random finite values as `[plane][layer]`, each `[slots, heads, head_dim]`: no two places look alike."""
+    import torch
+
+    generator = torch.Generator().manual_seed(_SEED + group_index)
+    dtype = getattr(torch, group.dtype)
+    shape = (group.planes, group.num_layers, group.slots, group.heads, group.head_dim)
+    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    if dtype.is_floating_point:
+        # Without its second highest bit no float format here can be an infinity or a NaN.
+        raw[..., -1] &= 0xBF
+    values = raw.view(dtype).squeeze(-1)
+    return [list(plane.to(device) if device else plane) for plane in values]
+
+
+def _compare(
+    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
+) -> None:
+    import torch
+
+    gathered = transfer.gather_block(kv_caches, view.spare_blocks)
+    for index, (group, raw) in enumerate(zip(layout.groups, gathered, strict=True)):
+        expected = torch.stack([torch.stack(plane) for plane in _read(view, index, group)]).cpu()
+        expected = expected.contiguous().view(torch.uint8)
+        if len(raw) != expected.numel():
+            raise BadLayout(f"the transport gathered {len(raw)} bytes", available=f"{expected.numel()} bytes a block")
+        found = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(expected.shape)
+        if not torch.equal(found, expected):
+            raise BadLayout(
+                f"the declared layout is not the engine's: {_difference(found, expected)}",
+                where=f"layer group {index}, block {view.spare_blocks[index]}",
+                available="axes in the order in which the engine's attention uses them",
+                hint="correct the axes (or strides) in the layout's options",
+            )
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """What is wrong, in the words of the declaration; both are bytes `[planes, layers, slots, heads, dim * size]`."""
+    import torch
+
+    planes, layers, slots, heads, _ = expected.shape
+    if planes > 1 and torch.equal(found, expected.flip(0)):
+        return "K and V are swapped"
+    if layers > 1 and torch.equal(found, expected.flip(1)):
+        return "the layers are in reverse order"
+    swapped = expected.transpose(2, 3).reshape(expected.shape)
+    if slots > 1 and heads > 1 and torch.equal(found, swapped):
+        return "tokens and heads are swapped"
+    places = (found != expected).any(dim=-1).nonzero()
+    plane, layer, slot, head = (int(at) for at in places[0])
+    want, got = expected[plane, layer, slot, head], found[plane, layer, slot, head]
+    matches = (expected == got).all(dim=-1).nonzero()
+    origin = f", which belongs to {_place(matches[0])}" if len(matches) else ""
+    expected_hex, found_hex = bytes(want[:8].tolist()).hex(), bytes(got[:8].tolist()).hex()
+    return (
+        f"at {_place(places[0])} expected {expected_hex}, found {found_hex}{origin} "
+        f"({len(places)} of {planes * layers * slots * heads} places differ)"
+    )
+
+
+def _place(index: torch.Tensor) -> str:
+    plane, layer, slot, head = (int(at) for at in index)
+    return f"plane {plane}, layer {layer}, token {slot}, head {head}"
+
+
+def _read(view: EngineView, index: int, group: LayerGroup) -> list[list[torch.Tensor]]:
+    block = view.spare_blocks[index]
+    return [
+        [view.read(index, layer, plane, block) for layer in range(group.num_layers)] for plane in range(group.planes)
+    ]
+
+
+def _write(view: EngineView, index: int, group: LayerGroup, values: Sequence[Sequence[torch.Tensor]]) -> None:
+    block = view.spare_blocks[index]
+    for plane in range(group.planes):
+        for layer in range(group.num_layers):
+            view.write(index, layer, plane, block, values[plane][layer])

@@ -1,0 +1,85 @@
+"""Owns the layers of a configuration: embedded default, file, `--set`; laid over each other, and still told apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvframework.config.default import DEFAULT_SOURCE, DEFAULT_TOML
+from kvframework.config.overrides import apply_override, override_keys
+from kvframework.config.toml import parse_toml, read_toml
+
+CONFIG_VARIABLE = "KVFRAMEWORK_CONFIG"
+
+# A value that no layer names has the default of its field.
+FIELD_DEFAULT = "default"
+
+KeyPath = tuple[str | int, ...]
+
+
+class Layers(NamedTuple):
+    """`raw` is what is in force. `by_variable`: the environment named the file."""
+
+    raw: dict[str, object]
+    own: dict[str, object]
+    default: dict[str, object]
+    file: Path | None
+    by_variable: bool
+    overrides: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return str(self.file) if self.file is not None else DEFAULT_SOURCE
+
+    @property
+    def where(self) -> str:
+        """For error texts."""
+        return f"{self.source} with --set" if self.overrides else self.source
+
+    def origin(self, path: KeyPath, table: str) -> str:
+        """Where the value at `path` came from; `table` is the title of its table, such as "[[l2]] #1". Never shows a
+        value, which may be secret."""
+        keys = tuple(str(key) for key in path)
+        for override in reversed(self.overrides):
+            changed = override_keys(override)
+            if changed == keys[: len(changed)] or keys == changed[: len(keys)]:
+                return f"--set {'.'.join(changed)}"
+        if self.file is not None and _contains(self.own, path):
+            return f"{self.source}{f' ({CONFIG_VARIABLE})' if self.by_variable else ''}: {table}"
+        fell_back = self.file is None or not _contains(self.own, path[:1]) or path[-1] in ("use", "eviction")
+        return DEFAULT_SOURCE if fell_back and _contains(self.default, path) else FIELD_DEFAULT
+
+
+def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Layers:
+    """Blocking. Raises `ConfigFileError` and `ConfigFieldError` (of a malformed override)."""
+    by_variable = path is None and bool(environ.get(CONFIG_VARIABLE))
+    if by_variable:
+        path = Path(environ[CONFIG_VARIABLE])
+    default = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
+    own = read_toml(path) if path is not None else {}
+    # Overrides change tables in place, and the layers below must stay what they were.
+    raw = copy.deepcopy(_with_defaults(own, default))
+    for override in overrides:
+        apply_override(raw, override)
+    return Layers(raw, own, default, path, by_variable, tuple(overrides))
+
+
+def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
+    """Whole tables fall back. A table that is there keeps its own keys; only which plugin it means may be left out."""
+    merged = default | raw
+    for name in ("l1", "hasher"):
+        table, fallback = merged[name], default[name]
+        if isinstance(table, dict) and isinstance(fallback, dict):
+            merged[name] = {key: fallback[key] for key in ("use", "eviction") if key in fallback} | table
+    return merged
+
+
+def _contains(node: object, path: KeyPath) -> bool:
+    for key in path:
+        inside = key in node if isinstance(node, dict) else isinstance(node, list) and int(key) < len(node)
+        if not inside:
+            return False
+        node = node[key]  # type: ignore[index]
+    return True

@@ -1,0 +1,58 @@
+"""Owns the check of the block ids that a server-driven transfer names. Pure; runs on the serving thread."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Sequence
+
+from kvframework.api import NO_BLOCK, KVLayout, TouchedBlocks, touched_blocks
+from kvframework.errors import BadBlockIds
+
+
+def blocks_of_transfer(
+    layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
+) -> list[TouchedBlocks]:
+    """What a transfer of `chunks` chunks touches, per layer group, with `NO_BLOCK` for what it does not.
+
+    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for another number of
+    groups or ids, or an id out of range of what is touched.
+    """
+    expected = [chunk_tokens // group.block_size * chunks for group in layout.groups]
+    result = []
+    for index, (ids, group) in enumerate(zip(_unpack(packed, expected), layout.groups, strict=True)):
+        touched = touched_blocks(group, chunk_tokens, ids, storing=storing)
+        _check_range(touched.ids[touched.first :], index, layout.blocks_of(index))
+        result.append(touched._replace(ids=[NO_BLOCK] * touched.first + list(touched.ids[touched.first :])))
+    return result
+
+
+def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
+    """One block id per layer group. Raises `BadBlockIds`."""
+    ids = _unpack(packed, [1] * len(layout.groups))
+    for index, group_ids in enumerate(ids):
+        _check_range(group_ids, index, layout.blocks_of(index))
+    return [each[0] for each in ids]
+
+
+def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
+    if len(packed) != len(expected):
+        raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
+    result = []
+    for group, (frame, count) in enumerate(zip(packed, expected, strict=True)):
+        if len(frame) != count * 4:
+            raise BadBlockIds(
+                f"{len(frame)} bytes", where=f"block_ids[{group}]", available=f"{count} packed u32 for the key's tokens"
+            )
+        ids = array.array("I", frame)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        result.append(ids.tolist())
+    return result
+
+
+def _check_range(ids: Sequence[int], group: int, num_blocks: int) -> None:
+    if ids and max(ids) >= num_blocks:
+        raise BadBlockIds(
+            f"block id {max(ids)}", where=f"block_ids[{group}]", available=f"0 to {num_blocks - 1} as registered"
+        )

@@ -1,0 +1,188 @@
+"""Owns CURVE keys: their files, whom a server admits, and how a socket gets them. Server, client and CLI.
+
+A key file is one line: `curve-secret KEY` or `curve-public KEY`, the key in ZeroMQ's printable form of 40 characters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvframework.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_SUFFIX = ".public"
+ZAP_DOMAIN = b"kvframework"
+_PUBLIC, _SECRET = "curve-public", "curve-secret"
+_KEY_CHARACTERS = 40
+_MAX_FILE_BYTES = 4096
+
+
+class CurveKeyError(ConfigError):
+    """A CURVE key file cannot be used or made."""
+
+    code = "config.curve_key"
+
+
+class AdmittedClients:
+    """The clients whose public keys lie in a directory, one `*.public` file each. A file that is added or removed
+    counts from the next handshake on. Raises `CurveKeyError` if the directory or a file is unusable at first; later
+    that is logged, and the bad file admits nobody. Not thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names: dict[bytes, str] = {}
+        try:
+            self._seen = directory.stat().st_mtime_ns
+            paths = self._paths()
+        except OSError as error:
+            raise CurveKeyError(
+                f"the directory of client keys cannot be read: {error.strerror}", where=str(directory),
+                hint="make keys with: kvframework keys new DIR",
+            ) from None  # fmt: skip
+        self._names = {z85.decode(read_public(path)): path.stem for path in paths}
+
+    def name_of(self, key: bytes) -> str | None:
+        """The file's name for a raw public key, None if it is nobody's here. Looks at the directory's time, and at all
+        of it for a key that is not known."""
+        try:
+            now = self._directory.stat().st_mtime_ns
+            if now != self._seen or key not in self._names:
+                self._names, self._seen = self._read_again(), now
+        except OSError as error:
+            logger.error("the client keys cannot be read any more: %s: %s", self._directory, error.strerror)
+            return None
+        return self._names.get(key)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._directory / name for name in os.listdir(self._directory) if name.endswith(PUBLIC_SUFFIX))
+
+    def _read_again(self) -> dict[bytes, str]:
+        names = {}
+        for path in self._paths():
+            try:
+                names[z85.decode(read_public(path))] = path.stem
+            except CurveKeyError as error:
+                logger.error("a client key is ignored: %s", error)
+        return names
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """A server's identity and the clients that it admits. `load` raises `CurveKeyError`."""
+
+    secret: bytes = field(repr=False)
+    admitted: AdmittedClients
+
+    @classmethod
+    def load(cls, secret_key: Path, clients: Path) -> ServerKeys:
+        return cls(read_secret(secret_key), AdmittedClients(clients))
+
+    def apply(self, router: zmq.Socket[Any]) -> None:
+        """Before binding; the ZAP handler must be there first."""
+        router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """The files of a client over tcp://: the server's public key and this client's secret one."""
+
+    server_public: Path
+    client_secret: Path
+
+    def load(self) -> LoadedKeys:
+        """Blocking. Raises `CurveKeyError`."""
+        secret = read_secret(Path(self.client_secret))
+        return LoadedKeys(read_public(Path(self.server_public)), secret)
+
+
+@dataclass(frozen=True)
+class LoadedKeys:
+    """What a client's socket needs."""
+
+    server: bytes
+    secret: bytes = field(repr=False)
+
+    def apply(self, dealer: zmq.Socket[Any]) -> None:
+        """Before connecting."""
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
+
+
+def read_public(path: Path) -> bytes:
+    """A public key in printable form. Raises `CurveKeyError`."""
+    return _read(path, _PUBLIC)
+
+
+def read_secret(path: Path) -> bytes:
+    """A secret key in printable form. Raises `CurveKeyError`, also if anybody but its owner may touch the file."""
+    return _read(path, _SECRET)
+
+
+def write_pair(secret_path: Path, public_path: Path) -> None:
+    """Makes a new pair: the secret file for its owner only. Raises `CurveKeyError`; never replaces a file."""
+    _need_curve()
+    public, secret = zmq.curve_keypair()
+    _write(secret_path, f"{_SECRET} {secret.decode()}\n", 0o600)
+    _write(public_path, f"{_PUBLIC} {public.decode()}\n", 0o644)
+
+
+def _need_curve() -> None:
+    if not zmq.has("curve"):
+        raise CurveKeyError("this build of ZeroMQ has no CURVE", hint="install the pyzmq wheel")
+
+
+def _read(path: Path, kind: str) -> bytes:
+    _need_curve()
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CurveKeyError("not a file", where=str(path))
+            if kind == _SECRET and status.st_mode & 0o077:
+                raise CurveKeyError(
+                    f"others may use the secret key: {stat.filemode(status.st_mode)}", where=str(path),
+                    hint=f"chmod 600 {path}, and make a new pair if others have read it",
+                )  # fmt: skip
+            words = file.read(_MAX_FILE_BYTES).split()
+    except OSError as error:
+        raise CurveKeyError(
+            f"cannot be read: {error.strerror}", where=str(path), hint="make keys with: kvframework keys new DIR"
+        ) from None
+    if len(words) != 2 or words[0] not in (_PUBLIC.encode(), _SECRET.encode()) or not _is_key(words[1]):
+        raise CurveKeyError("no CURVE key", where=str(path), available=f"one line: {kind} and 40 characters")
+    if words[0] != kind.encode():
+        raise CurveKeyError(f"this is a {words[0].decode()} file", where=str(path), available=f"a {kind} file")
+    return words[1]
+
+
+def _is_key(text: bytes) -> bool:
+    if len(text) != _KEY_CHARACTERS:
+        return False
+    try:
+        return bool(zmq.curve_public(text))  # decodes it, whichever kind it is
+    except (ValueError, zmq.ZMQError):
+        return False
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise CurveKeyError("the file exists", where=str(path), hint="move it away, or choose another place") from None
+    except OSError as error:
+        raise CurveKeyError(f"cannot be made: {error.strerror}", where=str(path)) from None
+    with open(fd, "w") as file:
+        file.write(text)

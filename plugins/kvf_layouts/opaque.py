@@ -1,0 +1,104 @@
+"""Owns the layout `opaque`: blocks in an order of the engine's own, moved as raw bytes. Engine side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvf_layouts.declaring import declare
+from kvf_layouts.grouping import SeenLayer, group_layers, plane_tensors, views_of
+from kvf_layouts.memory import check_apart
+from kvf_layouts.rules import OpaqueRule, rules_of_layers
+from kvframework.api import KVLayout, LayerTensors, Layout
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+AXES = ("block", "dim")
+
+
+class OpaqueLayout(Layout):
+    """One tensor per layer, or a pair, whose axis `block_axis` counts blocks; what is inside a block, in memory order,
+    is the engine's business, as for KV that is packed for an instruction set.
+
+    An object is the raw bytes of the blocks, layer by layer. `packing` says all that two engines must have in common to
+    read each other's blocks; it is part of the namespace. Only whole blocks move. Stateless, thread-safe.
+    """
+
+    name = "opaque"
+
+    def __init__(self, packing: str = "", block_axis: int | None = None, rules: Sequence[OpaqueRule] = ()) -> None:
+        self._packing = packing
+        self._block_axis = block_axis
+        self._rules = tuple(rules)
+
+    def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
+        """See `Layout.describe`. Raises `BadLayout` naming the layer and what to declare."""
+        if not kv_caches:
+            raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
+        if block_size < 1:
+            raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
+        if not self._packing:
+            raise BadLayout(
+                "the packing of the blocks is not declared", where="layout.opaque.packing",
+                available="any text that names it, such as \"cpu-amx/bfloat16/hnd/128x64\"",
+                hint="put in it all that must be equal before another engine may read these blocks",
+            )  # fmt: skip
+        rules = self._rules or (OpaqueRule(),)
+        chosen = rules_of_layers(self._rules, kv_caches)
+        for index in range(len(rules)):
+            check_apart(
+                {
+                    f"{name}[{at}]": tensor
+                    for name in kv_caches
+                    if chosen[name] == index
+                    for at, tensor in enumerate(plane_tensors(name, kv_caches[name]))
+                }
+            )
+        groups = group_layers(self._see(kv_caches, chosen))
+        return declare(self.name, groups, rules, block_size, lambda _rule: AXES, packing=self._packing)
+
+    def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
+        """See `Layout.block_views`: `[blocks, 1, 1, bytes of a block]`."""
+        return views_of(layout.groups, group_layers(self._see(kv_caches, rules_of_layers(self._rules, kv_caches))))
+
+    def _see(self, kv_caches: Mapping[str, LayerTensors], chosen: Mapping[str, int]) -> list[SeenLayer]:
+        seen = []
+        for name, tensors in kv_caches.items():
+            axis = self._rules[chosen[name]].block_axis if self._rules else None
+            axis = self._block_axis if axis is None else axis
+            blocks = [_blocks(name, tensor, axis) for tensor in plane_tensors(name, tensors)]
+            strides = {tuple(view.stride()) for view in blocks}
+            views = [view.unsqueeze(1).unsqueeze(1) for view in blocks]
+            seen.append(SeenLayer(name, views, chosen[name], strides.pop() if len(strides) == 1 else ()))
+        return seen
+
+
+def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Tensor:
+    """The tensor as bytes `[blocks, bytes of a block]`, a view. Raises `BadLayout`."""
+    import torch
+
+    where = f"layer {name}"
+    if block_axis is None or not 0 <= block_axis < tensor.dim():
+        raise BadLayout(
+            f"the block axis of shape {tuple(tensor.shape)} is "
+            + ("not declared" if block_axis is None else f"{block_axis}"),
+            where=where, available=f"0 to {tensor.dim() - 1}",
+            hint="give the layout's option `block_axis`; it is never guessed from sizes",
+        )  # fmt: skip
+    # Memory order: the axes inside a block by falling stride.
+    inner = [axis for axis in range(tensor.dim()) if axis != block_axis and tensor.shape[axis] > 1]
+    inner.sort(key=tensor.stride, reverse=True)
+    dense = 1
+    for axis in reversed(inner):
+        if tensor.stride(axis) != dense:
+            raise BadLayout(
+                f"the bytes of a block do not lie together: shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+                where=where, available="blocks without gaps",
+                hint="pass keys and values as a pair if they lie apart",
+            )  # fmt: skip
+        dense *= tensor.shape[axis]
+    blocks, stride = tensor.shape[block_axis], tensor.stride(block_axis)
+    elements = tensor.as_strided((blocks, dense), (stride, 1))
+    return elements.view(torch.uint8)

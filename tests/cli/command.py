@@ -1,0 +1,61 @@
+"""The `kvframework` command as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.plugins.fake_distributions import install
+
+COMMAND = [sys.executable, "-m", "kvframework.cli.main"]
+
+
+def environment(site: Path | None = None, **variables: str) -> dict[str, str]:
+    """`site` comes first on the path of modules and of distributions."""
+    return os.environ | {"PYTHONPATH": str(site or ""), "KVFRAMEWORK_CONFIG": "", "COLUMNS": "80"} | variables
+
+
+def run(
+    *arguments: str, site: Path | None = None, config: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end. `config` is the value of KVFRAMEWORK_CONFIG."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(site, KVFRAMEWORK_CONFIG=config, **variables),
+        timeout=60,
+        check=False,
+    )
+
+
+def install_config_plugins(site: Path) -> None:
+    """An L1 and an L2 tier for configurations; the options of both hold all that can be shown of options."""
+    source = """
+        import enum
+        from typing import Annotated
+        from msgspec import Meta
+        from kvframework.api import ByteSize, L1Provider, Options, Secret, TierProvider, hookimpl
+        class Mode(enum.Enum):
+            fast = "fast"
+        class Memory(Options, frozen=True):
+            size: Annotated[ByteSize, Meta(description="how big")] = ByteSize(1)
+        class Store(Options, frozen=True):
+            url: str
+            token: Secret = ""
+            mirrors: tuple[str, ...] = ()
+            mode: Mode = Mode.fast
+            depth: Annotated[int, Meta(ge=1, le=9)] | None = None
+        @hookimpl
+        def kvf_tiers():
+            return [
+                L1Provider(name="memory", summary="", create=print, options=Memory),
+                TierProvider(
+                    name="store", summary="keeps [red]things", create=print, options=Store,
+                    capabilities=frozenset({"ttl", "shared"}),
+                ),
+            ]
+    """
+    install(site, "acme-kvf", {"tier.memory": "acme_tiers", "tier.store": "acme_tiers"}, {"acme_tiers": source})

@@ -1,0 +1,127 @@
+"""The canary: a declaration that is not the engine's own is refused at registration, on the transport's real path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvframework.api import DTYPE_BYTES, EngineView, LayerGroup  # noqa: E402
+from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
+from kvframework.client.canary import pattern  # noqa: E402
+from kvframework.errors import BadLayout  # noqa: E402
+from tests.server_process import ServerProcess  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 20, 16, 16, 4
+NHD = ["plane", "block", "token", "head", "dim"]
+HND = ["plane", "block", "head", "token", "dim"]
+
+
+class View(EngineView):
+    """How this engine's attention sees `[2, blocks, tokens, heads, dim]`, whatever was declared."""
+
+    def __init__(self, kv: dict[str, torch.Tensor], *, planes: tuple[int, int] = (0, 1)) -> None:
+        self.spare_blocks = (BLOCKS - 1,)
+        self.writes = 0
+        self._layers = list(kv.values())
+        self._planes = planes
+
+    def read(self, group: int, layer: int, plane: int, block: int) -> torch.Tensor:
+        return self._layers[layer][self._planes[plane], block].clone()
+
+    def write(self, group: int, layer: int, plane: int, block: int, values: torch.Tensor) -> None:
+        self.writes += 1
+        self._layers[layer][self._planes[plane], block] = values
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[KVClient]:
+    with KVClient(server.endpoint, control_timeout_s=2.0) as connected:
+        assert connected.wait_up(5)
+        yield connected
+
+
+def memory(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM).to(dtype) for i in range(LAYERS)}
+
+
+def register(client: KVClient, kv: dict[str, torch.Tensor], view: View, axes: list[str]) -> WorkerAdapter:
+    worker = WorkerAdapter(client, instance_id=1, model_name="m", layout="paged", layout_options={"axes": axes})
+    worker.register_kv_caches(kv, block_size=BLOCK, view=view)
+    return worker
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_a_right_declaration_passes_and_leaves_the_memory_as_it_was(client: KVClient, dtype: torch.dtype) -> None:
+    kv = memory(dtype)
+    before = {name: tensor.clone() for name, tensor in kv.items()}
+    worker = register(client, kv, view := View(kv), NHD)
+    assert view.writes == 2 * 2 * LAYERS, "the pattern and what was there before"
+    for name, tensor in kv.items():
+        assert torch.equal(tensor, before[name])
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("axes", "planes", "reorder", "word"),
+    [
+        (NHD, (1, 0), False, "K and V are swapped"),
+        (HND, (0, 1), False, "tokens and heads are swapped"),
+        (NHD, (0, 1), True, "layers are in reverse order"),
+        (HND, (1, 0), False, "expected .* found .* places differ"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(
+    server: ServerProcess, client: KVClient, axes: list[str], planes: tuple[int, int], reorder: bool, word: str
+) -> None:
+    kv = memory()
+    declared = dict(reversed(kv.items())) if reorder else kv
+    before = {name: tensor.clone() for name, tensor in kv.items()}
+    with pytest.raises(BadLayout, match=word):
+        register(client, declared, View(kv, planes=planes), axes)
+    with server.client() as watcher:
+        assert watcher.status()["instances"] == [], "refused means not registered"
+    for name, tensor in kv.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_after_a_reconnect_the_canary_only_reads() -> None:
+    with ServerProcess() as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
+        kv = memory()
+        worker = register(client, kv, view := View(kv), NHD)
+        written = view.writes
+        boot = client.boot_id
+        server.kill9()
+        server.start()
+        wait_until(lambda: client.usable and client.boot_id != boot, 5, "the reconnect")
+        assert view.writes == written
+        server.kill9()
+        wait_until(lambda: not client.usable, 5, "the client to notice")
+        view._planes = (1, 0)  # the engine is not what it declared any more
+        server.start()
+        with pytest.raises(AssertionError):
+            wait_until(lambda: client.usable, 1.0)
+        with pytest.raises(BadLayout, match="K and V are swapped"):
+            client.raise_down()
+        worker.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_patterns_are_finite_and_nowhere_alike(dtype: str) -> None:
+    group = LayerGroup(2, 16, 4, 32, dtype)
+    values = torch.stack([torch.stack(plane) for plane in pattern(0, group)])
+    assert values.shape == (2, 2, 16, 4, 32)
+    assert torch.isfinite(values.to(torch.float64)).all()
+    rows = values.view(torch.uint8).reshape(2 * 2 * 16 * 4, -1)
+    assert len({bytes(row.tolist()) for row in rows}) == len(rows)

@@ -1,0 +1,154 @@
+"""Declared layer groups: which layer falls where, what is refused, and what may share memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvf_layouts import PagedOptions  # noqa: E402
+from kvf_layouts.paged import PagedLayout  # noqa: E402
+from kvf_layouts.rules import PagedRule  # noqa: E402
+from kvframework.api import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, touched_blocks, validate_layout  # noqa: E402
+from kvframework.errors import BadLayout  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+NHD = ("plane", "block", "token", "head", "dim")
+
+
+def layer(block: int = 4, blocks: int = 6) -> torch.Tensor:
+    return torch.zeros(2, blocks, block, 2, 3)
+
+
+def test_options_as_in_a_table_declare_groups_with_their_own_sizes() -> None:
+    options = msgspec.convert(
+        {
+            "axes": list(NHD),
+            "groups": [
+                {"layers": ["*.swa.*"], "block_size": 8, "window": 20},
+                {"layers": ["*.ssm"], "axes": ["block", "dim"], "state": True},
+                {"layers": ["*.idx"], "axes": ["block", "token", "dim"], "compress_ratio": 4, "block_size": 16},
+                {"layers": ["*"]},
+            ],
+        },
+        PagedOptions,
+    )
+    kv = {
+        "0.full": layer(), "1.swa.k": layer(8, 5), "2.ssm": torch.zeros(6, 7), "3.idx": torch.zeros(6, 4, 5),
+        "4.full": layer(),
+    }  # fmt: skip
+    layout = PagedLayout(options.axes, options.groups).describe(kv, block_size=4)
+    names = [group.layer_names for group in layout.groups]
+    assert names == [("1.swa.k",), ("2.ssm",), ("3.idx",), ("0.full", "4.full")]
+    assert [group.block_size for group in layout.groups] == [8, 4, 16, 4]
+    assert [group.window for group in layout.groups] == [20, 0, 0, 0]
+    assert [group.state for group in layout.groups] == [False, True, False, False]
+    assert [group.slots for group in layout.groups] == [8, 1, 4, 4]
+    assert layout.num_blocks == 6
+    assert [layout.blocks_of(index) for index in range(4)] == [5, 6, 6, 6]
+    desc = canonical_desc(layout, 20)
+    assert desc.chunk_tokens == 32
+    assert [group.shape for group in desc.groups] == [(2, 1, 32, 6), (1, 1, 1, 7), (1, 1, 8, 5), (2, 2, 32, 6)]
+    assert [group.window for group in desc.groups] == [20, 1, 0, 0]
+
+
+def test_a_layer_in_no_group_and_a_group_without_a_layer_are_refused() -> None:
+    with pytest.raises(BadLayout, match="layer b is in none of the declared groups"):
+        PagedLayout(NHD, [PagedRule(("a*",))]).describe({"a": layer(), "b": layer()}, block_size=4)
+    with pytest.raises(BadLayout, match=r"no layer is left for c\*"):
+        PagedLayout(NHD, [PagedRule(("*",)), PagedRule(("c*",))]).describe({"a": layer()}, block_size=4)
+
+
+def test_without_axes_the_refusal_tells_which_would_fit() -> None:
+    with pytest.raises(BadLayout, match=r"not declared; layer a has \(2, 6, 4, 2, 3\)") as caught:
+        PagedLayout().describe({"a": layer()}, block_size=4)
+    assert '["plane", "block", "token", "head", "dim"]' in caught.value.available
+    assert '"head", "token"' not in caught.value.available, "the block size is 4, there are 2 heads"
+    # Two heads and a block of two tokens: the shape fits both orders, so none can be taken.
+    with pytest.raises(BadLayout) as caught:
+        PagedLayout().describe({"a": torch.zeros(2, 6, 2, 2, 3)}, block_size=2)
+    assert '["plane", "block", "token", "head", "dim"]' in caught.value.available
+    assert '["plane", "block", "head", "token", "dim"]' in caught.value.available
+
+
+def test_layers_that_share_memory_need_groups_of_their_own() -> None:
+    shared = layer()
+    kv = {"full": shared, "swa": shared}
+    with pytest.raises(BadLayout, match=r"layer swa.*shares memory with layer full") as caught:
+        PagedLayout(NHD).describe(kv, block_size=4)
+    assert "groups" in caught.value.hint
+    layout = PagedLayout(NHD, [PagedRule(("full",)), PagedRule(("swa",), window=8)])
+    declared = layout.describe(kv, block_size=4)
+    views = layout.block_views(declared, kv)
+    assert views[0][0][0].data_ptr() == views[1][0][0].data_ptr()
+
+
+def test_an_expanded_tensor_is_refused() -> None:
+    with pytest.raises(BadLayout, match="elements of one tensor share memory"):
+        PagedLayout(NHD).describe({"a": torch.zeros(2, 6, 4, 1, 3).expand(2, 6, 4, 2, 3)}, block_size=4)
+
+
+def test_other_strides_than_declared_are_refused_at_a_submit() -> None:
+    layout = PagedLayout(NHD)
+    kv = {"a": layer()}
+    declared = layout.describe(kv, block_size=4)
+    moved = {"a": layer().transpose(2, 3).contiguous().transpose(2, 3)}
+    with pytest.raises(BadLayout, match="strides"):
+        layout.block_views(declared, moved)
+    with pytest.raises(BadLayout, match="layer b was not declared"):
+        layout.block_views(declared, {"b": layer()})
+    two = layout.describe({"a": layer(), "b": layer()}, block_size=4)
+    with pytest.raises(BadLayout, match="layers b, a"):
+        layout.block_views(two, {"b": layer(), "a": layer()})
+
+
+def test_groups_of_layers_with_unequal_numbers_of_blocks_inside_are_refused() -> None:
+    with pytest.raises(BadLayout, match="number of blocks is 7"):
+        PagedLayout(NHD).describe({"a": layer(), "b": layer(blocks=7)}, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fact"),
+    [
+        (PagedRule(axes=("block", "token", "dim"), state=True), "axes"),
+        (PagedRule(compress_ratio=3), "multiple of compress_ratio"),
+        (PagedRule(axes=("layer", "block", "dim")), "axes"),
+        (PagedRule(axes=("block", "dim"), state=True, window=4), "window of 4"),
+    ],
+)
+def test_rules_that_contradict_themselves_are_refused(rule: PagedRule, fact: str) -> None:
+    with pytest.raises(BadLayout, match=fact):
+        PagedLayout(NHD, [rule]).describe({"a": torch.zeros(6, 3)}, block_size=4)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        LayerGroup(1, 16, 2, 8, "uint8", packing="p"),
+        LayerGroup(1, 16, 1, 8, "float32", packing="p"),
+        LayerGroup(1, 16, 1, 8, "uint8", packing="p", compress_ratio=2),
+        LayerGroup(1, 16, 1, 8, "uint8", packing="p" * 200),
+        LayerGroup(1, 16, 1, 8, "uint8", num_blocks=-1),
+        LayerGroup(1, 16, 1, 8, "uint8", axes=("token", "dim"), strides=(-8, 1)),
+        LayerGroup(1, 16, 1, 8, "uint8", state=True, window=1),
+    ],
+)
+def test_a_server_refuses_declarations_that_cannot_be(group: LayerGroup) -> None:
+    with pytest.raises(BadLayout):
+        validate_layout(KVLayout("paged", (group,)))
+
+
+def test_touched_blocks_by_example() -> None:
+    ids = list(range(10, 22))  # three chunks of 16 tokens, blocks of 4
+    full = LayerGroup(1, 4, 1, 1, "uint8")
+    assert touched_blocks(full, 16, ids, storing=True) == (ids, 4, 0)
+    window = LayerGroup(1, 4, 1, 1, "uint8", window=18)
+    assert touched_blocks(window, 16, ids, storing=True) == (ids, 4, 0)
+    assert touched_blocks(window, 16, [NO_BLOCK] * 5 + ids[5:], storing=True).first == 8
+    assert touched_blocks(window, 16, ids, storing=False) == (ids, 4, 7), "tokens 30 to 48: block 7 holds 28 to 31"
+    state = LayerGroup(1, 4, 1, 1, "uint8", state=True)
+    assert touched_blocks(state, 16, ids, storing=True) == ([13, 17, 21], 1, 0)
+    assert touched_blocks(state, 16, [NO_BLOCK] * 11 + [21], storing=True) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2)
+    assert touched_blocks(state, 16, ids, storing=False) == ([13, 17, 21], 1, 2)

@@ -1,0 +1,31 @@
+"""The end of a server whose plugins do not let go of everything."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.server.gated_transport import GatedPlugin
+from tests.server.in_process import serving
+
+
+def test_an_arena_that_a_copy_still_uses_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as server:
+        held = server.engine.storage.arena[:16]
+    assert "a transport holds the arena" in caplog.text
+    held.release()
+
+
+def test_a_transport_that_cannot_close_does_not_keep_storage_open(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = GatedPlugin()
+
+    def fail() -> None:
+        raise RuntimeError("jammed")
+
+    plugin.transport.close = fail  # type: ignore[method-assign]
+    caplog.set_level(logging.INFO)
+    with serving("transport.1.use=gated", plugins=(plugin,)):
+        pass
+    assert "closing transport gated failed" in caplog.text
+    assert caplog.records[-1].message == "stopped"
