@@ -55,7 +55,12 @@ class MessagingFuture(Generic[T]):
         if not self._done.wait(timeout):
             raise DeadlineExceeded(f"no result within {timeout} s")
         if self._error is not None:
-            raise self._error
+            error = self._error
+            try:
+                raise error
+            finally:
+                # The traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
+                del self, error
         return self._value  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:

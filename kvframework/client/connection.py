@@ -175,8 +175,11 @@ class KVClient(EngineLink):
             name, payload, timeout=wait, urgent=urgent, on_late=late if on_late is not None else None
         )
         # The connection ends the wait; the margin only covers a connection that is being closed.
-        reply = future.result(wait + 1.0)
-        return as_response(reply, response)
+        try:
+            return as_response(future.result(wait + 1.0), response)
+        finally:
+            # An error's traceback refers to this frame and the future to the error: a cycle would keep an arena mapped.
+            del future
 
     def close(self) -> None:
         """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""
