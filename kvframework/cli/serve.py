@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import resource
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +85,7 @@ def _run(settings: Config, signals: StopSignals) -> None:
     # Not before a signal can be handled: it is most of what starting takes.
     from kvframework.server import Server
 
+    _raise_descriptor_limit()
     server = Server(settings)
     signals.serve(server.stop, server.abandon)
     try:
@@ -91,3 +94,10 @@ def _run(settings: Config, signals: StopSignals) -> None:
         server.close()
         raise
     server.serve_forever()
+
+
+def _raise_descriptor_limit() -> None:
+    """ZMQ ends the process when it runs out of descriptors, and the soft limit is often 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

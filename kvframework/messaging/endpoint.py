@@ -10,7 +10,9 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
+from kvframework.config import prepare_private_directory
 from kvframework.errors import EndpointError
 from kvframework.messaging.fork import close_after_fork
 
@@ -56,14 +58,10 @@ class EndpointFiles:
         self._lock = -1
 
     def acquire(self) -> None:
-        """Makes the directory if it is absent, takes the lock and removes stale sockets. Raises `EndpointError`; one
-        names the process that holds the endpoint."""
-        directory = os.path.dirname(self.path)
+        """Makes the directory if it is absent, takes the lock and removes stale sockets. Raises `EndpointError`, also
+        for a directory that others may write to; one names the process that holds the endpoint."""
+        prepare_private_directory(Path(self.path).parent)
         try:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            mode = os.stat(directory).st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise EndpointError(f"{directory} is writable for everybody", where=self.endpoint, hint="chmod o-w it")
             self._lock = self._take_lock()
             for path in (self.path, self.liveness):
                 self._remove_stale(path)

@@ -17,6 +17,7 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_B
 ZERO_COPY_BYTES = 64 << 10
 HIGH_WATER_MARK = 1000
 _KEEPALIVE_S = 30
+_HANDSHAKE_MS = 3000  # connections that do not speak ZMTP are dropped after it
 HEAD_FRAMES = 3  # request id, type, payload
 
 # Plain ints: pyzmq's flag enums cost more than the call.
@@ -31,6 +32,7 @@ def bound(socket: Socket) -> None:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
 
 
 def over_tcp(socket: Socket, host: str) -> None:

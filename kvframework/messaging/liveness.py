@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
 MAX_HALF_OPEN = 64
+MAX_PER_SESSION = 4
 HALF_OPEN_S = 1.0
 _EVENTS_PER_ROUND = 64
 
@@ -159,7 +160,7 @@ class LivenessServer:
         if data and len(entry.received) < TOKEN_BYTES:
             return
         session = self._find(bytes(entry.received))
-        if session is None:
+        if session is None or sum(other is session for _, other in self._live.values()) >= MAX_PER_SESSION:
             self._refuse(entry)
             return
         fd, was_local = entry.sock.fileno(), session.local

@@ -180,5 +180,21 @@ def test_endpoints_that_no_local_server_can_have(endpoint: str) -> None:
 
 def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(EndpointError, match="writable"):
+    with pytest.raises(EndpointError, match="others may write"):
         EndpointFiles(f"ipc://{tmp_path}/s").acquire()
+
+
+def test_one_session_holds_a_few_liveness_sockets_only(lab: Lab) -> None:
+    with RawClient(lab.endpoint) as raw:
+        assert raw.welcome is not None
+        socks = []
+        for _ in range(liveness.MAX_PER_SESSION + 1):
+            sock = dialled(lab)
+            sock.sendall(raw.welcome.session)
+            socks.append(sock)
+        answers = [sock.recv(1) for sock in socks]
+        assert answers == [liveness.WITH_ARENA] * liveness.MAX_PER_SESSION + [b""] or answers == [
+            liveness.WITHOUT_ARENA
+        ] * liveness.MAX_PER_SESSION + [b""]
+        for sock in socks:
+            sock.close()

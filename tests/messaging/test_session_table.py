@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvframework.errors import HelloRequired, ProtocolError
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.messaging.heartbeat import Heartbeat
-from kvframework.messaging.session import MAX_IDENTITIES, ClientSession, SessionTable
+from kvframework.messaging.session import MAX_IDENTITIES, PRESSED_S, ClientSession, SessionTable
 from kvframework.wire.messages import Hello
 
 TIMEOUT = 30.0
@@ -74,7 +74,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        silent = {s for s, heard in self.heard.items() if not s.local and self.now - heard >= TIMEOUT}
+        patience = PRESSED_S if len(self.heard) > 2 else TIMEOUT
+        silent = {s for s, heard in self.heard.items() if not s.local and self.now - heard >= patience}
         assert set(self.table.expire(self.now)) == silent
         for session in silent:
             self._end(session)
@@ -176,3 +177,15 @@ def test_a_heartbeat_can_be_hurried_but_not_doubled() -> None:
     heart.sent(0.0)
     heart.ask_now()
     assert not heart.due(0.4)
+
+
+def test_silent_strangers_go_sooner_when_there_are_many() -> None:
+    now = [0.0]
+    table = SessionTable(lambda: now[0], session_timeout_s=30.0, max_sessions=4)
+    first = table.open(b"0", Hello("c", 1))
+    first.local = True
+    strangers = [table.open(bytes([index]), Hello("c", 1)) for index in (1, 2)]
+    now[0] = PRESSED_S
+    assert table.expire(now[0]) == strangers
+    table.end(strangers[0])
+    assert table.expire(now[0]) == []
