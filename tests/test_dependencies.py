@@ -22,9 +22,10 @@ def test_the_lowest_dependencies_were_really_resolved() -> None:
 def test_the_lowest_constraints_are_what_the_project_admits() -> None:
     root = Path(__file__).resolve().parents[1]
     project = (root / "pyproject.toml").read_text()
-    for name, pin in re.findall(r"^([\w-]+)==(\S+)$", (root / "constraints-lowest.txt").read_text(), re.MULTILINE):
-        floor = re.search(rf'"{name}>=([\d.]+)', project)
-        assert floor, name
-        assert [int(part) for part in pin.split(".")][: floor[1].count(".") + 1] == [
-            int(p) for p in floor[1].split(".")
-        ]
+    needed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert needed
+    floors = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', needed[1]))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (root / "constraints-lowest.txt").read_text(), re.MULTILINE))
+    assert floors.keys() <= pins.keys()
+    for name, floor in floors.items():
+        assert f"{pins[name]}.".startswith(f"{floor}."), name

@@ -20,7 +20,7 @@ from kvframework.api import (
     TransportProvider,
     shown_options,
 )
-from kvframework.config import FIELD_DEFAULT, Config, CurveConfig, Layers, PluginTable, default_endpoint, toml_value
+from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
 from kvframework.plugins import PluginRegistry, resolve_table
 
 Path = tuple[str | int, ...]
@@ -56,10 +56,10 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view = _View(layers, registry)
     server = shown_options(config.server)
     server |= {"endpoint": server["endpoint"] or default_endpoint()}
-    curve = server.pop("curve")
+    del server["curve"]
     view.core(("server",), "[server]", server)
-    if isinstance(curve, CurveConfig):
-        view.core(("server", "curve"), "[server.curve]", shown_options(curve))
+    if config.server.curve is not None:
+        view.core(("server", "curve"), "[server.curve]", shown_options(config.server.curve))
     view.core(("log",), "[log]", shown_options(config.log))
     l1, eviction = config.l1, config.l1.eviction
     marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}

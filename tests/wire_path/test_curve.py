@@ -143,6 +143,15 @@ def test_plain_tcp_has_to_be_asked_for(tmp_path: Path) -> None:
     assert (done.returncode, "[config.curve_key]" in done.stderr) == (2, True)
 
 
+def test_config_show_names_the_key_files(tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys")
+    settings = [argument for setting in keys.settings for argument in ("--set", setting)]
+    shown = run("config", "show", "--set", "server.tcp=tcp://0.0.0.0:5555", *settings)
+    assert shown.returncode == 0, shown.stderr
+    assert "[server.curve]" in shown.stdout
+    assert f'clients = "{keys.clients}"' in shown.stdout
+
+
 def test_a_taken_port_is_told(server: RemoteServer, tmp_path: Path) -> None:
     settings = (f"server.tcp={server.tcp}", f"server.endpoint=ipc://{tmp_path}/s", "server.insecure=true")
     done = run("serve", *(argument for setting in settings for argument in ("--set", setting)))
