@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvframework.api.layout import KVLayout
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +24,10 @@ class EngineView(ABC):
     """
 
     spare_blocks: Sequence[int]
+
+    def declared(self, layout: KVLayout) -> None:
+        """Told once what was declared, before anything is read or written: which layers stand in which group."""
+        del layout
 
     @abstractmethod
     def read(self, group: int, layer: int, plane: int, block: int) -> torch.Tensor:

@@ -86,6 +86,7 @@ class Instance:
                 self.registration = self._register(urgent=True)
         try:
             if view is not None:
+                view.declared(self._declared)
                 check_by_writing(self.transfer, kv_caches, self._declared, view)
         except KVFrameworkError:
             self.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvf_transformers.identity import ModelIdentity
 from kvf_transformers.shapes import LayerPair
+from kvf_transformers.view import CacheView
 from kvframework.api import MessagingFuture, Registration, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
@@ -92,7 +93,9 @@ class CacheSession:
             transport=self._transport,
             layout="dynamic_cache",
         )
-        registration = worker.register_kv_caches(_named(self._templates), block_size=BLOCK_TOKENS)
+        # What is stored and loaded comes with each call; these stand for it, and prove the declaration.
+        scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in self._templates])
+        registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
             self._client,
             model_name=identity.name,

@@ -1,0 +1,31 @@
+"""The canary of the transformers integration: its own view of a cache, against the layout that is declared."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
+from kvf_transformers.view import CacheView  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def test_every_group_layer_and_plane_is_what_the_declaration_means() -> None:
+    """Also where keys and values differ in size, and layers in shape."""
+    sizes = [(8, 8), (8, 6), (4, 4)]
+    pairs = {f"layers.{i}": (torch.randn(1, 2, 16, k), torch.randn(1, 2, 16, v)) for i, (k, v) in enumerate(sizes)}
+    plugin = DynamicCacheLayout()
+    layout = plugin.describe(pairs, block_size=16)
+    view = CacheView(pairs)
+    view.declared(layout)
+    assert view.spare_blocks == (0, 0, 0, 0)
+    for group, planes in enumerate(plugin.block_views(layout, pairs)):
+        for plane, layers in enumerate(planes):
+            for layer, expected in enumerate(layers):
+                assert torch.equal(view.read(group, layer, plane, 0), expected[0])
+                values = torch.randn_like(expected[0])
+                view.write(group, layer, plane, 0, values)
+                assert torch.equal(expected[0], values)
