@@ -1,11 +1,26 @@
-"""What holds for every test: a run in the background is like one in the foreground."""
+"""What holds for every test: what an environment lacks is skipped with a reason, and a run in the background is like
+one in the foreground."""
 
 from __future__ import annotations
 
+import importlib.util
 import signal
+
+import pytest
+
+NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
 
 
 def pytest_configure() -> None:
     # Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, packages in NEEDS.items():
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            for item in items:
+                if item.get_closest_marker(marker) is not None:
+                    item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)} not installed"))

@@ -49,7 +49,7 @@ def left_behind(temporary):
     return files
 
 
-@pytest.mark.torch
+@pytest.mark.transformers
 def test_the_second_engine_skips_what_the_first_has_computed(temporary):
     done = run(temporary, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_the_second_engine_skips_what_the_first_has_computed(temporary):
     assert left_behind(temporary) == []
 
 
-@pytest.mark.torch
+@pytest.mark.transformers
 def test_corrupted_kv_changes_the_tokens_and_the_exit_status(temporary):
     done = run(temporary, *SMALL, "--json", "--corrupt-kv")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -71,7 +71,7 @@ def test_corrupted_kv_changes_the_tokens_and_the_exit_status(temporary):
     assert left_behind(temporary) == []
 
 
-@pytest.mark.torch
+@pytest.mark.transformers
 @pytest.mark.redis
 @pytest.mark.skipif(redis_binary() is None, reason="no redis-server")
 def test_the_prefix_comes_from_redis_after_the_server_was_killed(temporary):
@@ -87,7 +87,7 @@ def test_the_prefix_comes_from_redis_after_the_server_was_killed(temporary):
     assert left_behind(temporary) == []
 
 
-@pytest.mark.torch
+@pytest.mark.transformers
 def test_a_terminated_demo_leaves_nothing_behind(temporary):
     process = subprocess.Popen(
         [*COMMAND, *SMALL], env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
@@ -102,7 +102,7 @@ def test_a_terminated_demo_leaves_nothing_behind(temporary):
     assert left_behind(temporary) == []
 
 
-@pytest.mark.torch
+@pytest.mark.transformers
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
