@@ -242,38 +242,40 @@ def test_a_signal_before_the_server_is_bound_ends_it_cleanly(
     assert not list(tmp_path.glob("s.sock*"))
 
 
-def hanging(deadline_s: float) -> subprocess.Popen[str]:
+@contextmanager
+def hanging(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
     """A main thread that takes no notice of signals; `abandon` says that it was called."""
+    # Not print: a signal that comes in mid-print may not print itself.
     script = (
-        "import logging, sys, time\n"
+        "import os, time\n"
         "from kvframework.cli.shutdown import StopSignals\n"
         f"with StopSignals(deadline_s={deadline_s}) as signals:\n"
-        "    signals.serve(lambda: print('asked', flush=True), lambda: print('abandoned', flush=True))\n"
-        "    print('ready', flush=True)\n"
+        "    signals.serve(lambda: os.write(1, b'asked\\n'), lambda: os.write(1, b'abandoned\\n'))\n"
+        "    os.write(1, b'ready\\n')\n"
         "    while True: time.sleep(60)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **streams) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_main_thread_that_hangs_is_ended_by_the_deadline() -> None:
-    process = hanging(deadline_s=0.2)
-    process.terminate()
-    out, err = process.communicate(timeout=10)
-    assert process.returncode == 1
-    assert out == "asked\nabandoned\n"
-    assert "did not stop in time" in err
+    with hanging(deadline_s=0.2) as process:
+        process.terminate()
+        out, err = process.communicate(timeout=10)
+        assert (process.returncode, out) == (1, "asked\nabandoned\n"), err
+        assert "did not stop in time" in err
 
 
 def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
-    process = hanging(deadline_s=60)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "asked\n"
-    process.terminate()
-    assert process.communicate(timeout=10) == ("abandoned\n", "")
-    assert process.returncode == 128 + signal.SIGTERM
+    with hanging(deadline_s=60) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"
+        process.terminate()
+        assert process.communicate(timeout=10) == ("abandoned\n", "")
+        assert process.returncode == 128 + signal.SIGTERM
