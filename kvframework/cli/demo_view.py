@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvframework.api import ByteSize
 from kvframework.cli.demo_result import DemoResult, EngineRun
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class Step:
@@ -46,10 +43,10 @@ class DemoView:
         """Shows `title` with a spinner and the time; behind it stands a line with what `Step.done` was told."""
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        # Before rich 14.3 even a disabled Progress writes an empty line where there is no terminal.
+        terminal = self._console if self._console.is_terminal else Console(quiet=True)
         try:
-            with Progress(
-                *columns, console=self._console, transient=True, disable=not self._console.is_terminal
-            ) as progress:
+            with Progress(*columns, console=terminal, transient=True, disable=terminal.quiet) as progress:
                 step = Step(title, progress, progress.add_task(title, total=None))
                 yield step
         except BaseException:

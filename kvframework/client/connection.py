@@ -27,16 +27,15 @@ from kvframework.api import (
     StorePlan,
 )
 from kvframework.client.arena import MappedArena
-from kvframework.client.blocks import pack_block_ids
 from kvframework.client.curve import keys_for
 from kvframework.client.replies import as_response, mapped
 from kvframework.config import default_endpoint
-from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
+from kvframework.errors import DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client import Connection
 from kvframework.messaging.curve import CurveKeys
 from kvframework.plugins.registry import PluginRegistry
 from kvframework.wire import messages as m
-from kvframework.wire.indices import pack_indices, unpack_indices
+from kvframework.wire.indices import pack_block_ids, pack_indices, unpack_indices
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -262,7 +261,10 @@ class KVClient(EngineLink):
             error = reply.exception()
             if error is not None:
                 log.warning("%s of request %s failed: %s", kind, key.request_id, error)
-                future.set_result(False)
+                if isinstance(error, DeadlineExceeded):
+                    self._when_untouched(sent, lambda: future.set_result(False, error))
+                else:
+                    future.set_result(False, error)
                 return
             result = reply.result(0)
             ok = isinstance(result, m.TransferReply) and result.ok
@@ -270,6 +272,18 @@ class KVClient(EngineLink):
 
         sent.add_done_callback(answered)
         return future
+
+    def _when_untouched(self, sent: MessagingFuture[Message], then: Callable[[], object]) -> None:
+        """Nobody answered in time, but the server may still touch the blocks: cancels, and calls `then` once it does
+        not, or is gone. In the connection's I/O thread."""
+
+        def answered(cancel: MessagingFuture[Message]) -> None:
+            if isinstance(cancel.exception(), DeadlineExceeded):
+                self._when_untouched(sent, then)
+            else:
+                then()
+
+        self._connection.cancel(sent).add_done_callback(answered)
 
     # the connection's supervisor thread
 

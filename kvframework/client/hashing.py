@@ -10,14 +10,19 @@ from kvframework.api import DIGEST_BYTES, KeyHasher
 
 
 class RequestHashes:
-    """Chained chunk digests of one request's tokens, grown as tokens come. For one thread at a time."""
+    """Chained chunk digests of one request's tokens, grown as tokens come. For one thread at a time.
 
-    def __init__(self, hasher: KeyHasher, chunk_tokens: int, *, request_id: str, cache_salt: str = "") -> None:
+    `digests` are those of its first whole chunks, if another process has made them.
+    """
+
+    def __init__(
+        self, hasher: KeyHasher, chunk_tokens: int, *, request_id: str, cache_salt: str = "", digests: bytes = b""
+    ) -> None:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.chunk_tokens = chunk_tokens
         self._hasher = hasher
-        self._digests = bytearray()
+        self._digests = bytearray(digests)
         self._rest = array.array("I")
 
     @property

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvframework.api import (
+    DeviceTransportProvider,
     EngineView,
     KVLayout,
     LayerTensors,
     Layout,
     LayoutProvider,
+    MessagingFuture,
     Registration,
     TransferContext,
     TransportProvider,
@@ -23,9 +26,11 @@ from kvframework.api import (
 )
 from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.connection import SETUP_TIMEOUT_S, KVClient
+from kvframework.devices import DeviceTransfer
 from kvframework.errors import (
     AlreadyRegistered,
     KVFrameworkError,
+    NotRegistered,
     PluginError,
     PluginWrongKind,
     ServerGone,
@@ -34,6 +39,8 @@ from kvframework.errors import (
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
+
+_RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,10 @@ class Instance:
         self._layout = create_layout(client, identity)
         self._declared = self._layout.describe(kv_caches, block_size=block_size)
         self._transport, self.transfer = create_transport(client, identity)
+        self.transfer.declared(self._layout, self._declared)
+        self._closed = threading.Event()
+        self._again: threading.Thread | None = None
+        self._lock = threading.Lock()
         boot_id = client.boot_id
         self.registration = self._register(urgent=False)
         client.when_up(self._register_again)
@@ -94,8 +105,41 @@ class Instance:
 
     def close(self) -> None:
         """Unregisters, if the server is there."""
+        self._closed.set()
         self._client.forget(self._register_again)
+        if self._again is not None:
+            self._again.join()
         self._unregister()
+
+    def watch(self, future: MessagingFuture[bool]) -> MessagingFuture[bool]:
+        """Registers again, in the background, if the transfer shows that the server lost this instance's memory."""
+        future.add_done_callback(self._look_at)
+        return future
+
+    def _look_at(self, future: MessagingFuture[bool]) -> None:
+        if not isinstance(future.detail, NotRegistered):
+            return
+        with self._lock:
+            if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
+                return
+            self._again = threading.Thread(target=self._recover, name="kvf-register", daemon=True)
+            self._again.start()
+
+    def _recover(self) -> None:
+        """Until it succeeds, somebody else did it, or the instance is closed."""
+        wait = _RECOVER_FIRST_S
+        while not self._closed.is_set():
+            try:
+                self.registration = self._register(urgent=False)
+            except AlreadyRegistered:
+                return
+            except KVFrameworkError as error:
+                log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+            else:
+                log.info("instance %d registered again", self._identity.instance_id)
+                return
+            self._closed.wait(wait)
+            wait = min(2 * wait, _RECOVER_LONGEST_S)
 
     def _register_again(self) -> None:
         self.registration = self._register(urgent=True)
@@ -126,14 +170,15 @@ class Instance:
         return registration
 
     def _unregister(self) -> None:
-        self.transfer.close()
-        if not self._client.usable:
-            return
         try:
-            payload = m.Unregister(self._identity.instance_id)
-            self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=SETUP_TIMEOUT_S)
+            if self._client.usable:
+                payload = m.Unregister(self._identity.instance_id)
+                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=SETUP_TIMEOUT_S)
         except KVFrameworkError as error:
             log.warning("instance %d could not unregister: %s", self._identity.instance_id, error)
+        finally:
+            # Only now: until the server has let go it may refer to what the transport holds.
+            self.transfer.close()
 
 
 def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
@@ -165,6 +210,8 @@ def create_transport(client: KVClient, identity: InstanceIdentity) -> tuple[str,
             reasons.append(f"{name}: no transport here")
             continue
         options = client.plugins.options(provider, identity.transport_options, where=where)
+        if isinstance(provider, DeviceTransportProvider):
+            return name, DeviceTransfer(client, provider.create_engine(options))
         context: TransferContext = provider.create(options, client)
         return name, context
     raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(reasons))

@@ -5,7 +5,8 @@ Called from the engine's thread. No call waits longer than the client's control 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvframework.api import (
@@ -15,6 +16,7 @@ from kvframework.api import (
     LayerTensors,
     MessagingFuture,
     Registration,
+    TransferContext,
     touched_blocks,
 )
 from kvframework.client.connection import KVClient
@@ -24,6 +26,13 @@ from kvframework.errors import NotRegistered, RequestError
 
 if TYPE_CHECKING:
     import torch
+
+    # What `submit_store` and `submit_retrieve` of a transport have in common, and those of the adapter.
+    TransportSubmit = Callable[
+        [str, CacheKey, int, Mapping[str, LayerTensors], BlockIds, torch.Event | None, Sequence[int]],
+        MessagingFuture[bool],
+    ]
+    AdapterSubmit = Callable[[RequestHashes, int, int, BlockIds, None, torch.Event | None], MessagingFuture[bool]]
 
 StoreEntry = MessagingFuture[bool]
 # A retrieve and the blocks it fills, so that a failed load can be named to the engine.
@@ -119,20 +128,9 @@ class WorkerAdapter:
     ) -> MessagingFuture[bool]:
         """Stores tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the
         registered tensors for engines without stable memory. False at once while the server is away."""
-        instance = self._instance
-        if instance is None or not self._client.usable:
-            return self._track_store(request, MessagingFuture.resolved(False))
-        key = self.key(request, start, end)
-        future = instance.transfer.submit_store(
-            request.request_id,
-            key,
-            self.identity.instance_id,
-            instance.kv_caches if kv_caches is None else kv_caches,
-            block_ids,
-            event,
-            self.blocks_in_chunk,
-        )
-        return self._track_store(request, future)
+        future = self._submit(lambda transfer: transfer.submit_store, request, start, end, block_ids, kv_caches, event)
+        self.store_futures.setdefault(request.request_id, []).append(future)
+        return future
 
     def submit_retrieve(
         self,
@@ -146,21 +144,12 @@ class WorkerAdapter:
     ) -> MessagingFuture[bool]:
         """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. False:
         compute them."""
-        instance = self._instance
-        if instance is None or not self._client.usable:
-            return self._track_retrieve(request, MessagingFuture.resolved(False), block_ids)
-        key = self.key(request, start, end)
-        future = instance.transfer.submit_retrieve(
-            request.request_id,
-            key,
-            self.identity.instance_id,
-            instance.kv_caches if kv_caches is None else kv_caches,
-            block_ids,
-            event,
-            self.blocks_in_chunk,
-            skip_first_n_tokens,
-        )
-        return self._track_retrieve(request, future, block_ids)
+        future = self._submit(
+            lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
+            request, start, end, block_ids, kv_caches, event,
+        )  # fmt: skip
+        self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
+        return future
 
     def batched_submit_store(
         self,
@@ -170,11 +159,7 @@ class WorkerAdapter:
         event: torch.Event | None = None,
     ) -> list[MessagingFuture[bool]]:
         """`submit_store` for each. Raises `RequestError` before the first if the lists differ in length."""
-        _same_length(requests, ranges, block_ids)
-        return [
-            self.submit_store(request, start, end, blocks, event=event)
-            for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True)
-        ]
+        return _batched(self.submit_store, requests, ranges, block_ids, event)
 
     def batched_submit_retrieve(
         self,
@@ -184,11 +169,7 @@ class WorkerAdapter:
         event: torch.Event | None = None,
     ) -> list[MessagingFuture[bool]]:
         """`submit_retrieve` for each. Raises `RequestError` before the first if the lists differ in length."""
-        _same_length(requests, ranges, block_ids)
-        return [
-            self.submit_retrieve(request, start, end, blocks, event=event)
-            for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True)
-        ]
+        return _batched(self.submit_retrieve, requests, ranges, block_ids, event)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Request ids whose stores, and whose retrieves, have all ended since the last call. Never blocks.
@@ -221,15 +202,29 @@ class WorkerAdapter:
             raise NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
         return self._instance.registration
 
-    def _track_store(self, request: RequestHashes, future: MessagingFuture[bool]) -> MessagingFuture[bool]:
-        self.store_futures.setdefault(request.request_id, []).append(future)
-        return future
-
-    def _track_retrieve(
-        self, request: RequestHashes, future: MessagingFuture[bool], block_ids: BlockIds
+    def _submit(
+        self,
+        chosen: Callable[[TransferContext], TransportSubmit],
+        request: RequestHashes,
+        start: int,
+        end: int,
+        block_ids: BlockIds,
+        kv_caches: Mapping[str, LayerTensors] | None,
+        event: torch.Event | None,
     ) -> MessagingFuture[bool]:
-        self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
-        return future
+        instance = self._instance
+        if instance is None or not self._client.usable:
+            return MessagingFuture.resolved(False)
+        future = chosen(instance.transfer)(
+            request.request_id,
+            self.key(request, start, end),
+            self.identity.instance_id,
+            instance.kv_caches if kv_caches is None else kv_caches,
+            block_ids,
+            event,
+            self.blocks_in_chunk,
+        )
+        return instance.watch(future)
 
     def _note_failed(self, block_ids: BlockIds) -> None:
         if not self._failed_blocks:
@@ -245,13 +240,23 @@ class WorkerAdapter:
             failed.update(used)
 
 
-def _succeeded(future: MessagingFuture[bool]) -> bool:
-    return future.exception() is None and future.result(0)
-
-
-def _same_length(*lists: Sequence[object]) -> None:
-    if len({len(each) for each in lists}) > 1:
+def _batched(
+    submit: AdapterSubmit,
+    requests: Sequence[RequestHashes],
+    ranges: Sequence[tuple[int, int]],
+    block_ids: Sequence[BlockIds],
+    event: torch.Event | None,
+) -> list[MessagingFuture[bool]]:
+    if not len(requests) == len(ranges) == len(block_ids):
         raise RequestError(
-            f"a batch of {' and '.join(str(len(each)) for each in lists)} requests, ranges and block ids",
+            f"a batch of {len(requests)} and {len(ranges)} and {len(block_ids)} requests, ranges and block ids",
             available="lists of equal length",
         )
+    return [
+        submit(request, start, end, blocks, None, event)
+        for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True)
+    ]
+
+
+def _succeeded(future: MessagingFuture[bool]) -> bool:
+    return future.exception() is None and future.result(0)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import array
-import sys
 from collections.abc import Sequence
 
 from kvframework.api import NO_BLOCK, KVLayout, TouchedBlocks, touched_blocks
 from kvframework.errors import BadBlockIds
+from kvframework.wire.indices import INDEX_BYTES, unpack_indices
 
 
 def blocks_of_transfer(
@@ -40,14 +39,11 @@ def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]
         raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
     result = []
     for group, (frame, count) in enumerate(zip(packed, expected, strict=True)):
-        if len(frame) != count * 4:
+        if len(frame) != count * INDEX_BYTES:
             raise BadBlockIds(
                 f"{len(frame)} bytes", where=f"block_ids[{group}]", available=f"{count} packed u32 for the key's tokens"
             )
-        ids = array.array("I", frame)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        result.append(ids.tolist())
+        result.append(unpack_indices(frame, where=f"block_ids[{group}]"))
     return result
 
 

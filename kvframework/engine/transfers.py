@@ -11,6 +11,7 @@ from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrieveP
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver
 from kvframework.errors import TransportMismatch
+from kvframework.storage.leases import StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import Reservation
 from kvframework.wire import messages as m
@@ -83,12 +84,7 @@ class EngineDrivenTransfers:
         )
         if lease is None:
             return RetrievePlan(False, reason="not all objects are in L1")
-        groups = len(grid.desc.groups)
-        ranges = tuple(
-            ArenaRange(index // groups, index % groups, stored.offset, stored.length)
-            for index, stored in zip(wanted, lease.objects, strict=True)
-        )
-        return RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
+        return RetrievePlan(True, lease.id, pinned_ranges(grid, wanted, lease.objects), self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)
@@ -117,6 +113,15 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
     return tuple(
         ArenaRange(wanted[at] // count, wanted[at] % count, offset, groups[wanted[at] % count].nbytes)
         for at, offset in result.placed
+    )
+
+
+def pinned_ranges(grid: KeyGrid, wanted: Sequence[int], objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
+    """Where each of the pinned `objects` lies (`grid` of one rank); `wanted` are their indices, in the same order."""
+    count = len(grid.desc.groups)
+    return tuple(
+        ArenaRange(index // count, index % count, stored.offset, stored.length)
+        for index, stored in zip(wanted, objects, strict=True)
     )
 
 

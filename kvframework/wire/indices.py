@@ -1,4 +1,4 @@
-"""Owns how lists of small numbers travel: packed little-endian u32, never a list of ints. Pure."""
+"""Owns how block ids and other small numbers travel: packed little-endian u32, never a list of ints. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import array
 import sys
 from collections.abc import Iterable
 
-from kvframework.errors import InvalidPayload
+from kvframework.api import BlockIds
+from kvframework.errors import BadBlockIds, InvalidPayload
 
 INDEX_BYTES = 4
 
@@ -21,6 +22,14 @@ def unpack_indices(packed: bytes, *, where: str) -> list[int]:
     if len(packed) % INDEX_BYTES:
         raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u32, 4 bytes each")
     return _little_endian(array.array("I", packed)).tolist()
+
+
+def pack_block_ids(block_ids: BlockIds) -> tuple[bytes, ...]:
+    """One frame per layer group. Raises `BadBlockIds` for an id that is no u32."""
+    try:
+        return tuple(pack_indices(ids) for ids in block_ids)
+    except (OverflowError, TypeError) as error:
+        raise BadBlockIds(f"a block id is no u32: {error}", where="block_ids") from None
 
 
 def _little_endian(numbers: array.array[int]) -> array.array[int]:

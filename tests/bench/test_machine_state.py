@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,6 +43,22 @@ def test_a_meter_reads_this_machine() -> None:
     load = LoadMeter(0.05).finish()
     assert load.cores == cores()
     assert 0 <= load.others_before <= os.cpu_count() * 1.5  # type: ignore[operator]
+
+
+_UNWATCHED = """
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a process that does not care for its children leaves it to its own
+from kvframework.bench.load import CpuSeconds, LoadMeter
+LoadMeter(0.0)
+start = CpuSeconds.now()
+subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.5: pass"], check=True)
+print(CpuSeconds.now().own - start.own)
+"""
+
+
+def test_the_time_of_children_is_own_time_even_where_nobody_waits_for_them() -> None:
+    done = subprocess.run([sys.executable, "-c", _UNWATCHED], capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) > 0.4
 
 
 def test_a_servers_memory_leaves_shared_memory_out() -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvframework.cli.demo_process import Child, DemoFailed, redis_binary, uninterrupted
+from kvframework.child import uninterrupted
+from kvframework.cli.demo_process import DemoChild, DemoFailed
 from kvframework.cli.demo_result import DemoResult, EngineRun
 from kvframework.cli.demo_view import DemoView
+from kvframework.redis_server import redis_binary
 from tests.waiting import wait_until
 
 SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
@@ -72,17 +74,28 @@ def test_corrupted_kv_changes_the_tokens_and_the_exit_status(temporary):
 
 
 @pytest.mark.transformers
-@pytest.mark.redis
-@pytest.mark.skipif(redis_binary() is None, reason="no redis-server")
-def test_the_prefix_comes_from_redis_after_the_server_was_killed(temporary):
-    done = run(temporary, *SMALL, "--json", "--l2", "redis")
+@pytest.mark.parametrize(
+    ("tier", "title"),
+    [
+        pytest.param(
+            "redis",
+            "Redis",
+            marks=[pytest.mark.redis, pytest.mark.skipif(redis_binary() is None, reason="no redis-server")],
+        ),
+        ("disk", "the disk"),
+    ],
+)
+def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary, tier, title):
+    done = run(temporary, *SMALL, "--json", "--l2", tier)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert result["l2"] == "redis"
+    assert result["l2"] == tier
     assert result["cold"]["hit_tokens"] == 0
     assert result["warm"]["hit_tokens"] == 512
     assert result["tokens_equal"]
     assert result["ok"]
+    # Two chunks, and the record of their namespace.
+    assert f"waiting for {title} to have it all  3 values" in done.stderr
     assert "killing the server" in done.stderr
     assert left_behind(temporary) == []
 
@@ -110,6 +123,7 @@ def test_a_terminated_demo_leaves_nothing_behind(temporary):
         (["--text", sys.executable], "no UTF-8"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--redis-url", "redis://localhost"], "--l2 redis"),
+        (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
         (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
         (["--size", "tiny", "--tokens", "100"], "more than 256"),
     ],
@@ -189,7 +203,7 @@ def test_a_step_that_fails_is_marked(tmp_path):
 
 
 def test_a_child_that_ends_is_told_with_the_end_of_its_log(tmp_path):
-    with Child("server", [sys.executable, "-c", "raise SystemExit('no room')"], tmp_path) as child:
+    with DemoChild("server", [sys.executable, "-c", "raise SystemExit('no room')"], tmp_path) as child:
         wait_until(lambda: "no room" in (tmp_path / "server.log").read_text())
 
         def ended():

@@ -43,6 +43,15 @@ def test_a_server_logs_for_people_by_default() -> None:
         assert any(HUMAN.match(line) for line in server.log.splitlines())
 
 
+def test_a_server_that_never_served_does_not_log_an_end() -> None:
+    with ServerProcess() as server:
+        second = run("serve", "--set", f"server.endpoint={server.endpoint}", "--set", "l1.capacity=1MiB")
+        assert second.returncode == 2
+        assert "config.endpoint" in second.stderr
+        assert str(server.pid) in second.stderr
+        assert "stopped" not in second.stderr
+
+
 def test_the_level_bounds_what_is_logged() -> None:
     with ServerProcess("log.level=warning") as server:
         server.stop()

@@ -1,8 +1,6 @@
-"""The transport `cpu_gather`: what is written where, what is left alone, and that failures are misses."""
+"""The transport `cpu_gather`: what is written where, and what is left alone."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 
@@ -14,81 +12,25 @@ from hypothesis import strategies as st  # noqa: E402
 from kvf_cpu_gather import arena_path, copying  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
-from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvframework.api import (  # noqa: E402
-    CacheKey,
-    GroupDesc,
-    KVLayout,
-    LayerGroup,
-    Layout,
-    MemoryLayoutDesc,
-    Registration,
-)
-from kvframework.errors import (  # noqa: E402
-    BadBlockIds,
-    BadLayout,
-    BadRange,
-    DeadlineExceeded,
-    LeaseUnknown,
-    NotRegistered,
-    ServerGone,
-)
+from kvframework.api import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc, Registration  # noqa: E402
 from tests.plugins_first_party.arena_link import ArenaLink  # noqa: E402
+from tests.plugins_first_party.gather_engine import (  # noqa: E402
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    DIM,
+    HEADS,
+    HND,
+    IDS,
+    LAYERS,
+    NHD,
+    Engine,
+    digest,
+    key,
+)
 
 pytestmark = pytest.mark.torch
-
-BLOCK, CHUNK, HEADS, DIM, BLOCKS, LAYERS = 4, 8, 2, 3, 12, 2
-NHD = ("plane", "block", "token", "head", "dim")
-HND = ("plane", "block", "head", "token", "dim")
-IDS = [[5, 2, 7, 8]]  # two chunks: scattered blocks, then neighbours
-
-
-def digest(index: int) -> bytes:
-    return bytes([index]) * 32
-
-
-def key(start: int = 0, end: int = 2 * CHUNK) -> CacheKey:
-    digests = b"".join(digest(i) for i in range(end // CHUNK))
-    return CacheKey("m", 1, 0, bytes(16), start, end, "r", digests=digests)
-
-
-class Engine:
-    """An engine's paged memory, its transport, and the double behind it."""
-
-    def __init__(self, axes=NHD, dtype=torch.float32, seed=1, link=None, kv_caches=None, path="auto"):
-        self.layout = PagedLayout(axes)
-        sizes = {"plane": 2, "block": BLOCKS, "token": BLOCK, "head": HEADS, "dim": DIM}
-        generator = torch.Generator().manual_seed(seed)
-        shape = [sizes[axis] for axis in axes]
-        self.kv_caches = kv_caches or {
-            f"l{i}": torch.randn(shape, generator=generator).to(dtype) for i in range(LAYERS)
-        }
-        declared = self.layout.describe(self.kv_caches, block_size=BLOCK)
-        self.desc = self.layout.object_desc(declared, CHUNK)
-        self.link = link or ArenaLink(self.desc)
-        self.registration = Registration(1, 0, bytes(16), declared, self.desc)
-        self.transport = CpuGather(self.link, path)
-        self.transport.register(self.registration, self.layout)
-
-    def store(self, ids=IDS, cache_key=None, event=None):
-        return self.transport.submit_store("r", cache_key or key(), 1, self.kv_caches, ids, event, self.per_chunk)
-
-    def retrieve(self, ids=IDS, cache_key=None, skip=0, event=None):
-        return self.transport.submit_retrieve(
-            "r", cache_key or key(), 1, self.kv_caches, ids, event, self.per_chunk, skip
-        )
-
-    @property
-    def per_chunk(self):
-        return [self.desc.chunk_tokens // group.block_size for group in self.registration.layout.groups]
-
-    def tokens(self, ids):
-        """[planes, layers, tokens, heads, dim] of these blocks, as bytes-comparable integers."""
-        views = self.layout.block_views(self.registration.layout, self.kv_caches)[0]
-        stacked = torch.stack([torch.stack([view[ids] for view in plane]) for plane in views])
-        return stacked.flatten(2, 3).contiguous().view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64])
@@ -226,119 +168,6 @@ def test_groups_with_their_own_block_sizes_and_compression():
     assert torch.equal(target["small"][1], tensors["small"][1])
 
 
-BAD_IDS = {
-    "too high": [[5, 2, 7, BLOCKS]],
-    "negative": [[5, 2, -1, 8]],
-    "too few": [[5, 2, 7]],
-    "too many": [[5, 2, 7, 8, 9]],
-    "no list for the group": [],
-    "a list too many": [[5, 2, 7, 8], [1]],
-    "no integers": [["a", "b", "c", "d"]],
-}
-
-
-@pytest.mark.parametrize("ids", BAD_IDS.values(), ids=BAD_IDS)
-def test_bad_block_ids_are_refused_before_anything_is_reserved(ids):
-    engine = Engine()
-    for submit in (engine.store, engine.retrieve):
-        with pytest.raises(BadBlockIds):
-            submit(ids)
-    assert engine.link.calls == []
-
-
-def test_wrong_ranges_counts_and_order_of_calls_are_refused():
-    engine = Engine()
-    for start, end in ((0, CHUNK + 1), (1, CHUNK + 1), (CHUNK, CHUNK)):
-        with pytest.raises(BadRange):
-            engine.store(cache_key=key(start, end))
-    for skip in (-1, 2 * CHUNK + 1):
-        with pytest.raises(BadRange):
-            engine.retrieve(skip=skip)
-    with pytest.raises(BadBlockIds, match="blocks_in_chunk"):
-        engine.transport.submit_store("r", key(), 1, engine.kv_caches, IDS, None, [3])
-    engine.transport.close()
-    engine.transport.close()
-    with pytest.raises(NotRegistered):
-        engine.store()
-    assert engine.link.calls == []
-
-
-def test_objects_in_another_form_than_canonical_are_refused():
-    engine = Engine()
-    desc = MemoryLayoutDesc(CHUNK, (GroupDesc((64,), "uint8", form="packed"),))
-    with pytest.raises(BadLayout, match="packed"):
-        engine.transport.register(Registration(1, 0, bytes(16), engine.registration.layout, desc), engine.layout)
-
-
-@pytest.mark.parametrize("method", ["prepare_store", "commit_store"])
-@pytest.mark.parametrize("error", [ServerGone("gone"), DeadlineExceeded("late"), LeaseUnknown("no lease")])
-def test_a_failing_server_is_a_store_that_dropped(method, error, caplog):
-    engine = Engine()
-    engine.link.failing[method] = error
-    with caplog.at_level(logging.WARNING, "kvf_cpu_gather"):
-        for _ in range(5):
-            future = engine.store()
-            assert future.result() is False
-            assert future.detail.dropped == 2
-    assert len(caplog.records) == 1
-    assert error.code in caplog.text
-    assert engine.link.open_leases == 0
-
-
-def test_an_abort_that_fails_too_stays_silent():
-    engine = Engine()
-    engine.link.failing = {"commit_store": ServerGone("gone"), "abort_store": ServerGone("gone")}
-    assert engine.store().result() is False
-
-
-@pytest.mark.parametrize("method", ["prepare_retrieve", "commit_retrieve"])
-def test_a_failing_server_is_a_load_that_missed(method):
-    engine = Engine()
-    engine.store()
-    engine.link.failing[method] = DeadlineExceeded("late")
-    assert engine.retrieve().result() is False
-
-
-def test_a_miss_and_a_lost_pin_are_false():
-    engine = Engine()
-    assert engine.retrieve().result() is False
-    engine.store()
-    engine.link.held = False
-    assert engine.retrieve().result() is False
-
-
-def test_an_arena_that_is_not_mapped_is_a_miss_that_says_why(caplog):
-    engine = Engine(path="arena")
-    engine.link.mapped = None
-    assert engine.store().result() is False
-    assert engine.retrieve().result() is False
-    assert "not mapped" in caplog.text
-    assert engine.link.calls == []
-
-
-def test_ranges_that_cannot_be_meant_are_a_failure_and_end_the_lease(caplog):
-    engine = Engine()
-    engine.store()
-    for digest_and_group, place in list(engine.link.objects.items()):
-        engine.link.objects[digest_and_group] = type(place)(place.chunk, 0, len(engine.link.mapped) - 8, place.length)
-    before = engine.tokens(IDS[0]).clone()
-    assert engine.retrieve().result() is False
-    assert torch.equal(engine.tokens(IDS[0]), before)
-    assert engine.link.open_leases == 0
-    assert "the server names" in caplog.text
-
-
-class Event:
-    def __init__(self, error=None):
-        self.waited = 0
-        self.error = error
-
-    def synchronize(self):
-        self.waited += 1
-        if self.error:
-            raise self.error
-
-
 def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
@@ -351,19 +180,6 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     assert other.retrieve([[3, 9, 11, 10]], skip=5).result()
     assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
     assert len(waits) == 1
-
-
-def test_the_event_is_waited_for_before_memory_is_touched():
-    engine, event = Engine(), Event()
-    engine.store(event=event)
-    engine.retrieve(event=event)
-    assert event.waited == 2
-    failing = Engine()
-    assert failing.store(event=Event(RuntimeError("device lost"))).result() is False
-    assert failing.link.calls == ["prepare_store", "abort_store"]
-    with pytest.raises(KeyboardInterrupt):
-        failing.store(event=Event(KeyboardInterrupt()))
-    assert failing.link.open_leases == 0
 
 
 def test_tensors_of_every_autograd_mode():
@@ -389,19 +205,6 @@ def test_block_ids_may_be_any_sequence_of_integers(kind):
     ids = range(4) if kind is range else kind([0, 1, 2, 3])
     assert engine.store([ids]).result()
     assert engine.link.object_bytes(digest(1)) == engine.tokens([2, 3]).numpy().tobytes()
-
-
-def test_the_log_is_limited_per_reason_and_counts_what_it_left_out(caplog):
-    now = [0.0]
-    quiet = ThrottledLog(logging.getLogger("quiet"), interval_s=10.0, clock=lambda: now[0])
-    for _ in range(3):
-        quiet.warning("a", "first")
-    quiet.warning("b", "second")
-    now[0] = 10.0
-    quiet.warning("a", "third")
-    assert [record.getMessage() for record in caplog.records] == [
-        "first", "second", "third (2 more since the last such line)",
-    ]  # fmt: skip
 
 
 def test_the_hook_offers_an_engine_driven_transport():
