@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
+from kvframework.errors import TierError
 
 
 class L1Memory(ABC):
@@ -36,13 +38,44 @@ class L1Memory(ABC):
 
 
 class Outcome(enum.Enum):
-    """What became of one key of a batch. A missing key and a failed operation are different answers."""
+    """What became of one key of a batch. Missing, failed and damaged are different answers.
+
+    FAILED says nothing about what the store holds: it could not be read or written now. DAMAGED says that what lies
+    under the key cannot be the value that was asked for (too long, of another type, torn): the caller deletes it.
+    """
 
     FOUND = "found"
     MISSING = "missing"
     STORED = "stored"
     DELETED = "deleted"
     FAILED = "failed"
+    DAMAGED = "damaged"
+
+
+# What a tier's provider may declare. Each switches on tests of `kvframework.testing.TierConformance`.
+TIER_CAPABILITIES = {
+    "shared": "several nodes may use one store at the same time and see each other's values",
+    "ttl": "values expire some time after they were last stored or touched",
+    "capacity": "`usage` tells how many bytes are used and how many may be",
+    "scan": "`scan` lists every value",
+}
+
+
+@dataclass(frozen=True)
+class TierUsage:
+    """Bytes of values in the store, and how many there may be."""
+
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class TierEntry:
+    """One value that `scan` found. `used_at` is when it was last stored or touched, in Unix seconds."""
+
+    key: PackedKey
+    nbytes: int
+    used_at: float
 
 
 class Tier(ABC):
@@ -51,7 +84,9 @@ class Tier(ABC):
     All calls block, come from the storage threads (several at once), take an absolute `deadline` on
     `time.monotonic()` and return one outcome per key, in order. FAILED is for one key; a whole operation that could not
     be done (no connection, protocol surprise, deadline) raises `TierError`. Buffers stay the caller's: a tier
-    keeps no reference after it returned.
+    keeps no reference after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A
+    key that stands twice in a batch is done twice, in order. `kvframework.testing.TierConformance` holds a tier to all
+    of this.
     """
 
     name: str
@@ -64,25 +99,42 @@ class Tier(ABC):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Reads each value into its writable `parts`, one after the other.
+        """Reads each value into its writable `parts`, one after the other: FOUND, MISSING, FAILED or DAMAGED.
 
-        FOUND only if the value had exactly the total length of its parts; another length is FAILED. Parts of keys
-        that were not found may hold anything afterwards.
+        A value shorter than its parts fills their beginning and is FOUND (it knows its own length: the core stores it
+        behind a header); a longer one is DAMAGED, stays, and disturbs no other key of the batch. The rest of the parts, and the parts of keys that were not found, may
+        hold anything afterwards.
         """
 
     @abstractmethod
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Stores the concatenated parts under each key, replacing what was there: STORED or FAILED."""
+        """Stores the concatenated parts under each key, replacing what was there: STORED or FAILED.
+
+        A value is visible whole or not at all, also to other processes and after a crash.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         """DELETED, MISSING or FAILED for each key."""
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        """Tells that the keys were used (for LRU or TTL). Optional."""
+        """Tells that the keys were used (for LRU or TTL). Keys that are not there are passed over. Optional."""
         return
+
+    def usage(self, *, deadline: float) -> TierUsage:
+        """How full the store is; called before each put, so it is quick. For tiers that declare `capacity`.
+
+        The core deletes what was used longest ago before the capacity is reached, if the tier also declares `scan`. A
+        value that does not fit any more is FAILED.
+        """
+        raise TierError("the tier knows no capacity", where=self.name)
+
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        """Every value, once, in any order; values stored or deleted meanwhile may be in it or not. For tiers that
+        declare `scan`."""
+        raise TierError("the tier cannot list its values", where=self.name)
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. By default asks for a key that does not exist."""
@@ -90,4 +142,4 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes connections. Idempotent; calls in flight fail with `TierError`."""
+        """Closes connections and files. Idempotent; calls in flight fail with `TierError`."""

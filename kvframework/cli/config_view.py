@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvframework.api import (
+    CodecProvider,
     EvictionProvider,
     HasherProvider,
     L1Provider,
@@ -21,7 +22,7 @@ from kvframework.api import (
     shown_options,
 )
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
-from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.plugins import PluginRegistry, codec_tables, resolve_table
 
 Path = tuple[str | int, ...]
 _NO_KEYS: Mapping[str, object] = MappingProxyType({})
@@ -70,10 +71,13 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.array("layout", config.layout, LayoutProvider)
     view.array("requests", config.requests, RequestsProvider)
     for index, l2 in enumerate(config.l2):
-        keys = {"codec": l2.codec, "timeout_s": l2.timeout_s, "write_queue": l2.write_queue}
-        view.plugin(("l2", index), f"[[l2]] #{index + 1}", l2.tier, TierProvider, keys)
+        view.plugin(("l2", index), f"[[l2]] #{index + 1}", l2.tier, TierProvider, msgspec.structs.asdict(l2.keys))
     if not config.l2:
         view.nothing("l2")
+    view.core(("codecs",), "[codecs]", {"allow": list(config.codecs.allow)})
+    for table in codec_tables(config):
+        _, options = resolve_table(registry, table, CodecProvider)
+        view.core(("codecs", table.use), f"[codecs.{table.use}]", shown_options(options), plugin=f"codec.{table.use}")
     return ConfigView(layers.source, layers.by_variable, view.empty, view.tables)
 
 

@@ -7,16 +7,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from kvframework.config.conversion import convert, unknown_key
 from kvframework.config.endpoint import parse_endpoint
 from kvframework.config.layers import CONFIG_VARIABLE, Layers, read_layers
-from kvframework.config.schema import Config, L1Config, L1Keys, L2Config, L2Keys, LogConfig, PluginTable, ServerConfig
+from kvframework.config.schema import (
+    CodecName,
+    CodecsConfig,
+    Config,
+    L1Config,
+    L1Keys,
+    L2Config,
+    L2Keys,
+    LogConfig,
+    PluginTable,
+    ServerConfig,
+)
 from kvframework.errors import ConfigFieldError, EndpointError
 
 __all__ = ["CONFIG_VARIABLE", "assemble", "load_config"]
 
 _K = TypeVar("_K", L1Keys, L2Keys)
-_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "hasher", "requests")
+
+
+class _Allow(msgspec.Struct, frozen=True):
+    allow: tuple[CodecName, ...] = ()
+
+
+_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests")
 
 
 def load_config(
@@ -42,7 +61,8 @@ def assemble(layers: Layers) -> Config:
         l1=_l1(_table(raw["l1"], f"{where}: [l1]"), where),
         transport=_named_once(_plugins(raw, "transport", where)),
         layout=_named_once(_plugins(raw, "layout", where)),
-        l2=tuple(_l2(table, place) for table, place in _array(raw, "l2", where)),
+        l2=_l2s(raw, where),
+        codecs=_codecs(_table(raw.get("codecs", {}), f"{where}: [codecs]"), f"{where}: [codecs]"),
         hasher=_plugin(_table(raw["hasher"], f"{where}: [hasher]"), f"{where}: [hasher]"),
         requests=_named_once(_plugins(raw, "requests", where)),
         source=layers.source,
@@ -77,12 +97,7 @@ def _check_secure(server: ServerConfig, where: str) -> None:
 def _l1(table: dict[str, object], where: str) -> L1Config:
     place = f"{where}: [l1]"
     own, rest = _split(table, L1Keys, place)
-    if own.low_watermark > own.high_watermark:
-        raise ConfigFieldError(
-            f"low_watermark {own.low_watermark} is above high_watermark {own.high_watermark}",
-            where=place,
-            available="0 < low_watermark <= high_watermark <= 1",
-        )
+    _check_watermarks(own, place)
     eviction = _table(rest.pop("eviction", {"use": "lru"}), f"{where}: [l1.eviction]")
     core_keys = ("use", "eviction", *L1Keys.__struct_fields__)
     return L1Config(
@@ -93,20 +108,54 @@ def _l1(table: dict[str, object], where: str) -> L1Config:
     )
 
 
+def _l2s(raw: dict[str, object], where: str) -> tuple[L2Config, ...]:
+    tiers = tuple(_l2(table, place) for table, place in _array(raw, "l2", where))
+    high = convert(_core(_table(raw["l1"], f"{where}: [l1]"), L1Keys), L1Keys, where=f"{where}: [l1]").high_watermark
+    for tier in tiers:
+        if tier.keys.write_policy == "on_eviction" and high >= 1.0:
+            raise ConfigFieldError(
+                'write_policy = "on_eviction" needs L1 to evict before it is full',
+                where=tier.tier.where,
+                available="[l1] high_watermark below 1.0",
+                hint="write high_watermark = 0.9 and low_watermark = 0.8 into [l1]",
+            )
+    return tiers
+
+
 def _l2(table: dict[str, object], where: str) -> L2Config:
     own, rest = _split(table, L2Keys, where)
-    return L2Config(
-        tier=_plugin(rest, where, ("use", *L2Keys.__struct_fields__)),
-        codec=own.codec,
-        timeout_s=own.timeout_s,
-        write_queue=own.write_queue,
-    )
+    _check_watermarks(own, where)
+    return L2Config(_plugin(rest, where, ("use", *L2Keys.__struct_fields__)), own)
+
+
+def _codecs(table: dict[str, object], where: str) -> CodecsConfig:
+    allow = convert({"allow": table.get("allow", [])}, _Allow, where=where).allow
+    place = where.removesuffix("]")
+    options = [
+        PluginTable(name, _table(value, f"{place}.{name}]"), f"{place}.{name}]", ())
+        for name, value in table.items()
+        if name != "allow"
+    ]
+    return CodecsConfig(allow, tuple(options), where)
+
+
+def _check_watermarks(keys: L1Keys | L2Keys, where: str) -> None:
+    if keys.low_watermark > keys.high_watermark:
+        raise ConfigFieldError(
+            f"low_watermark {keys.low_watermark} is above high_watermark {keys.high_watermark}",
+            where=where,
+            available="0 < low_watermark <= high_watermark <= 1",
+        )
 
 
 def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, dict[str, object]]:
     """The core's own keys of a plugin's table, validated, and the rest, which is the plugin's."""
-    own = {key: value for key, value in table.items() if key in keys.__struct_fields__}
+    own = _core(table, keys)
     return convert(own, keys, where=where), {key: value for key, value in table.items() if key not in own}
+
+
+def _core(table: dict[str, object], keys: type[_K]) -> dict[str, object]:
+    return {key: value for key, value in table.items() if key in keys.__struct_fields__}
 
 
 def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = ("use",)) -> PluginTable:

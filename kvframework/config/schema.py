@@ -10,8 +10,11 @@ _YEAR_S = 365 * 24 * 3600.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
+WritePolicyName = Literal["at_once", "second_use", "on_eviction"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+# As many bytes as an envelope has for it.
+CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
 
 
 class PluginTable(msgspec.Struct, frozen=True):
@@ -69,9 +72,13 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of each `[[l2]]`."""
 
-    codec: Annotated[str, msgspec.Meta(min_length=1)] = "none"
+    codec: CodecName = "none"
     timeout_s: Seconds = 2.0
     write_queue: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
+    write_policy: WritePolicyName = "at_once"
+    promote: bool = True
+    high_watermark: Fraction = 0.95
+    low_watermark: Fraction = 0.85
 
 
 class L1Config(msgspec.Struct, frozen=True):
@@ -84,12 +91,25 @@ class L1Config(msgspec.Struct, frozen=True):
 
 
 class L2Config(msgspec.Struct, frozen=True):
-    """One `[[l2]]`. `codec` "none" stores bytes as they are; `write_queue` bounds the objects waiting to be written."""
+    """One `[[l2]]`.
+
+    `codec` "none" stores bytes as they are. `write_queue` bounds the objects waiting to be written. `write_policy` says
+    which are: "at_once" all, "second_use" what was asked for again, "on_eviction" what L1 has no room for any more.
+    With `promote`, what a later tier had is written here too. A tier that knows its capacity and can list its values is
+    emptied down to `low_watermark` of it before a write would go beyond `high_watermark`.
+    """
 
     tier: PluginTable
-    codec: str = "none"
-    timeout_s: float = 2.0
-    write_queue: int = 1024
+    keys: L2Keys = L2Keys()
+
+
+class CodecsConfig(msgspec.Struct, frozen=True):
+    """`[codecs]`: `allow` names the codecs by which values that are read may have been packed, beside those that an
+    `[[l2]]` writes with; `options` are the tables `[codecs.NAME]`."""
+
+    allow: tuple[str, ...] = ()
+    options: tuple[PluginTable, ...] = ()
+    where: str = "[codecs]"
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -104,3 +124,4 @@ class Config(msgspec.Struct, frozen=True):
     requests: tuple[PluginTable, ...]
     source: str
     log: LogConfig = LogConfig()
+    codecs: CodecsConfig = CodecsConfig()

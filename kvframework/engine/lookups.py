@@ -1,4 +1,4 @@
-"""Owns LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS and END_SESSION: tickets and what they pin.
+"""Owns LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS, END_SESSION and CANCEL of a load: tickets and what they pin.
 
 Handlers run on the serving thread and never wait for L2; loads end in a storage thread. The storage lock guards the
 tickets.
@@ -52,6 +52,7 @@ class Lookups:
             Handler(REQUESTS["QUERY_PREFETCH_STATUS"], self._query),
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
+            Handler(REQUESTS["CANCEL"], self._cancel),
         ]
 
     def end_owner(self, owner: int, request_id: str | None = None) -> int:
@@ -94,6 +95,14 @@ class Lookups:
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
         with self._storage.lock:
             return m.Freed(self._end(self._own(client, payload.ticket)))
+
+    def _cancel(self, client: ClientInfo, payload: m.Cancel, _buffers: object) -> m.CancelReply:
+        with self._storage.lock:
+            ticket = self._tickets.get(payload.ticket)
+            found = ticket is not None and ticket.owner == client.session_id
+            if ticket is not None and found:
+                self._end(ticket)
+            return m.CancelReply(found)
 
     def _end_session(self, client: ClientInfo, payload: m.EndSession, _buffers: object) -> m.SessionEnded:
         request_id = payload.request_id or None

@@ -52,6 +52,8 @@ class InFlight:
     ) -> None:
         cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
         self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
+        # Of what is cancelled by another name than a message's.
+        self._cancel_other = handlers.get("CANCEL")
         self._replies = replies
         self._wake = wake
         self._clock = clock
@@ -219,6 +221,8 @@ class InFlight:
 
     def _cancel_request(self, client: ClientInfo, cancel: Cancel, _: object) -> HandlerResult:
         target = self._calls.get((client.session_id, cancel.request))
+        if target is None and self._cancel_other is not None:
+            return self._cancel_other.call(client, cancel, ())
         if target is None:
             return CancelReply(found=False)
         waiter: MessagingFuture[Message] = MessagingFuture()

@@ -165,8 +165,10 @@ class LivenessServer:
             return
         fd, was_local = entry.sock.fileno(), session.local
         session.local = True  # before the client is told
+        session.liveness = entry.sock
         if not self._admit(entry.sock):
             session.local = was_local
+            session.liveness = None
             self._refuse(entry)
             return
         del self._half_open[fd]

@@ -5,7 +5,9 @@ Pure: no sockets, the clock is given. Used by the server's serving thread only.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,6 +34,12 @@ class ClientSession(ClientInfo):
     local: bool = False
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     identities: set[bytes] = field(default_factory=set, repr=False)
+    liveness: socket.socket | None = field(default=None, repr=False)
+
+    def hold(self) -> int | None:
+        if self.liveness is None or not self.local or self.liveness.fileno() < 0:
+            return None
+        return os.dup(self.liveness.fileno())
 
 
 class SessionTable:

@@ -17,7 +17,7 @@ from kvframework.api import (
     TransportProvider,
 )
 from kvframework.config import Config, PluginTable
-from kvframework.errors import PluginWrongKind
+from kvframework.errors import ConfigFieldError, PluginWrongKind
 from kvframework.plugins.registry import PluginRegistry
 
 NO_CODEC = "none"
@@ -42,6 +42,25 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, role: type[P]) -
     return provider, registry.options(provider, table.options, where=table.where, core_keys=table.core_keys)
 
 
+def codec_tables(config: Config) -> list[PluginTable]:
+    """The codecs that a configuration names, each once, with the options of its `[codecs.NAME]`; without `none`, which
+    the core does by itself.
+
+    Raises `ConfigFieldError` for options of a codec that nothing names.
+    """
+    named = {l2.keys.codec: f"{l2.tier.where} codec" for l2 in reversed(config.l2)}
+    named = dict.fromkeys(config.codecs.allow, f"{config.codecs.where} allow") | named
+    named.pop(NO_CODEC, None)
+    given = {table.use: table for table in config.codecs.options}
+    for name, table in given.items():
+        if name not in named:
+            raise ConfigFieldError(
+                f"codec {name!r} is not in use", where=table.where, available=", ".join(named) or "no codec",
+                hint=f'write codec = "{name}" into an [[l2]], or allow = ["{name}"] into [codecs]',
+            )  # fmt: skip
+    return [given.get(name, PluginTable(name, {}, where)) for name, where in named.items()]
+
+
 def check_config(config: Config, registry: PluginRegistry) -> None:
     """Resolves every configured plugin and validates its options; creates nothing. Blocking.
 
@@ -56,7 +75,7 @@ def check_config(config: Config, registry: PluginRegistry) -> None:
         resolve_table(registry, table, LayoutProvider)
     for l2 in config.l2:
         resolve_table(registry, l2.tier, TierProvider)
-        if l2.codec != NO_CODEC:
-            resolve_table(registry, PluginTable(l2.codec, {}, f"{l2.tier.where} codec"), CodecProvider)
+    for table in codec_tables(config):
+        resolve_table(registry, table, CodecProvider)
     for table in config.requests:
         resolve_table(registry, table, RequestsProvider)

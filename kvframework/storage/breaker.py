@@ -18,7 +18,8 @@ class Breaker:
         self.state = "closed"
 
     def allow(self, now: float) -> bool:
-        """Whether a call may be tried now. A True while half open must be followed by `succeeded` or `failed`."""
+        """Whether a call may be tried now. A True while half open must be followed by `succeeded`, `undecided` or
+        `failed`."""
         if self.state == "closed":
             return True
         if now >= self._retry_at and not self._probing:
@@ -40,6 +41,10 @@ class Breaker:
         self._failures = 0
         self._probing = False
         self._backoff_s = self._first_backoff_s
+
+    def undecided(self) -> None:
+        """A call worked that proves nothing: half open, the next one decides."""
+        self._probing = False
 
     def failed(self, now: float) -> None:
         self._failures += 1

@@ -1,53 +1,84 @@
-"""Owns the format of a value in L2: a fixed header, then the object's bytes. Pure.
+"""Owns the format of a value in L2: a fixed header, then the object's bytes as its codec packed them. Pure.
 
-Header, 64 bytes, little-endian: magic `KVFO`, format version u16, 2 reserved bytes (zero), namespace 16, codec name 16
-(ASCII, zero padded), bytes of the object u64, bytes that follow u64, XXH3-64 u64. The checksum covers the packed
-object key and the bytes that follow, so that a value under another's key is as wrong as a flipped bit.
+Header, 80 bytes, little-endian: magic `KVFO`, format version u16, 2 reserved bytes (zero), namespace 16, layout desc 16
+(`layout_fingerprint`, zero: not told), codec name 16 (ASCII, zero padded), bytes of the object u64, bytes that follow
+u64, XXH3-64 u64. The checksum covers the packed object key, the header before the checksum, and the bytes that follow,
+so that a value under another's key is as wrong as a flipped bit.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
-from kvframework.api import Buffer, PackedKey
+from kvframework.api import Buffer, MemoryLayoutDesc, PackedKey
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+NO_CODEC = "none"
+MAX_CODEC_NAME = 16
+UNTOLD_LAYOUT = bytes(16)
+
 _MAGIC = b"KVFO"
-_HEADER = struct.Struct("<4sHH16s16sQQQ")
-HEADER_BYTES = _HEADER.size
-_NO_CODEC = b"none".ljust(16, b"\0")
+_FIELDS = struct.Struct("<4sHH16s16s16sQQ")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
-def seal(key: PackedKey, payload: Buffer) -> bytes:
-    """The header for a value that holds `payload` as it is (codec `none`)."""
-    size = memoryview(payload).nbytes
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], _NO_CODEC, size, size, _checksum(key, payload))
+class Damaged(ValueError):
+    """What was read is not what was stored under this key."""
 
 
-def defect(header: Buffer, key: PackedKey, payload: Buffer) -> str | None:
-    """What is wrong with a value that was read, None if nothing is."""
+def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
+    """16 bytes that differ where the objects of a namespace would. XXH3-128 of the desc's own words."""
+    groups = [f"{group.form} {group.dtype} {group.shape} {group.window}" for group in desc.groups]
+    return xxhash.xxh3_128_digest("\n".join([str(desc.chunk_tokens), *groups]).encode())
+
+
+def seal(
+    key: PackedKey, packed: Sequence[Buffer], *, object_bytes: int, codec: str = NO_CODEC, layout: bytes = UNTOLD_LAYOUT
+) -> bytes:
+    """The header to store before `packed`."""
+    size = sum(memoryview(part).nbytes for part in packed)
+    name = codec.encode("ascii").ljust(MAX_CODEC_NAME, b"\0")
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], layout, name, object_bytes, size)
+    return fields + _CHECKSUM.pack(_checksum(key, fields, packed))
+
+
+def unseal(
+    header: Buffer, key: PackedKey, place: memoryview, *, layout: bytes = UNTOLD_LAYOUT
+) -> tuple[str, memoryview]:
+    """The codec's name, and the beginning of `place` that holds the packed bytes, of a value that was read into both.
+
+    `place` is as long as the object; no packed form is longer. Raises `Damaged`.
+    """
     if memoryview(header).nbytes != HEADER_BYTES:
-        return "no envelope"
-    magic, version, reserved, namespace, name, object_bytes, size, checksum = _HEADER.unpack(header)
-    found = memoryview(payload).nbytes
+        raise Damaged("no envelope")
+    fields = bytes(header)[: _FIELDS.size]
+    magic, version, reserved, namespace, told, name, object_bytes, size = _FIELDS.unpack(fields)
     if magic != _MAGIC:
-        return "no envelope"
+        raise Damaged("no envelope")
     if version != FORMAT_VERSION or reserved:
-        return f"format version {version}, expected {FORMAT_VERSION}"
+        raise Damaged(f"format version {version}, expected {FORMAT_VERSION}")
     if namespace != key[:16]:
-        return "another namespace"
-    if name != _NO_CODEC:
-        return f"codec {name!r}, expected none"
-    if size != found or object_bytes != found:
-        return f"{size} bytes, expected {found}"
-    if checksum != _checksum(key, payload):
-        return "wrong checksum"
-    return None
+        raise Damaged("another namespace")
+    if UNTOLD_LAYOUT not in (told, layout) and told != layout:
+        raise Damaged("another object layout")
+    if object_bytes != place.nbytes or size > place.nbytes:
+        raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")
+    packed = place[:size]
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != _checksum(key, fields, [packed]):
+        raise Damaged("wrong checksum")
+    codec = name.rstrip(b"\0").decode("ascii", "replace")
+    if codec == NO_CODEC and size != object_bytes:
+        raise Damaged(f"{size} bytes, expected {object_bytes}")
+    return codec, packed
 
 
-def _checksum(key: PackedKey, payload: Buffer) -> int:
+def _checksum(key: PackedKey, fields: bytes, packed: Sequence[Buffer]) -> int:
     digest = xxhash.xxh3_64(key)
-    digest.update(payload)
+    digest.update(fields)
+    for part in packed:
+        digest.update(part)
     return digest.intdigest()

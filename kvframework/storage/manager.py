@@ -13,14 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey
-from kvframework.errors import TierError
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.storage.objects import ObjectTable, Reservation
 from kvframework.storage.prefetch import LoadTask, Prefetcher, Select
-from kvframework.storage.writeback import WriteBack
+from kvframework.storage.tiers import AttachedTier, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -29,31 +28,31 @@ CLOSE_GRACE_S = 1.0
 
 
 class StorageManager:
-    """`memory` and `stores` are owned from here on and closed by `close`."""
+    """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'."""
 
     def __init__(
         self,
         memory: L1Memory,
         policy: EvictionPolicy,
-        stores: Sequence[L2Store] = (),
+        tiers: Sequence[AttachedTier] = (),
         *,
+        records: NamespaceRecords | None = None,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.records = NamespaceRecords()
+        self.records = records or NamespaceRecords()
         self.lock = threading.RLock()
         self.counters: Counter[str] = Counter()
         self._memory = memory
         self._arena = memory.view()
         self._clock = clock
         self._high, self._low = high_watermark, low_watermark
-        self._table = ObjectTable(RangeAllocator(), policy)
         self._written = threading.Condition(self.lock)
         self._closing = False
-        self._stores = tuple(stores)
-        self._writebacks = [WriteBack(self, store, self.records) for store in self._stores]
-        self._prefetcher = Prefetcher(self, self._stores)
+        self._tiers = Tiers(self, tiers, self.records)
+        self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
+        self._prefetcher = Prefetcher(self, self._tiers.stores)
         memory.start(self._on_ready)
 
     @property
@@ -83,8 +82,11 @@ class StorageManager:
         """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes)."""
         with self.lock:
             deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
+            present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
             result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline)
             self.counters["dropped"] += result.dropped
+            if present:
+                self._tiers.used(present)
             return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -98,10 +100,8 @@ class StorageManager:
             objects = self._table.commit(lease_id, owner=owner, now=self._clock())
             self._written.notify_all()
             self.counters["stored"] += len(objects)
-        keys = [stored.key for stored in objects]
-        for writeback in self._writebacks:
-            writeback.offer(keys)
-        return len(keys)
+            self._tiers.committed([stored.key for stored in objects])
+            return len(objects)
 
     def abort(self, lease_id: str, *, owner: int) -> int:
         with self._written:
@@ -120,7 +120,10 @@ class StorageManager:
         """Pins all keys or none, see `ObjectTable.pin`."""
         with self.lock:
             deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
-            return self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
+            lease = self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
+            if lease is not None and self._tiers.watches_uses:
+                self._tiers.used(keys)
+            return lease
 
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
         """The objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
@@ -184,24 +187,20 @@ class StorageManager:
         dropped objects in every tier, blocking; raises `TierError`, after all were asked, if one failed."""
         with self.lock:
             dropped, in_use = self._table.clear()
-        keys = [stored.key for stored in dropped]
-        failure: TierError | None = None
-        for store in self._stores if l2 and keys else ():
-            try:
-                store.delete(keys)
-            except TierError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-        return len(keys), in_use
+        if l2:
+            self._tiers.delete([stored.key for stored in dropped])
+        return len(dropped), in_use
 
     def tick(self) -> None:
-        """To be called every 100 ms or so: expires leases, evicts down to the low watermark above the high one."""
+        """To be called every 100 ms or so: expires leases, and above the high watermark evicts down to the low one,
+        but not what a write policy has to write before."""
         with self._written:
             self._table.expire(self._clock())
             self._written.notify_all()
             if self._high < 1.0 and self._table.used_bytes > self._high * self.capacity:
-                self._table.evict_down_to(int(self._low * self.capacity))
+                victims = self._table.candidates(int(self._low * self.capacity))
+                kept = self._tiers.leaving(victims)
+                self._table.evict(key for key in victims if key not in kept)
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
         """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
@@ -211,21 +210,16 @@ class StorageManager:
         A thread that a tier does not let go, or a copy that a transport has not ended, keeps the arena mapped, since it
         may still write there.
         """
-        deadline = time.monotonic() + drain_s
-        for store, writeback in zip(self._stores, self._writebacks, strict=True):
-            if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
-                log.warning("%d objects never came to %s", writeback.pending, store.name)
-        controllers: list[WriteBack | Prefetcher] = [*self._writebacks, self._prefetcher]
-        for controller in controllers:
-            controller.stop()
+        self._tiers.drain(drain_s)
+        self._tiers.stop()
+        self._prefetcher.stop()
         with self._written:
             self._closing = True
             self._written.notify_all()
-        for store in self._stores:
-            store.close()
-        longest = max((store.timeout_s for store in self._stores), default=0.0)
+        self._tiers.close()
+        longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
         deadline = time.monotonic() + (CLOSE_GRACE_S + longest if end_s is None else end_s)
-        ended = [controller.join(max(deadline - time.monotonic(), 0.0)) for controller in controllers]
+        ended = [part.join(max(deadline - time.monotonic(), 0.0)) for part in (self._tiers, self._prefetcher)]
         if not all(ended):
             log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
             return
@@ -255,10 +249,7 @@ class StorageManager:
                     "evictions": table.evictions,
                     "counters": dict(self.counters),
                 },
-                "l2": [
-                    {**store.status(), "write_pending": writeback.pending}
-                    for store, writeback in zip(self._stores, self._writebacks, strict=True)
-                ],
+                "l2": self._tiers.status(),
                 "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
             }
 
@@ -298,6 +289,10 @@ class StorageManager:
             self._written.notify_all()
             self.counters["loaded"] += len(objects)
             return self._pin_internal(objects[0].key)
+
+    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
+        """Tells the tiers what came from one of them."""
+        self._tiers.loaded(keys, source)
 
     def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None:
         """Waits until none of `keys` is being written by anybody, at most `timeout_s` and until `close`."""

@@ -13,6 +13,7 @@ import msgspec
 from kvframework.api import MemoryLayoutDesc, Message, ObjectKey, PackedKey
 from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
+from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
 
 RECORD_BYTES = 8192
 MAX_NAMESPACES = 4096
@@ -31,6 +32,7 @@ class NamespaceRecords:
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
+        self._fingerprints: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -56,8 +58,15 @@ class NamespaceRecords:
                 raise RequestError("the namespace's record is too long", hint="use a shorter model name")
             self._records.pop(namespace, None)
             if len(self._records) >= MAX_NAMESPACES:
-                del self._records[next(iter(self._records))]
+                oldest = next(iter(self._records))
+                del self._records[oldest], self._fingerprints[oldest]
             self._records[namespace] = record
+            self._fingerprints[namespace] = layout_fingerprint(record.desc)
+
+    def layout_of(self, namespace: bytes) -> bytes:
+        """The fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
+        with self._lock:
+            return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
 
     def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
         """Key and value of the record in L2."""

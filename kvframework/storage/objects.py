@@ -12,7 +12,7 @@ owner's end, since a stopped writer may wake up and write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import EvictionPolicy, PackedKey
@@ -37,8 +37,14 @@ class Reservation:
 class ObjectTable:
     """See the module."""
 
-    def __init__(self, allocator: RangeAllocator, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        allocator: RangeAllocator,
+        policy: EvictionPolicy,
+        on_remove: Callable[[PackedKey], None] = lambda _key: None,
+    ) -> None:
         self.allocator = allocator
+        self._on_remove = on_remove
         self.used_bytes = 0
         self.quarantined_bytes = 0
         self.pins = 0
@@ -218,43 +224,41 @@ class ObjectTable:
         self._remove(stored)
         return True
 
-    def evict_down_to(self, used_bytes: int) -> int:
-        """Evicts what the policy offers until at most `used_bytes` are used; bytes evicted."""
-        before = self.used_bytes
-        if before > used_bytes:
-            self._evict(before - used_bytes)
-        return before - self.used_bytes
+    def candidates(self, used_bytes: int) -> list[PackedKey]:
+        """What the policy would evict so that at most `used_bytes` are used: nothing that is pinned."""
+        keys: list[PackedKey] = []
+        excess = self.used_bytes - used_bytes
+        for key in self._policy.victims() if excess > 0 else ():
+            stored = self._objects.get(key)
+            if stored is not None and not stored.pins:
+                keys.append(key)
+                excess -= rounded(stored.length)
+                if excess <= 0:
+                    break
+        return keys
+
+    def evict(self, keys: Iterable[PackedKey]) -> None:
+        """Evicts those of `keys` that nobody has pinned."""
+        self.evictions += sum([self.drop(key) for key in keys])
 
     # inside
 
     def _place(self, nbytes: int) -> int | None:
         offset = self.allocator.allocate(nbytes)
         while offset is None:
-            if rounded(nbytes) > self.allocator.limit or not self._evict(rounded(nbytes)):
+            victims = self.candidates(self.used_bytes - rounded(nbytes))
+            if rounded(nbytes) > self.allocator.limit or not victims:
                 return None
+            self.evict(victims)
             offset = self.allocator.allocate(nbytes)
         self.used_bytes += rounded(nbytes)
         return offset
-
-    def _evict(self, nbytes: int) -> bool:
-        victims: list[StoredObject] = []
-        freed = 0
-        for key in self._policy.victims():
-            stored = self._objects.get(key)
-            if stored is not None and not stored.pins:
-                victims.append(stored)
-                freed += rounded(stored.length)
-                if freed >= nbytes:
-                    break
-        for stored in victims:
-            self._remove(stored)
-            self.evictions += 1
-        return bool(victims)
 
     def _remove(self, stored: StoredObject) -> None:
         del self._objects[stored.key]
         self._free(stored.offset, stored.length)
         self._policy.on_remove(stored.key)
+        self._on_remove(stored.key)
 
     def _free(self, offset: int, nbytes: int) -> None:
         self.allocator.free(offset, nbytes)

@@ -40,6 +40,8 @@ class LoadTarget(Protocol):
 
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
 
+    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...
+
     def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None: ...
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
@@ -147,7 +149,8 @@ class Prefetcher:
 
     def _load_into(self, task: LoadTask, pins: list[PinLease]) -> None:
         available = self._target.which_present(task.keys)
-        source = self._locate(task, available)
+        missing = [index for index, here in enumerate(available) if not here]
+        source = self._locate(task, missing, self._stores)
         for index in source:
             available[index] = True
         chosen = task.select(available)
@@ -159,19 +162,18 @@ class Prefetcher:
                 break
             if not still:
                 continue
-            self._load_batch(task, source[batch[0]], still, pins)
-            held = {lease.objects[0].key for lease in pins}
-            lost = [index for index in still if task.keys[index] not in held]
+            lost = self._load_from(task, source[batch[0]], still, pins)
             if lost:
                 # What only made sense together with the lost ones need not be loaded any more.
                 for index in lost:
                     available[index] = False
                 worth = set(task.select(available))
 
-    def _locate(self, task: LoadTask, present: Sequence[bool]) -> dict[int, L2Store]:
+    def _locate(self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]) -> dict[int, L2Store]:
+        """The first of `stores` that says it has each."""
         source: dict[int, L2Store] = {}
-        for store in self._stores:
-            ask = [index for index, here in enumerate(present) if not here and index not in source]
+        for store in stores:
+            ask = [index for index in missing if index not in source]
             if not ask or task.cancelled:
                 break
             try:
@@ -180,6 +182,22 @@ class Prefetcher:
                 continue
             source.update((index, store) for index, yes in zip(ask, found, strict=True) if yes)
         return source
+
+    def _load_from(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> Sequence[int]:
+        """Loads a batch from `store`, and what it could not give after all from those behind it; the lost ones."""
+        self._load_batch(task, store, batch, pins)
+        held = {lease.objects[0].key for lease in pins}
+        lost = [index for index in batch if task.keys[index] not in held]
+        behind = self._stores[self._stores.index(store) + 1 :]
+        if not lost or not behind or task.cancelled:
+            return lost
+        source = self._locate(task, lost, behind)
+        still_lost = [index for index in lost if index not in source]
+        for other in behind:
+            again = [index for index in lost if source.get(index) is other]
+            if again:
+                still_lost += self._load_from(task, other, again, pins)
+        return still_lost
 
     def _load_batch(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> None:
         """Loads a batch and adds what is then here to `pins`, also what another task or a client wrote meanwhile."""
@@ -212,11 +230,14 @@ class Prefetcher:
         except TierError:
             log.debug("tier %s failed during a load", store.name)
         finally:
-            for position, (_, lease_id, _view) in enumerate(places):
+            loaded: list[PackedKey] = []
+            for position, (index, lease_id, _view) in enumerate(places):
                 pin = self._target.finish_load(lease_id, bool(good) and good[position])
                 if pin is not None:
                     pins.append(pin)
-                    task.loaded += 1
+                    loaded.append(task.keys[index])
+            task.loaded += len(loaded)
+            self._target.loaded(loaded, store)
             for _, _, view in places:
                 view.release()
         return elsewhere

@@ -1,7 +1,8 @@
-"""Owns the way of committed objects from L1 to one L2 tier: a bounded queue and one thread per tier.
+"""Owns the way of objects from L1 to one L2 tier: a bounded queue and one thread per tier.
 
-Only what is being sent is pinned; what waits in the queue may be evicted and is then counted as lost. A full queue
-drops new objects with a count, so a slow or dead tier never delays a STORE.
+Which objects go, and when, is the write policy's. Only what is being sent is pinned; what waits in the queue may be
+evicted and is then counted as lost. A full queue drops new objects with a count, so a slow or dead tier never delays a
+STORE. Lock order: the storage lock, then this one's.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import PinLease
-from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.namespaces import NamespaceRecords, record_key
+from kvframework.storage.write_policy import AtOnce, WritePolicy
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
 RECORD_EVERY_S = 30.0
 MAX_ATTEMPTS = 8
+IDLE_WORK_EVERY_S = 5.0
+MAX_TOUCHES = 1 << 16
+TOUCH_AT_ONCE = 1024
 
 
 class PinnedSource(Protocol):
@@ -38,14 +43,28 @@ class PinnedSource(Protocol):
 
 
 class WriteBack:
-    """Thread-safe; only `drain` and `join` block."""
+    """Thread-safe; only `drain` and `join` block. Its events may be told under the storage lock."""
 
-    def __init__(self, source: PinnedSource, store: L2Store, records: NamespaceRecords) -> None:
+    def __init__(
+        self,
+        source: PinnedSource,
+        store: L2Store,
+        records: NamespaceRecords,
+        *,
+        policy: WritePolicy | None = None,
+        queue: int = 1024,
+        promote: bool = True,
+    ) -> None:
+        self.store = store
+        self.promote = promote
         self._source = source
-        self._store = store
         self._records = records
+        self._policy = policy or AtOnce()
+        self._bound = queue
         self._record_put: dict[bytes, float] = {}
-        self._queue: deque[PackedKey] = deque()
+        self._queue: OrderedDict[PackedKey, None] = OrderedDict()
+        self._touches: dict[PackedKey, None] = {}
+        self._idle_work_at = 0.0
         self._busy = 0
         self._at_once = BATCH_OBJECTS
         self._attempts = 0
@@ -59,13 +78,49 @@ class WriteBack:
         """Objects queued or being sent."""
         return len(self._queue) + self._busy
 
-    def offer(self, keys: Sequence[PackedKey]) -> None:
-        """Queues committed objects, dropping (and counting) what is beyond the bound. Never blocks."""
+    def status(self) -> dict[str, object]:
+        return {"write_policy": self._policy.name, "promote": self.promote, "write_pending": self.pending}
+
+    @property
+    def watches_removals(self) -> bool:
+        return self._policy.watches_l1
+
+    @property
+    def watches_uses(self) -> bool:
+        return self._policy.watches_l1 or self.store.wants_touches
+
+    def committed(self, keys: Sequence[PackedKey]) -> None:
+        """Objects that an engine stored."""
         with self._changed:
-            room = 0 if self._closing else max(self._store.write_queue - len(self._queue), 0)
-            self._queue.extend(keys[:room])
-            self._changed.notify_all()
-        self._store.count(write_dropped=max(len(keys) - room, 0))
+            self._offer(self._policy.committed(keys))
+
+    def promoted(self, keys: Sequence[PackedKey]) -> None:
+        """Objects that a later tier had."""
+        if self.promote:
+            with self._changed:
+                self._offer(self._policy.promoted(keys))
+
+    def used(self, keys: Sequence[PackedKey]) -> None:
+        """Objects of L1 that were looked up, read, stored again, or loaded from here."""
+        with self._changed:
+            self._offer(self._policy.used(keys))
+            if self.store.wants_touches and len(self._touches) < MAX_TOUCHES:
+                self._touches.update(dict.fromkeys(keys))
+
+    def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Those of `keys` that L1 is to keep until they are written; they are queued as far as there is room."""
+        with self._changed:
+            waiting = self._policy.leaving(keys)
+            fresh = [key for key in waiting if key not in self._queue]
+            self._offer(fresh[: max(self._bound - len(self._queue), 0)])
+            return waiting
+
+    def removed(self, key: PackedKey) -> None:
+        """An object has left L1."""
+        with self._changed:
+            if self._policy.removed(key):
+                self._queue.pop(key, None)
+                self.store.count(write_lost=1)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False after `timeout_s`."""
@@ -83,46 +138,67 @@ class WriteBack:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _offer(self, keys: Sequence[PackedKey]) -> None:
+        if not keys:
+            return
+        room = 0 if self._closing else max(self._bound - len(self._queue), 0)
+        self._queue.update(dict.fromkeys(keys[:room]))
+        self._changed.notify_all()
+        self.store.count(write_dropped=max(len(keys) - room, 0))
+
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if self._closing:
-                    return
-            wait_s = self._store.wait_s()
-            if wait_s > 0:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing, wait_s)
-                continue
+        while self._wait():
             try:
-                self._send_batch()
+                if self._queue:
+                    self._send_batch()
+                if time.monotonic() >= self._idle_work_at:
+                    self.store.check()
+                    self._send_touches()
+                    self._idle_work_at = time.monotonic() + IDLE_WORK_EVERY_S
             except Exception:
-                log.exception("write-back to %s failed", self._store.name)
+                log.exception("write-back to %s failed", self.store.name)
+
+    def _wait(self) -> bool:
+        """Waits for something to do that the circuit lets through; False once nothing is to be done any more."""
+        with self._changed:
+            while not self._closing:
+                closed_for_s = self.store.wait_s()
+                idle_s = self._idle_work_at - time.monotonic()
+                if closed_for_s <= 0 and (self._queue or idle_s <= 0):
+                    return True
+                self._changed.wait(max(closed_for_s, 0.0 if self._queue else idle_s))
+            return False
 
     def _send_batch(self) -> None:
         with self._changed:
-            keys = [self._queue.popleft() for _ in range(min(len(self._queue), self._at_once))]
+            keys = [self._queue.popitem(last=False)[0] for _ in range(min(len(self._queue), self._at_once))]
             self._busy = len(keys)
         leases: list[PinLease] = []
         again: list[PackedKey] = []
+        done: list[PackedKey] = []
         try:
             leases = self._source.pin_present(keys)
-            self._store.count(write_lost=len(keys) - len(leases))
+            self.store.count(write_lost=len(keys) - len(leases))
             while leases and not again and not self._closing:
                 group = _take_bytes(leases)
                 sent = [lease.objects[0].key for lease in group]
                 try:
                     self._put(sent, [self._source.bytes_of(lease) for lease in group])
                     self._at_once, self._attempts = min(self._at_once * 2, BATCH_OBJECTS), 0
+                    done += sent
                 except TierError:
                     again = self._after_failure(sent)
+                    done += [] if again else sent
                 finally:
                     self._source.unpin_internal(group)
             again += [lease.objects[0].key for lease in leases]
         finally:
             self._source.unpin_internal(leases)
             with self._changed:
-                self._queue.extendleft(reversed(again))
+                self._policy.written(done)
+                for key in reversed(again):
+                    self._queue[key] = None
+                    self._queue.move_to_end(key, last=False)
                 self._busy = 0
                 self._changed.notify_all()
 
@@ -136,21 +212,38 @@ class WriteBack:
         if self._attempts < MAX_ATTEMPTS:
             return keys
         self._attempts = 0
-        self._store.count(write_given_up=1)
+        self.store.count(write_given_up=1)
         return []
 
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> None:
         try:
             now = time.monotonic()
-            for namespace in {key[:16] for key in keys}:
+            for namespace in _namespaces(keys):
                 record = self._records.encoded(namespace)
                 due = now - self._record_put.get(namespace, -RECORD_EVERY_S) >= RECORD_EVERY_S
-                if record and due and self._store.put([record[0]], [record[1]]):
+                if record and due and self.store.put([record[0]], [record[1]])[0]:
                     self._record_put[namespace] = now
-            self._store.put(keys, values)
+            self.store.put(keys, values)
         finally:
             for value in values:
                 value.release()
+
+    def _send_touches(self) -> None:
+        """Keeps what is used from being forgotten by the tier: the objects and their namespaces' records."""
+        with self._changed:
+            touches, self._touches = self._touches, {}
+        keys = [*map(record_key, _namespaces(touches)), *touches] if touches else []
+        for first in range(0, len(keys), TOUCH_AT_ONCE):
+            if self._closing:
+                return
+            try:
+                self.store.touch(keys[first : first + TOUCH_AT_ONCE])
+            except TierError:
+                return
+
+
+def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:
+    return {key[:16] for key in keys}
 
 
 def _take_bytes(leases: list[PinLease]) -> list[PinLease]:

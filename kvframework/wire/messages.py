@@ -250,14 +250,15 @@ class SessionEnded(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Cancels the server-driven transfer that the same client sent as message `request`. Answered only once the
-    server touches its blocks no more."""
+    """Cancels the server-driven transfer that the same client sent as message `request`, answered only once the server
+    touches its blocks no more; or the load that a LOOKUP started, by its `ticket`, whose pins end too."""
 
-    request: int
+    request: int = 0
+    ticket: str = ""
 
 
 class CancelReply(Message, frozen=True):
-    """`found` False: the transfer had ended before."""
+    """`found` False: it had ended before."""
 
     found: bool
 

@@ -80,6 +80,13 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
         url = "redis://b"
         timeout_s = 0.5
         write_queue = 7
+        write_policy = "on_eviction"
+        promote = false
+        low_watermark = 0.5
+        [codecs]
+        allow = ["zstd", "other"]
+        [codecs.zstd]
+        level = 3
         [hasher]
         use = "blake3"
         [[transport]]
@@ -92,8 +99,12 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
     assert (config.l1.high_watermark, config.l1.low_watermark) == (0.8, 0.5)
     assert (config.l1.eviction.use, config.l1.eviction.options) == ("lfu", {"decay": 2})
     first, second = config.l2
-    assert (first.codec, first.timeout_s, first.tier.options) == ("zstd", 2.0, {"url": "redis://a"})
-    assert (second.codec, second.timeout_s, second.write_queue) == ("none", 0.5, 7)
+    assert (first.keys.codec, first.keys.timeout_s, first.tier.options) == ("zstd", 2.0, {"url": "redis://a"})
+    assert (second.keys.codec, second.keys.timeout_s, second.keys.write_queue) == ("none", 0.5, 7)
+    assert (first.keys.write_policy, first.keys.promote) == ("at_once", True)
+    assert (second.keys.write_policy, second.keys.promote, second.keys.low_watermark) == ("on_eviction", False, 0.5)
+    assert config.codecs.allow == ("zstd", "other")
+    assert [(table.use, table.options) for table in config.codecs.options] == [("zstd", {"level": 3})]
     assert second.tier.where.endswith("kvf.toml: [[l2]] #2")
     assert [table.use for table in config.transport] == ["cuda_ipc"]
     assert [table.use for table in config.layout] == ["paged", "opaque", "dynamic_cache"]
@@ -132,6 +143,22 @@ FIELD_ERRORS = {
     "no table": ('l1 = "pinned"', "kvf.toml: [l1]", "expected a table, found a string", ""),
     "eviction no table": ('[l1]\neviction = "lru"', "kvf.toml: [l1.eviction]", "expected a table", ""),
     "timeout": ('[[l2]]\nuse = "redis"\ntimeout_s = 0', "kvf.toml: [[l2]] #1 timeout_s", "> 0", ""),
+    "policy": ('[[l2]]\nuse = "redis"\nwrite_policy = "now"', "kvf.toml: [[l2]] #1 write_policy", "'now'", ""),
+    "tier's watermarks": (
+        '[[l2]]\nuse = "x"\nhigh_watermark = 0.5',
+        "kvf.toml: [[l2]] #1",
+        "low_watermark 0.85 is",
+        "",
+    ),
+    "no room to evict": (
+        '[[l2]]\nuse = "x"\nwrite_policy = "on_eviction"',
+        "kvf.toml: [[l2]] #1",
+        "before it is full",
+        "high_watermark",
+    ),
+    "codecs": ('[codecs]\nallow = "zstd"', "kvf.toml: [codecs] allow", "expected `array`", ""),
+    "codec's name": ('[codecs]\nallow = ["%s"]' % ("z" * 17), "kvf.toml: [codecs] allow[0]", "length <= 16", ""),
+    "codec's table": ("[codecs]\nzstd = 3", "kvf.toml: [codecs.zstd]", "expected a table, found 3", ""),
     "codec": ('[[l2]]\nuse = "redis"\ncodec = 1', "kvf.toml: [[l2]] #1 codec", "expected `str`", ""),
 }
 

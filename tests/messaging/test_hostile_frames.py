@@ -36,7 +36,6 @@ EMPTY_MAP = b"\x80"
         ([ID, b"\0\n", EMPTY_MAP], "protocol.unknown_request"),
         ([ID, b"ERROR", EMPTY_MAP], "protocol.unknown_request"),
         ([ID, b"HELLO", EMPTY_MAP], "protocol.payload"),
-        ([ID, b"CANCEL", EMPTY_MAP], "protocol.payload"),
     ],
 )
 def test_a_usable_request_id_gets_a_typed_answer(lab: Lab, frames: list[bytes], code: str) -> None:

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvframework.config import load_config
 from kvframework.plugins.registry import PluginRegistry
@@ -19,13 +20,14 @@ def serving(
     plugins: tuple[object, ...] = (),
     registry: PluginRegistry | None = None,
     capacity: str = "16MiB",
+    config: Path | None = None,
 ) -> Iterator[Server]:
     registry = registry or PluginRegistry()
     for plugin in plugins:
         registry.register(plugin, distribution="tests")
     with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
         overrides = (f"server.endpoint=ipc://{directory}/s.sock", f"l1.capacity={capacity}", *settings)
-        server = Server(load_config(None, overrides), registry)
+        server = Server(load_config(config, overrides), registry)
         server.bind()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

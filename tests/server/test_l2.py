@@ -107,6 +107,59 @@ def test_a_flipped_bit_is_a_miss_and_is_deleted(server: ServerProcess, redis: Re
         assert client.status()["l2"][0]["corrupt"] == 1
 
 
+@pytest.mark.parametrize("end", ["CANCEL", "FREE_LOOKUP_LOCKS", "END_SESSION", "death"])
+def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, end: str) -> None:
+    registered = store(server)
+    with server.client() as client:
+        client.call("CLEAR", m.Clear())
+    redis.sigstop()
+    with server.client() as watcher, server.client() as client:
+        reply = client.lookup(key_for(registered, TOKENS))
+        assert reply.pending
+        if end == "CANCEL":
+            with server.client() as stranger:
+                assert not stranger.call("CANCEL", m.Cancel(ticket=reply.ticket)).found, "another's ticket"
+            assert client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
+            assert not client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
+        elif end == "FREE_LOOKUP_LOCKS":
+            client.call(end, m.TicketRef(reply.ticket))
+        elif end == "END_SESSION":
+            assert client.call(end, m.EndSession()).tickets == 1
+        else:
+            client.close()
+        wait_until(lambda: watcher.status()["tickets"] == 0, 10, "the end of the ticket")
+        redis.sigcont()
+        wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, 10, "the end of the load")
+        l1 = watcher.status()["l1"]
+        assert (l1["pins"], l1["write_leases"]) == (0, 0)
+
+
+def test_an_idle_server_knows_that_its_tier_has_gone(server: ServerProcess, redis: RedisServer) -> None:
+    with server.client() as client:
+        redis.kill9()
+        wait_until(lambda: client.status()["l2"][0].get("errors", 0) >= 1, 20, "a check that fails")
+
+
+def test_zstd_packs_what_redis_holds(redis: RedisServer) -> None:
+    pytest.importorskip("zstandard")
+    table = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.codec=zstd")
+    with ServerProcess(*table, "codecs.zstd.level=3") as server:
+        registered = store(server)
+        keys = command(redis, "KEYS", "*")
+        assert isinstance(keys, list)
+        key = key_for(registered, TOKENS)
+        sizes = [command(redis, "STRLEN", _redis_key_of(keys, key, chunk)) for chunk in range(8)]
+        assert max(sizes) < 1000, "16 bytes again and again"
+        with server.client() as client:
+            assert client.status()["l2"][0]["codec"] == "zstd"
+            client.call("CLEAR", m.Clear())
+            client.register()
+            assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
+            found = client.retrieve(key)
+            assert found is not None
+            assert found == (b"kept on restart!" * len(found))[: len(found)]
+
+
 def test_clear_with_l2_forgets_everywhere(server: ServerProcess, redis: RedisServer) -> None:
     registered = store(server)
     with server.client() as client:

@@ -9,7 +9,10 @@ from kvframework.storage.allocator import ALIGNMENT
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.prefetch import LoadTask, Select
+from kvframework.storage.tiers import AttachedTier
+from kvframework.storage.write_policy import WRITE_POLICIES
 from tests.storage.memory import OrderedLru, PlainMemory, content
 from tests.storage.tier import MemoryTier
 from tests.waiting import wait_until
@@ -31,25 +34,31 @@ class Node:
         write_queue: int = 256,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
+        write_policy: str = "at_once",
+        promote: bool = True,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.tiers = [MemoryTier()] if tiers is None else list(tiers)
         self.memory = PlainMemory(units * ALIGNMENT)
         self.policy = OrderedLru()
+        records = NamespaceRecords()
         self.stores = [
             L2Store(
                 tier,
                 timeout_s=timeout_s,
-                write_queue=write_queue,
                 breaker=Breaker(threshold=3, backoff_s=0.01, max_backoff_s=0.05),
+                capabilities=tier.capabilities,
+                layout_of=records.layout_of,
             )
             for tier in self.tiers
         ]
+        attached = [AttachedTier(store, WRITE_POLICIES[write_policy](), write_queue, promote) for store in self.stores]
         options = {} if clock is None else {"clock": clock}
         self.manager = StorageManager(
             self.memory,
             self.policy,
-            self.stores,
+            attached,
+            records=records,
             high_watermark=high_watermark,
             low_watermark=low_watermark,
             **options,

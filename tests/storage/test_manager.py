@@ -160,7 +160,7 @@ def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: Callable[
     assert node.manager.status()["l2"][0]["write_pending"] == 0  # type: ignore[index]
     with pytest.raises(OSError, match="closed"):
         node.stores[0].contains(K[:1])
-    assert node.tier.calls == []
+    assert {name for name, _ in node.tier.calls} <= {"ping"}
 
 
 @pytest.mark.parametrize("_again", range(10))

@@ -9,11 +9,11 @@ import pytest
 
 from kvframework.api import PackedKey
 from kvframework.storage import prefetch
-from kvframework.storage.envelope import HEADER_BYTES, seal
+from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.namespaces import NamespaceRecord, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, OWNER, SIZE, Node, prefix
-from tests.storage.tier import MemoryTier
+from tests.storage.tier import MemoryTier, in_envelope
 from tests.waiting import wait_until
 
 K = [packed_key(number) for number in range(300)]
@@ -21,7 +21,7 @@ RECORD = NamespaceRecord("llama", 1, DESC)
 
 
 def filled(keys: Sequence[PackedKey]) -> MemoryTier:
-    return MemoryTier({key: seal(key, content(key, SIZE)) + content(key, SIZE) for key in keys})
+    return MemoryTier({key: in_envelope(key, content(key, SIZE)) for key in keys})
 
 
 def test_loads_what_is_missing_and_only_that(make_node: Callable[..., Node]) -> None:
@@ -162,6 +162,8 @@ def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[...
     node = make_node(tiers=[filled(K[:8])], units=8)
     node.write(K[:4])
     node.write(K[100:104])
+    wait_until(lambda: node.manager._tiers.status()[0]["write_pending"] == 0, what="the write-back, which pins")
+    node.assert_idle()
     node.load(K[:8], select=prefix)
     assert node.read(K[:8])
 
@@ -292,7 +294,7 @@ def test_a_damaged_record_is_deleted_and_the_next_tier_asked(make_node: Callable
     key = record_key(NAMESPACE)
     tiers = [
         MemoryTier({key: value[:-1] + b"!"}),
-        MemoryTier({key: seal(key, absurd) + absurd}),
+        MemoryTier({key: in_envelope(key, absurd)}),
         MemoryTier({key: value}),
     ]
     assert ask_record(make_node(tiers=tiers)) == RECORD

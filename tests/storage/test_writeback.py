@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvframework.api import PackedKey
-from kvframework.storage.envelope import HEADER_BYTES, defect
+from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.namespaces import NamespaceRecord, decode_record, record_key
 from kvframework.storage.writeback import BATCH_OBJECTS, MAX_ATTEMPTS
 from tests.storage.memory import NAMESPACE, content, packed_key
@@ -22,7 +22,7 @@ def wait_written(tier: MemoryTier, keys: list[PackedKey]) -> None:
     wait_until(lambda: set(keys) <= tier.values.keys(), what="the write-back")
     for key in keys:
         value = tier.values[key]
-        assert defect(value[:HEADER_BYTES], key, value[HEADER_BYTES:]) is None
+        unseal(value[:HEADER_BYTES], key, memoryview(value[HEADER_BYTES:]))
         assert value[HEADER_BYTES:] == content(key, SIZE)
 
 
@@ -71,7 +71,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
     node.write(K[:1])
-    assert not node.manager._writebacks[0].drain(0.2), "it waits for its turn"
+    assert not node.manager._tiers._writebacks[0].drain(0.2), "it waits for its turn"
     assert node.store_counters.get("refused", 0) - before <= 2
     node.tier.resume()
     wait_written(node.tier, K[:1])

@@ -8,6 +8,12 @@ from collections.abc import Callable, Sequence
 
 from kvframework.api import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
+from kvframework.storage.envelope import seal
+
+
+def in_envelope(key: PackedKey, value: bytes) -> bytes:
+    """What a server puts into a tier."""
+    return seal(key, [value], object_bytes=len(value)) + value
 
 
 class MemoryTier(Tier):
@@ -17,6 +23,7 @@ class MemoryTier(Tier):
     """
 
     name = "memory"
+    capabilities: frozenset[str] = frozenset()
 
     def __init__(self, values: dict[PackedKey, bytes] | None = None) -> None:
         self.values: dict[PackedKey, bytes] = {} if values is None else values
@@ -59,10 +66,10 @@ class MemoryTier(Tier):
             value = self.values.get(keys[index])
             if value is None or keys[index] in self.lost:
                 return Outcome.MISSING
-            if len(value) != sum(part.nbytes for part in parts[index]):
-                return Outcome.FAILED
+            if len(value) > sum(part.nbytes for part in parts[index]):
+                return Outcome.DAMAGED
             for part in parts[index]:
-                part[:], value = value[: part.nbytes], value[part.nbytes :]
+                part[: len(value)], value = value[: part.nbytes], value[part.nbytes :]
             return Outcome.FOUND
 
         return self._answer("get", keys, deadline, get)
@@ -86,6 +93,12 @@ class MemoryTier(Tier):
             return Outcome.MISSING if self.values.pop(keys[index], None) is None else Outcome.DELETED
 
         return self._answer("delete", keys, deadline, delete)
+
+    def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
+        self._answer("touch", keys, deadline, lambda _: Outcome.FOUND)
+
+    def ping(self, *, deadline: float) -> None:
+        self._answer("ping", (), deadline, lambda _: Outcome.FOUND)
 
     def close(self) -> None:
         with self._changed:

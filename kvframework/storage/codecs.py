@@ -1,0 +1,43 @@
+"""Owns the codecs that this server may use, made when first needed. Thread-safe: called from the storage threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kvframework.api import Codec
+from kvframework.storage.envelope import NO_CODEC
+
+log = logging.getLogger(__name__)
+
+
+class CodecTable:
+    """`makers` by name; what values in L2 name decides nothing but which of these is asked."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None) -> None:
+        self._makers = dict(makers or {})
+        self._codecs: dict[str, Codec | None] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Codec | None:
+        """The codec, None if it is not allowed here or does not work (told once in the log)."""
+        with self._lock:
+            if name not in self._makers:
+                return None
+            if name not in self._codecs:
+                try:
+                    self._codecs[name] = self._makers[name]()
+                except Exception as error:  # noqa: BLE001  whatever a plugin raises, its values are misses
+                    log.error("codec %s is of no use: %s", name, error)
+                    self._codecs[name] = None
+            return self._codecs[name]
+
+    def pack(self, name: str, data: memoryview) -> tuple[str, Sequence[memoryview]]:
+        """The packed form and the codec's name; as it is, and `none`, where packing does not make it smaller."""
+        codec = None if name == NO_CODEC else self.get(name)
+        if codec is not None:
+            packed = codec.encode(data)
+            if sum(part.nbytes for part in packed) < data.nbytes:
+                return name, packed
+        return NO_CODEC, [data]

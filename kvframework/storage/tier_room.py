@@ -1,0 +1,37 @@
+"""Owns the choice of what leaves a full L2 tier: what was used longest ago. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvframework.api import PackedKey, TierEntry, TierUsage
+
+
+@dataclass(frozen=True)
+class Watermarks:
+    """Fractions of a tier's capacity: above `high`, it is emptied down to `low`."""
+
+    high: float = 0.95
+    low: float = 0.85
+
+    def excess(self, usage: TierUsage, nbytes: int) -> int:
+        """Bytes to delete before `nbytes` more are written, 0 if there is room."""
+        wanted = usage.used_bytes + nbytes
+        if wanted <= self.high * usage.capacity_bytes:
+            return 0
+        return max(wanted - int(self.low * usage.capacity_bytes), 0)
+
+
+def oldest(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
+    """The keys used longest ago that hold at least `nbytes` together. Holds no more than it returns, and one."""
+    heap: list[tuple[float, int, TierEntry]] = []
+    held = 0
+    for number, entry in zip(itertools.count(), entries):
+        heapq.heappush(heap, (-entry.used_at, number, entry))
+        held += entry.nbytes
+        while heap and held - heap[0][2].nbytes >= nbytes:
+            held -= heapq.heappop(heap)[2].nbytes
+    return [entry.key for _, _, entry in sorted(heap, reverse=True)]

@@ -1,0 +1,109 @@
+"""Owns all L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
+
+Events come from the serving thread and the storage threads; none of them blocks but `delete`, `usages` and `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvframework.api import PackedKey
+from kvframework.errors import TierError
+from kvframework.storage.l2 import L2Store
+from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.write_policy import AtOnce, WritePolicy
+from kvframework.storage.writeback import PinnedSource, WriteBack
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttachedTier:
+    """One `[[l2]]`: a store and how it is written to. `promote`: it also gets what a later tier had."""
+
+    store: L2Store
+    policy: WritePolicy = field(default_factory=AtOnce)
+    write_queue: int = 1024
+    promote: bool = True
+
+
+class Tiers:
+    """See the module. Owns the stores."""
+
+    def __init__(self, source: PinnedSource, attached: Sequence[AttachedTier], records: NamespaceRecords) -> None:
+        self.stores = tuple(tier.store for tier in attached)
+        self._writebacks = [
+            WriteBack(source, tier.store, records, policy=tier.policy, queue=tier.write_queue, promote=tier.promote)
+            for tier in attached
+        ]
+        self._watching_uses = [writeback for writeback in self._writebacks if writeback.watches_uses]
+        self._watching_l1 = [writeback for writeback in self._writebacks if writeback.watches_removals]
+
+    @property
+    def watches_uses(self) -> bool:
+        """Whether `used` needs to be told."""
+        return bool(self._watching_uses)
+
+    def committed(self, keys: Sequence[PackedKey]) -> None:
+        for writeback in self._writebacks:
+            writeback.committed(keys)
+
+    def used(self, keys: Sequence[PackedKey]) -> None:
+        for writeback in self._watching_uses:
+            writeback.used(keys)
+
+    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
+        """Objects that came from `source`: a use there, and worth having in the tiers before it."""
+        for writeback in self._writebacks:
+            if writeback.store is source:
+                writeback.used(keys)
+                return
+            writeback.promoted(keys)
+
+    def leaving(self, keys: Sequence[PackedKey]) -> set[PackedKey]:
+        """Those of `keys` that L1 is to keep until they are written."""
+        return {key for writeback in self._watching_l1 for key in writeback.leaving(keys)}
+
+    def removed(self, key: PackedKey) -> None:
+        for writeback in self._watching_l1:
+            writeback.removed(key)
+
+    def delete(self, keys: Sequence[PackedKey]) -> None:
+        """Deletes everywhere. Blocking; raises `TierError`, after all were asked, if one failed."""
+        failure: TierError | None = None
+        for store in self.stores if keys else ():
+            try:
+                store.delete(keys)
+            except TierError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def status(self) -> list[dict[str, object]]:
+        return [{**writeback.store.status(), **writeback.status()} for writeback in self._writebacks]
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits for what is on its way, up to `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for writeback in self._writebacks:
+            if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
+                log.warning("%d objects never came to %s", writeback.pending, writeback.store.name)
+
+    def stop(self) -> None:
+        """Nothing more is written after the calls in flight. Does not wait."""
+        for writeback in self._writebacks:
+            writeback.stop()
+
+    def close(self) -> None:
+        """Closes the tiers, which ends their calls in flight."""
+        for store in self.stores:
+            store.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits, after `stop`, for the threads to end; False if one has not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        ended = [writeback.join(max(deadline - time.monotonic(), 0.0)) for writeback in self._writebacks]
+        return all(ended)

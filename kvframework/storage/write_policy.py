@@ -1,0 +1,122 @@
+"""Owns the write policies: which objects go to an L2 tier, and when. Pure: no I/O, no lock, no clock.
+
+The write-back of one tier asks its policy on every event and queues what the answer names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvframework.api import PackedKey
+
+# Keys that left L1 after one use, remembered so that storing them again counts as the second.
+MAX_GHOSTS = 1 << 14
+
+
+class WritePolicy(ABC):
+    """Every method returns the keys to write now."""
+
+    name: str
+    # False: nothing but `committed` and `promoted` needs to be told.
+    watches_l1 = True
+
+    @abstractmethod
+    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects that an engine stored."""
+
+    @abstractmethod
+    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects that were loaded from a later tier."""
+
+    def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects of L1 that were looked up, read, or stored again."""
+        return ()
+
+    def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects that L1 is about to evict, and keeps until what this returns is written."""
+        return ()
+
+    def written(self, keys: Iterable[PackedKey]) -> None:
+        """Objects that need no writing any more: stored, or given up."""
+        return
+
+    def removed(self, key: PackedKey) -> bool:
+        """An object has left L1; True if it was to be written some time."""
+        return False
+
+
+class AtOnce(WritePolicy):
+    """Every object, as soon as it is committed."""
+
+    name = "at_once"
+    watches_l1 = False
+
+    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        return keys
+
+    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        return keys
+
+
+class OnSecondUse(WritePolicy):
+    """What is used a second time: what is asked for once costs the tier nothing."""
+
+    name = "second_use"
+
+    def __init__(self) -> None:
+        self._once: set[PackedKey] = set()
+        self._ghosts: OrderedDict[PackedKey, None] = OrderedDict()
+
+    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        again = [key for key in keys if key in self._ghosts]
+        for key in again:
+            del self._ghosts[key]
+        self._once.update(set(keys).difference(again))
+        return again
+
+    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        return keys
+
+    def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        again = [key for key in keys if key in self._once]
+        self._once.difference_update(again)
+        return again
+
+    def removed(self, key: PackedKey) -> bool:
+        if key in self._once:
+            self._once.discard(key)
+            self._ghosts[key] = None
+            if len(self._ghosts) > MAX_GHOSTS:
+                self._ghosts.popitem(last=False)
+        return False
+
+
+class OnEviction(WritePolicy):
+    """What L1 has no room for any more: the tier holds what L1 does not."""
+
+    name = "on_eviction"
+
+    def __init__(self) -> None:
+        self._unwritten: set[PackedKey] = set()
+
+    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        self._unwritten.update(keys)
+        return ()
+
+    promoted = committed
+
+    def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        return [key for key in keys if key in self._unwritten]
+
+    def written(self, keys: Iterable[PackedKey]) -> None:
+        self._unwritten.difference_update(keys)
+
+    def removed(self, key: PackedKey) -> bool:
+        lost = key in self._unwritten
+        self._unwritten.discard(key)
+        return lost
+
+
+WRITE_POLICIES: dict[str, type[WritePolicy]] = {policy.name: policy for policy in (AtOnce, OnSecondUse, OnEviction)}

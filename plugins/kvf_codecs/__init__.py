@@ -1,0 +1,39 @@
+"""The codecs `none` and `zstd`: how an object's bytes are packed on their way to an L2 tier. Runs in storage threads.
+
+Importing this module does not import zstandard, so that a list of plugins stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from kvf_codecs.options import ZstdOptions
+from kvframework.api import Codec, CodecProvider, Options, hookimpl
+
+
+def _probe() -> str | None:
+    if find_spec("zstandard") is None:
+        return 'zstandard is not installed: pip install "kvframework[zstd]"'
+    return None
+
+
+def _none(_options: Options) -> Codec:
+    from kvf_codecs.none import NoneCodec
+
+    return NoneCodec()
+
+
+def _zstd(options: ZstdOptions) -> Codec:
+    from kvf_codecs.zstd import ZstdCodec
+
+    return ZstdCodec(options.level)
+
+
+@hookimpl
+def kvf_codecs() -> list[CodecProvider[Any]]:
+    """The providers of both codecs."""
+    return [
+        CodecProvider(name="none", summary="bytes as they are, no copy", create=_none),
+        CodecProvider(name="zstd", summary="Zstandard, lossless", options=ZstdOptions, probe=_probe, create=_zstd),
+    ]

@@ -1,0 +1,19 @@
+"""Owns the codec that packs nothing: it lends the object's own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvframework.api import Codec
+
+
+class NoneCodec(Codec):
+    name = "none"
+
+    def encode(self, data: memoryview) -> Sequence[memoryview]:
+        return [data]
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        if packed.nbytes != out.nbytes:
+            raise ValueError(f"{packed.nbytes} bytes, expected {out.nbytes}")
+        out[:] = packed

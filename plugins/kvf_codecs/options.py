@@ -1,0 +1,13 @@
+"""Owns the options of the `zstd` codec, as they stand in `[codecs.zstd]`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvframework.api import Options
+
+
+class ZstdOptions(Options, frozen=True):
+    level: Annotated[int, Meta(ge=-7, le=22, description="higher packs tighter and slower; negative is fastest")] = 1

@@ -1,0 +1,228 @@
+"""One attached tier: codecs, room, latencies, and what it makes of outcomes."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+import zlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.api import Codec, Outcome, PackedKey, TierEntry, TierUsage
+from kvframework.errors import TierError
+from kvframework.storage.codecs import CodecTable
+from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.l2 import L2Store
+from kvframework.storage.latency import Latencies
+from kvframework.storage.tier_room import Watermarks, oldest
+from tests.storage.memory import packed_key
+from tests.storage.tier import MemoryTier, in_envelope
+
+K = [packed_key(number) for number in range(64)]
+
+
+class Zlib(Codec):
+    name = "zlib"
+
+    def encode(self, data: memoryview) -> Sequence[memoryview]:
+        return [memoryview(zlib.compress(data, 1))]
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        try:
+            data = zlib.decompress(packed)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if len(data) != out.nbytes:
+            raise ValueError(f"{len(data)} bytes")
+        out[:] = data
+
+
+def store_of(tier: MemoryTier, codec: str = "none", *, allow: Sequence[str] = (), **options: object) -> L2Store:
+    codecs = CodecTable(dict.fromkeys([*allow, codec], Zlib) if codec != "none" or allow else {})
+    return L2Store(tier, timeout_s=5.0, codec=codec, codecs=codecs, capabilities=tier.capabilities, **options)  # type: ignore[arg-type]
+
+
+def read(store: L2Store, key: PackedKey, nbytes: int) -> bytes | None:
+    place = bytearray(os.urandom(nbytes))
+    return bytes(place) if store.get_into([key], [memoryview(place)]) == [True] else None
+
+
+def test_what_a_codec_packed_comes_back_and_takes_less_room() -> None:
+    tier = MemoryTier()
+    store = store_of(tier, "zlib")
+    value = b"kv" * 5000
+    assert store.put(K[:1], [memoryview(value)]) == [True]
+    assert len(tier.values[K[0]]) < 1000
+    assert read(store, K[0], len(value)) == value
+    assert (store.counters["bytes_written"], store.counters["bytes_read"]) == (10000, 10000)
+
+
+def test_what_does_not_get_smaller_is_stored_as_it_is() -> None:
+    tier = MemoryTier()
+    value = os.urandom(1000)
+    store_of(tier, "zlib").put(K[:1], [memoryview(value)])
+    assert tier.values[K[0]][HEADER_BYTES:] == value
+    assert read(store_of(tier), K[0], 1000) == value, "whoever reads needs no codec for it"
+
+
+def test_servers_with_different_codecs_share_a_tier() -> None:
+    tier = MemoryTier()
+    packed, plain = b"a" * 4000, b"b" * 4000
+    store_of(tier, "zlib").put(K[:1], [memoryview(packed)])
+    store_of(tier).put(K[1:2], [memoryview(plain)])
+    for store in (store_of(tier, "zlib"), store_of(tier, allow=["zlib"])):
+        assert read(store, K[0], 4000) == packed
+        assert read(store, K[1], 4000) == plain
+
+
+def test_a_codec_that_is_not_allowed_is_a_miss_and_stays(caplog: pytest.LogCaptureFixture) -> None:
+    tier = MemoryTier()
+    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
+    store = store_of(tier)
+    assert read(store, K[0], 4000) is None
+    assert read(store, K[0], 4000) is None
+    assert (store.counters["foreign_codec"], store.counters["corrupt"]) == (2, 0)
+    assert K[0] in tier.values, "another server's, and good"
+    assert caplog.text.count("[codecs] allow") == 1
+
+
+def test_a_codec_that_can_not_be_made_is_a_miss_not_an_error() -> None:
+    def broken() -> Codec:
+        raise ImportError("no such library")
+
+    tier = MemoryTier()
+    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
+    store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": broken}))
+    assert read(store, K[0], 4000) is None
+    assert store.put(K[1:2], [memoryview(b"a" * 4000)]) == [True]
+    assert read(store, K[1], 4000) == b"a" * 4000
+
+
+def test_what_unpacks_to_something_else_is_deleted() -> None:
+    class Liar(Zlib):
+        def encode(self, data: memoryview) -> Sequence[memoryview]:
+            return [memoryview(zlib.compress(bytes(data) + b"more"))]
+
+    tier = MemoryTier()
+    L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Liar})).put(K[:1], [memoryview(b"a" * 99)])
+    store = store_of(tier, "zlib")
+    assert read(store, K[0], 99) is None
+    assert (store.counters["corrupt"], tier.values) == (1, {})
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DAMAGED])
+def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> None:
+    class Answering(MemoryTier):
+        def get_into(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            return [outcome] * len(keys)
+
+    tier = Answering({K[0]: in_envelope(K[0], b"value")})
+    store = store_of(tier)
+    assert read(store, K[0], 5) is None
+    assert (K[0] in tier.values) == (outcome is Outcome.FAILED)
+    assert store.counters["corrupt"] == (outcome is Outcome.DAMAGED)
+    assert store.counters["read_failed"] == (outcome is Outcome.FAILED)
+
+
+def test_without_a_codec_no_second_copy_of_an_object_is_made() -> None:
+    """The tier of this test keeps a copy; what is measured is what the store itself needs."""
+
+    class Nowhere(MemoryTier):
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            return [Outcome.STORED] * len(keys)
+
+    store = store_of(Nowhere())
+    arena = memoryview(bytearray(64 << 20))
+    values = [arena[first : first + (4 << 20)] for first in range(0, len(arena), 4 << 20)]
+    tracemalloc.start()
+    try:
+        store.put(K[: len(values)], values)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+# room
+
+
+class Disk(MemoryTier):
+    """Knows its capacity, and what was used when."""
+
+    capabilities = frozenset({"capacity", "scan"})
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.scans = 0
+
+    def usage(self, *, deadline: float) -> TierUsage:
+        return TierUsage(sum(map(len, self.values.values())), self.capacity)
+
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        self.scans += 1
+        for number, (key, value) in enumerate(self.values.items()):
+            yield TierEntry(key, len(value), float(number))
+
+
+def test_a_full_tier_loses_what_was_used_longest_ago() -> None:
+    tier = Disk(10_000)
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
+    value = bytes(1000 - HEADER_BYTES)
+    for key in K[:9]:
+        store.put([key], [memoryview(value)])
+    assert tier.scans == 0, "there was room"
+    store.put(K[9:10], [memoryview(value)])
+    assert list(tier.values) == K[5:10], "down to the low watermark, the new one included"
+    assert (tier.scans, store.counters["evicted"]) == (1, 5)
+    store.check()
+    assert store.status()["usage"] == {"used_bytes": 5000, "capacity_bytes": 10_000}
+
+
+def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
+    class Broken(Disk):
+        def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+            raise TierError("cannot list")
+
+    tier = Broken(1000)
+    store = store_of(tier)
+    with pytest.raises(TierError, match="cannot list"):
+        store.put(K[:1], [memoryview(bytes(2000))])
+    assert tier.values == {}
+
+
+entries = st.lists(
+    st.builds(TierEntry, st.sampled_from(K), st.integers(0, 50), st.integers(0, 5).map(float)), max_size=20
+)
+
+
+@given(entries, st.integers(1, 400))
+def test_oldest_picks_a_smallest_beginning_by_age(found: list[TierEntry], nbytes: int) -> None:
+    numbered = [TierEntry(bytes([index]) * 72, entry.nbytes, entry.used_at) for index, entry in enumerate(found)]
+    chosen = oldest(numbered, nbytes)
+    by_key = {entry.key: entry for entry in numbered}
+    picked = [by_key[key] for key in chosen]
+    left = [entry for entry in numbered if entry.key not in set(chosen)]
+    assert [entry.used_at for entry in picked] == sorted(entry.used_at for entry in picked)
+    assert not left or not picked or picked[-1].used_at <= min(entry.used_at for entry in left)
+    total = sum(entry.nbytes for entry in picked)
+    assert total >= nbytes or not left
+    assert not picked or total - picked[-1].nbytes < nbytes
+
+
+@given(st.lists(st.floats(1e-6, 100.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.99, 1.0]))
+def test_quantiles_are_right_to_a_tenth(seconds: list[float], q: float) -> None:
+    latencies = Latencies()
+    for each in seconds:
+        latencies.add(each)
+    ranked = sorted(seconds)
+    low = ranked[max(int(q * len(ranked)) - 1, 0)]
+    high = ranked[min(int(q * len(ranked)) + 1, len(ranked) - 1)]
+    assert low * 0.9 <= latencies.quantile_ms(q) / 1e3 <= high * 1.1

@@ -1,0 +1,134 @@
+"""The write policies: pure, and at work in a manager with tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvframework.storage.write_policy import MAX_GHOSTS, OnEviction, OnSecondUse
+from tests.storage.memory import packed_key
+from tests.storage.node import SIZE, Node
+from tests.storage.test_prefetch import filled
+from tests.storage.tier import MemoryTier
+from tests.waiting import wait_until
+
+K = [packed_key(number) for number in range(200)]
+
+
+def written(node: Node) -> set[bytes]:
+    """What the tier holds once nothing is on its way."""
+    wait_until(lambda: all(tier["write_pending"] == 0 for tier in node.manager.status()["l2"]), what="the write-back")  # type: ignore[attr-defined]
+    return set(node.tier.values)
+
+
+def test_second_use_is_asking_again_or_storing_again_after_it_left() -> None:
+    policy = OnSecondUse()
+    assert policy.committed(K[:4]) == []
+    assert policy.used(K[2:6]) == K[2:4], "what it never saw committed is another's"
+    assert policy.used(K[:4]) == K[:2]
+    assert policy.used(K[:4]) == [], "once is enough"
+    policy.committed(K[4:6])
+    policy.removed(K[4])
+    assert policy.committed(K[4:7]) == [K[4]]
+
+
+def test_second_use_remembers_a_bounded_number_of_what_left() -> None:
+    policy = OnSecondUse()
+    keys = [number.to_bytes(72, "big") for number in range(MAX_GHOSTS + 1)]
+    policy.committed(keys)
+    for key in keys:
+        assert policy.removed(key) is False
+    assert policy.committed(keys) == keys[1:]
+
+
+def test_on_eviction_names_what_is_not_written_yet() -> None:
+    policy = OnEviction()
+    assert policy.committed(K[:4]) == ()
+    assert policy.leaving([K[0], K[2], K[9]]) == [K[0], K[2]]
+    policy.written([K[0]])
+    assert policy.leaving(K[:4]) == K[1:4]
+    assert policy.removed(K[1]) is True, "lost"
+    assert policy.removed(K[0]) is False
+    assert policy.leaving(K[:4]) == K[2:4]
+
+
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_what_is_used_once_never_goes_to_a_tier_of_second_use(make_node: Callable[..., Node], use: str) -> None:
+    node = make_node(write_policy="second_use")
+    node.write(K[:8])
+    assert written(node) == set()
+    getattr(node, use)(K[:3])
+    assert written(node) == set(K[:3])
+    node.read(K[:3])
+    assert node.tier.asked("put").count(K[0]) == 1
+
+
+def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[..., Node]) -> None:
+    for policy in ("second_use", "on_eviction"):
+        node = make_node(tiers=[filled(K[:4])], write_policy=policy)
+        node.load(K[:4])
+        node.read(K[:4])
+        node.manager.tick()
+        assert written(node) == set(K[:4])
+        assert node.tier.asked("put") == []
+
+
+def test_on_eviction_what_leaves_above_the_watermark_is_written_first(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=100, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.25)
+    node.write(K[:50])
+    node.manager.tick()
+    assert written(node) == set(), "there is room"
+    node.write(K[50:60])
+    wait_until(lambda: node.manager.tick() or node.l1("used_bytes") == 25 * SIZE, what="the watermark")
+    gone = {key for key in K[:60] if not node.present([key])}
+    assert len(gone) == 35
+    assert gone <= written(node)
+    assert len(node.tier.values) <= 35 + 16, "what is being sent is passed over meanwhile"
+    assert node.store_counters.get("write_lost", 0) == 0
+    assert node.l1("evictions") == 35
+
+
+def test_on_eviction_a_tier_that_is_down_keeps_nobody_from_storing(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=20, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.25)
+    node.tier.down = True
+    for number in range(60):
+        assert node.write(K[number : number + 1]) == 1
+        node.manager.tick()
+    assert node.l1("objects") == 20, "ticks evict nothing that would be lost"
+    assert node.store_counters["write_lost"] == 40
+    assert node.store_counters.get("write_dropped", 0) == 0
+    node.tier.down = False
+    wait_until(lambda: node.manager.tick() or node.l1("used_bytes") == 5 * SIZE, what="the watermark")
+    assert {key for key in K[40:60] if not node.present([key])} <= written(node)
+
+
+def test_what_a_later_tier_had_goes_to_those_before_it(make_node: Callable[..., Node]) -> None:
+    near, middle, far = MemoryTier(), filled(K[:2]), filled(K[:6])
+    node = make_node(tiers=[near, middle, far])
+    assert node.load(K[:6]).loaded == 6
+    assert written(node) == set(K[:6])
+    assert set(middle.values) == set(K[:6])
+    assert (middle.asked("put"), far.asked("put")) == (K[2:6], [])
+
+
+def test_without_promotion_it_stays_where_it_was(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[MemoryTier(), filled(K[:6])], promote=False)
+    assert node.load(K[:6]).loaded == 6
+    assert written(node) == set()
+
+
+class Forgetful(MemoryTier):
+    capabilities = frozenset({"ttl"})
+
+
+def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[Forgetful(), MemoryTier()])
+    node.write(K[:4])
+    written(node)
+    node.read(K[:2])
+    node.manager._tiers._writebacks[0]._idle_work_at = 0.0  # it is done every few seconds
+    node.write(K[9:10])
+    wait_until(lambda: set(K[:2]) <= set(node.tiers[0].asked("touch")), what="the touch")
+    assert not set(K[2:4]) & set(node.tiers[0].asked("touch"))
+    assert node.tiers[1].asked("touch") == []
