@@ -1,0 +1,35 @@
+"""The `filesystem` L2 tier: a file per object in one folder. Runs in the server process, in its storage threads."""
+
+from __future__ import annotations
+
+import os
+
+from kvf_filesystem.options import FilesystemOptions
+from kvframework.api import Tier, TierContext, TierProvider, hookimpl
+
+
+def _probe() -> str | None:
+    if not hasattr(os, "preadv"):
+        return "the kernel has no vectored file access: it needs Linux"
+    return None
+
+
+def _create(options: FilesystemOptions, context: TierContext) -> Tier:
+    from kvf_filesystem.tier import open_tier
+
+    return open_tier(options, where=context.where)
+
+
+@hookimpl
+def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
+    """The provider of the filesystem tier."""
+    return [
+        TierProvider(
+            name="filesystem",
+            summary="a file per object in one folder, on a local disk or shared by NFS",
+            options=FilesystemOptions,
+            capabilities=frozenset({"capacity", "scan", "shared"}),
+            probe=_probe,
+            create=_create,
+        )
+    ]

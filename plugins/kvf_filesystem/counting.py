@@ -1,0 +1,72 @@
+"""Owns the thread that counts the bytes in the folder: at the start, when asked, and at intervals if others
+change it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvframework.errors import TierError
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+class Counting:
+    """Calls `count` until it has succeeded, then after `again` and every `every_s` seconds (None: never), to `close`.
+
+    `count` may raise `OSError`. Thread-safe.
+    """
+
+    def __init__(self, count: Callable[[], None], *, every_s: float | None, where: str) -> None:
+        self._count = count
+        self._every_s = every_s
+        self._where = where
+        self._changed = threading.Condition()
+        self._counted = False
+        self._wanted = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvf-filesystem", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Blocks until all was counted once, at most for `seconds` and not beyond `close`; whether it was."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._counted or self._closed, seconds)
+            return self._counted
+
+    def again(self) -> None:
+        """Has all counted once more. Does not wait for it."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread; waits at most `seconds` for its current step. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        told = ""
+        while not self._closed:
+            pause, self._wanted = self._every_s, False
+            try:
+                self._count()
+            except OSError as error:
+                pause = RETRY_S
+                fact = error.fact if isinstance(error, TierError) else error.strerror or type(error).__name__
+                if fact != told and not self._closed:
+                    _log.warning("%s: what the folder holds cannot be counted: %s", self._where, fact)
+                told = fact
+            else:
+                told = ""
+                with self._changed:
+                    self._counted = True
+                    self._changed.notify_all()
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed, pause)

@@ -1,0 +1,111 @@
+"""Owns what a value is called on disk, and how its file is made up. Pure.
+
+A file is a head of 16 bytes (magic `KVFF`, format u16, start u16, bytes of the value u64; little-endian), a gap, and
+the value from `start` on. The start of a large value is such that its bulk, which stands behind the small parts at its
+front, begins on a page boundary and can be moved without the page cache. The file of a large value is padded to a
+fixed overhead, so that a file's size alone tells the size of its value.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+
+from kvframework.api import PACKED_KEY_BYTES, PackedKey
+
+FORMAT = 1
+FOLDERS = 256
+PAGE = 4096
+
+# From here on bypassing the page cache pays: README.md has the figures.
+LARGE = 1 << 20
+
+_HEAD = struct.Struct("<4sHHQ")
+_MAGIC = b"KVFF"
+HEAD_BYTES = _HEAD.size
+_LARGE_OVERHEAD = HEAD_BYTES + PAGE
+
+_NAME = re.compile(rf"[0-9a-f]{{{2 * PACKED_KEY_BYTES}}}")
+_TEMPORARY = re.compile(r"\.([0-9a-f]{16})-\d+\.tmp")
+
+
+def folder_name(folder: int) -> str:
+    return f"{folder:02x}"
+
+
+def folder_of(key: PackedKey) -> int:
+    """By the key's last byte, which is a digest's: the first ones are the same for all objects of a model."""
+    return key[-1]
+
+
+def path_of(key: PackedKey) -> str:
+    """Below the root. Raises `ValueError` for what is no packed key."""
+    if len(key) != PACKED_KEY_BYTES:
+        raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(key)}")
+    return f"{folder_name(folder_of(key))}/{key.hex()}"
+
+
+def key_of(folder: int, name: str) -> PackedKey | None:
+    """The key of a file in `folder`, None if the name is none of ours."""
+    if _NAME.fullmatch(name) is None:
+        return None
+    key = bytes.fromhex(name)
+    return key if folder_of(key) == folder else None
+
+
+def temporary_name(token: str, number: int) -> str:
+    """`token`: 16 hex digits that no other tier has, in this process or another."""
+    return f".{token}-{number}.tmp"
+
+
+def token_of(name: str) -> str | None:
+    """The token of a temporary file's name, None if it is no such name."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else None
+
+
+def lead_bytes(parts: Sequence[memoryview]) -> int:
+    """Bytes of the small parts before the first that is at least a page long; 0 if there is none."""
+    lead = 0
+    for part in parts:
+        if part.nbytes >= PAGE:
+            return lead
+        lead += part.nbytes
+    return 0
+
+
+def start_for(nbytes: int, lead: int) -> int:
+    """Where a value of `nbytes` begins in its file."""
+    return HEAD_BYTES if nbytes < LARGE else HEAD_BYTES + -(HEAD_BYTES + lead) % PAGE
+
+
+def file_bytes(nbytes: int) -> int:
+    """Size of the file of a value of `nbytes`."""
+    return nbytes + (HEAD_BYTES if nbytes < LARGE else _LARGE_OVERHEAD)
+
+
+def value_bytes(size: int) -> int | None:
+    """Bytes of the value in a file of `size` bytes, None if no value's file has this size."""
+    small, large = size - HEAD_BYTES, size - _LARGE_OVERHEAD
+    if large >= LARGE:
+        return large
+    return small if 0 <= small < LARGE else None
+
+
+def counted_bytes(size: int) -> int:
+    """What a file of `size` bytes counts for: its value, or all of it if it is damaged."""
+    nbytes = value_bytes(size)
+    return size if nbytes is None else nbytes
+
+
+def pack_head(start: int, nbytes: int) -> bytes:
+    return _HEAD.pack(_MAGIC, FORMAT, start, nbytes)
+
+
+def start_in(head: bytes, nbytes: int) -> int | None:
+    """Where the value begins by the head of a file that should hold `nbytes`; None if it is no such head."""
+    magic, version, start, told = _HEAD.unpack(head)
+    if magic != _MAGIC or version != FORMAT or told != nbytes or start < HEAD_BYTES:
+        return None
+    return int(start)

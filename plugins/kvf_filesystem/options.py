@@ -1,0 +1,36 @@
+"""Owns the options of the `filesystem` tier, as they stand in its `[[l2]]` table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvframework.api import ByteSize, Options
+
+
+class FilesystemOptions(Options, frozen=True):
+    """See the descriptions of the fields."""
+
+    path: Annotated[str, Meta(min_length=1, description="the folder; made with mode 0700 if it is missing")]
+    capacity: Annotated[ByteSize, Meta(description="bytes of values that the folder may hold")] = ByteSize(10 << 30)
+    fsync: Annotated[
+        Literal["none", "data", "full"],
+        Meta(description="what is on the disk before a put returns: nothing, the file, or also its name"),
+    ] = "none"
+    direct: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="which large values bypass the page cache: auto, those written to an unshared folder; on, all"
+        ),
+    ] = "auto"
+    shared: Annotated[bool, Meta(description="several servers use the folder at the same time, for example by NFS")] = (
+        False
+    )
+    recount_s: Annotated[
+        float, Meta(gt=0, le=86400, description="with shared: seconds between two counts of the bytes in the folder")
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError("capacity is at least 1 byte, found 0")

@@ -1,0 +1,70 @@
+"""Owns reading one object's file into the caller's buffers. Runs in the caller's storage thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+
+from kvf_filesystem.aligned import align
+from kvf_filesystem.form import HEAD_BYTES, LARGE, folder_name, folder_of, path_of, start_in, value_bytes
+from kvf_filesystem.moving import move, trimmed
+from kvf_filesystem.root import Root
+from kvframework.api import Outcome, PackedKey
+
+# O_NONBLOCK: a FIFO in the place of a file would block.
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NO_FILE = (errno.ELOOP, errno.ENXIO)  # a symbolic link, a socket
+
+
+def look(root: Root, key: PackedKey) -> Outcome:
+    """FOUND, MISSING, or FAILED if something else stands in the file's place. Raises `OSError`."""
+    try:
+        found = os.stat(path_of(key), dir_fd=root.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return Outcome.MISSING
+    return Outcome.FOUND if stat.S_ISREG(found.st_mode) else Outcome.FAILED
+
+
+def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> Outcome:
+    """Fills `parts` (of bytes, none empty) with the value: FOUND, MISSING, FAILED or DAMAGED.
+
+    Raises `OSError` for what is not this file's fault, and what `check` raises.
+    """
+    try:
+        fd = os.open(path_of(key), _FLAGS, dir_fd=root.fd)
+    except FileNotFoundError:
+        return Outcome.MISSING
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return Outcome.DAMAGED
+        if root.spared_by(error, folder_name(folder_of(key))):
+            return Outcome.FAILED
+        raise
+    try:
+        found = os.fstat(fd)
+        nbytes = value_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else None
+        if nbytes is None or nbytes > sum(part.nbytes for part in parts):
+            return Outcome.DAMAGED
+        whole = _read(fd, trimmed(parts, nbytes), nbytes, root.direct_reads, check)
+        return Outcome.FOUND if whole else Outcome.DAMAGED
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check: Callable[[], None]) -> bool:
+    """False if the file is not what was written."""
+    head = bytearray(HEAD_BYTES)
+    if nbytes < LARGE:
+        whole = HEAD_BYTES + nbytes
+        moved = move(os.preadv, fd, [memoryview(head), *parts], check, enough=whole)
+        return moved == whole and start_in(bytes(head), nbytes) == HEAD_BYTES
+    aligned = align(parts, nbytes) if direct else None
+    if aligned is not None and aligned.read(fd, check):
+        return True
+    # By itself, also because it makes the kernel read ahead: without it the first large read waits for the disk.
+    if os.preadv(fd, [head], 0) != HEAD_BYTES:
+        return False
+    start = start_in(bytes(head), nbytes)
+    return start is not None and move(os.preadv, fd, parts, check, offset=start, enough=nbytes) == nbytes

@@ -1,0 +1,180 @@
+"""Owns the tier: batches over single files, and what an error of the file system means. Runs in the caller's storage
+thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvf_filesystem.counting import Counting
+from kvf_filesystem.form import FOLDERS, path_of
+from kvf_filesystem.ledger import Ledger
+from kvf_filesystem.lending import Lending
+from kvf_filesystem.limit import Limit
+from kvf_filesystem.listing import Lister
+from kvf_filesystem.options import FilesystemOptions
+from kvf_filesystem.reading import load, look
+from kvf_filesystem.root import Root, open_root
+from kvf_filesystem.writing import Writer
+from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.errors import TierError
+
+T = TypeVar("T")
+
+_CLOSE_S = 5.0
+
+_HINTS = {
+    errno.EACCES: "the server's user needs to read and write the folder and all in it",
+    errno.EPERM: "the server's user needs to read and write the folder and all in it",
+    errno.EROFS: "the file system is mounted read-only: see the kernel's log, mount it writable",
+    errno.ENOENT: "the folder was removed: make it again",
+    errno.EIO: "the disk fails: see the kernel's log",
+    errno.ENOTDIR: "a file stands where a folder belongs: remove it",
+    errno.ESTALE: "the file server has lost the folder: it is opened again by the next call",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def open_tier(options: FilesystemOptions, *, where: str) -> Tier:
+    """The tier; opens its folder, or makes it. Raises `ConfigFieldError`."""
+    return FilesystemTier(open_root(options, create=True, where=where), options, where=where)
+
+
+class FilesystemTier(Tier):
+    """A file per value in fan-out folders below one folder. Thread-safe; owns `root` until `close`."""
+
+    name = "filesystem"
+
+    def __init__(self, root: Root, options: FilesystemOptions, *, where: str) -> None:
+        self._where = f"{where}: {options.path}"
+        token = secrets.token_hex(8)
+        self._ledger = Ledger(options.capacity, FOLDERS)
+        self._writer = Writer(self._ledger, fsync=options.fsync, token=token)
+        self._lister = Lister(self._ledger, shared=options.shared, token=token)
+
+        def open_again() -> Root:
+            root = open_root(options, create=False, where=where)
+            self._counting.again()
+            return root
+
+        self._lending = Lending(root, open_again, where=self._where)
+        every_s = options.recount_s if options.shared else None
+        self._counting = Counting(self._count, every_s=every_s, where=self._where)
+
+    def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        return self._each(lambda root, index, _limit: look(root, keys[index]), len(keys), deadline)
+
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        _check_lengths(keys, parts)
+        return self._each(
+            lambda root, index, limit: load(root, keys[index], _flat(parts[index]), limit.check), len(keys), deadline
+        )
+
+    def put(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        """Before the folder's bytes are counted (a while after the start), nothing can be stored: it waits for that for
+        half of its time, and then every key is FAILED."""
+        _check_lengths(keys, parts)
+
+        def store(root: Root, index: int, limit: Limit) -> Outcome:
+            counted = self._counting.wait(limit.remaining() / 2)
+            limit.check()
+            if not counted:
+                return Outcome.FAILED
+            return self._writer.store(root, keys[index], _flat(parts[index]), limit)
+
+        return self._each(store, len(keys), deadline)
+
+    def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        """FAILED for a folder in a file's place that holds something."""
+        return self._each(lambda root, index, limit: self._writer.remove(root, keys[index], limit), len(keys), deadline)
+
+    def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
+        def touch(root: Root, index: int, _limit: Limit) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path_of(keys[index]), dir_fd=root.fd, follow_symlinks=False)
+
+        self._each(touch, len(keys), deadline)
+
+    def usage(self, *, deadline: float) -> TierUsage:
+        """Bytes of values; waits for the first count for half of its time, and tells what is counted so far then. The
+        capacity is less than configured where the file system has less room than that."""
+
+        def measure(root: Root, limit: Limit) -> TierUsage:
+            self._counting.wait(limit.remaining() / 2)
+            disk = os.statvfs(root.fd)
+            used = self._ledger.used
+            return TierUsage(used, min(self._ledger.capacity, used + disk.f_bavail * disk.f_frsize))
+
+        return self._run(measure, deadline)
+
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        """Lists one folder of the fan-out at a time, and counts it anew."""
+        for folder in range(FOLDERS):
+            yield from self._run(partial(self._lister.entries, folder=folder), deadline)
+
+    def ping(self, *, deadline: float) -> None:
+        def ask(root: Root, _limit: Limit) -> None:
+            if not root.usable():
+                code = errno.EROFS if os.fstatvfs(root.fd).f_flag & os.ST_RDONLY else errno.EACCES
+                raise OSError(code, os.strerror(code))
+
+        self._run(ask, deadline)
+
+    def close(self) -> None:
+        """Waits a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""
+        self._lending.close()
+        self._counting.close(_CLOSE_S)
+
+    def _each(self, work: Callable[[Root, int, Limit], T], count: int, deadline: float) -> list[T]:
+        def run(root: Root, limit: Limit) -> list[T]:
+            results = []
+            for index in range(count):
+                limit.check()
+                results.append(work(root, index, limit))
+            return results
+
+        return self._run(run, deadline)
+
+    def _run(self, work: Callable[[Root, Limit], T], deadline: float) -> T:
+        """Does `work` in the open folder. Nothing of `work` outlives it: the error raised for a failure has no context
+        whose frames would keep the caller's buffers."""
+        limit = Limit(deadline, lambda: self._lending.closed)
+        try:
+            limit.check()
+            with self._lending.borrow() as root:
+                try:
+                    return work(root, limit)
+                except OSError as error:
+                    if error.errno == errno.ESTALE:
+                        self._lending.lost(root)
+                    raise
+        except TierError as error:
+            fact, hint = error.fact, error.hint
+        except OSError as error:
+            fact, hint = error.strerror or type(error).__name__, _HINTS.get(error.errno or 0, "")
+        raise TierError(fact, where=self._where, hint=hint)
+
+    def _count(self) -> None:
+        for folder in range(FOLDERS):
+            limit = Limit(time.monotonic() + 600, lambda: self._lending.closed)
+            with self._lending.borrow() as root:
+                self._lister.entries(root, limit, folder=folder)
+
+
+def _check_lengths(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
+    if len(keys) != len(parts):
+        raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")
+
+
+def _flat(parts: Sequence[memoryview]) -> list[memoryview]:
+    return [part.cast("B") for part in parts if part.nbytes]
