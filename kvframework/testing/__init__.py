@@ -1,0 +1,33 @@
+"""Conformance kits for plugins, and faults to test them with. Importing this imports neither pytest nor hypothesis."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvframework.testing.faults import FaultProxy, FaultyTier
+    from kvframework.testing.layout import LayoutConformance
+    from kvframework.testing.tier import TierConformance
+    from kvframework.testing.transport import TransportConformance
+
+__all__ = ["FaultProxy", "FaultyTier", "LayoutConformance", "TierConformance", "TransportConformance"]
+
+_HOMES = {
+    "FaultProxy": "faults",
+    "FaultyTier": "faults",
+    "LayoutConformance": "layout",
+    "TierConformance": "tier",
+    "TransportConformance": "transport",
+}
+
+if "pytest" in sys.modules:
+    # Else a failing assertion of the kit would not show its values.
+    sys.modules["pytest"].register_assert_rewrite(f"{__name__}.layout", f"{__name__}.tier", f"{__name__}.transport")
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

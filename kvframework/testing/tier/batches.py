@@ -1,0 +1,75 @@
+"""Owns the tests of batches: one outcome a key, in order, and one key's trouble is that key's alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvframework.api import Tier
+from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
+
+
+class BatchTests(TierKit):
+    """A batch with the same key twice is applied in order."""
+
+    def test_an_empty_batch_has_no_outcomes(self, tier: Tier) -> None:
+        assert tier.contains([], deadline=self.soon()) == []
+        assert tier.put([], [], deadline=self.soon()) == []
+        assert tier.get_into([], [], deadline=self.soon()) == []
+        assert tier.delete([], deadline=self.soon()) == []
+
+    @pytest.mark.parametrize("count", [2, 700])
+    def test_outcomes_keep_the_order_of_a_mixed_batch(self, tier: Tier, count: int) -> None:
+        keys = self.fresh_keys(count)
+        values = {key: b"%d of %d" % (index, count) for index, key in enumerate(keys) if index % 3 != 1}
+        outcomes = tier.put(list(values), self.parts_of(list(values.values())), deadline=self.soon())
+        assert outcomes == [STORED] * len(values)
+        expected = [FOUND if key in values else MISSING for key in keys]
+        assert tier.contains(keys, deadline=self.soon()) == expected
+        buffers = [bytearray(len(values.get(key, b"none"))) for key in keys]
+        assert tier.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == expected
+        for key, buffer in zip(keys, buffers, strict=True):
+            self.must_be([buffer], [values.get(key, buffer)])
+        expected = [DELETED if key in values else MISSING for key in keys]
+        assert tier.delete(keys, deadline=self.soon()) == expected
+
+    def test_a_batch_of_large_values(self, tier: Tier) -> None:
+        keys = self.fresh_keys(10)
+        values = [os.urandom(1000) * 3000 for _ in keys]
+        assert tier.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
+        buffers = [bytearray(len(value)) for value in values]
+        assert tier.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == [FOUND] * len(keys)
+        self.must_be(buffers, values)
+        assert tier.delete(keys, deadline=self.soon()) == [DELETED] * len(keys)
+
+    def test_large_and_tiny_values_travel_together(self, tier: Tier) -> None:
+        keys = self.fresh_keys(9)
+        values = [os.urandom([0, 1, 2 << 20][index % 3]) for index in range(len(keys))]
+        assert tier.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
+        buffers = [bytearray(len(value)) for value in values]
+        assert tier.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == [FOUND] * len(keys)
+        self.must_be(buffers, values)
+
+    @pytest.mark.parametrize("nbytes", [101, 50_000, 3 << 20])
+    def test_a_longer_value_disturbs_no_other_of_its_batch(self, tier: Tier, nbytes: int) -> None:
+        before, wrong, missing, after = keys = self.fresh_keys(4)
+        self.store(tier, before, b"b" * 100)
+        self.store(tier, wrong, b"w" * nbytes)
+        self.store(tier, after, b"a" * 100)
+        buffers = [bytearray(100) for _ in keys]
+        outcomes = tier.get_into(keys, self.parts_of(buffers), deadline=self.soon())
+        assert outcomes == [FOUND, DAMAGED, MISSING, FOUND]
+        assert (bytes(buffers[0]), bytes(buffers[3])) == (b"b" * 100, b"a" * 100)
+        assert tier.contains([missing, wrong], deadline=self.soon()) == [MISSING, FOUND]
+
+    def test_the_same_key_twice_is_applied_in_order(self, tier: Tier) -> None:
+        one, other = self.fresh_keys(2)
+        parts = self.parts_of([b"first", b"other", b"second"])
+        assert tier.put([one, other, one], parts, deadline=self.soon()) == [STORED] * 3
+        buffers = [bytearray(6), bytearray(5), bytearray(6)]
+        assert tier.get_into([one, other, one], self.parts_of(buffers), deadline=self.soon()) == [FOUND] * 3
+        assert buffers == [b"second", b"other", b"second"]
+        assert tier.contains([one, one], deadline=self.soon()) == [FOUND, FOUND]
+        tier.touch([one, one], deadline=self.soon())
+        assert tier.delete([one, other, one], deadline=self.soon()) == [DELETED, DELETED, MISSING]

@@ -1,0 +1,95 @@
+"""Owns the tests of the capability `capacity`: `usage` follows what is stored, and a full tier says so."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from kvframework.api import Tier
+from kvframework.errors import TierError
+from kvframework.testing.tier.kit import DELETED, FAILED, FOUND, STORED, TierKit
+
+LARGEST = 64 << 20
+
+
+class CapacityTests(TierKit):
+    """For tiers that declare `capacity`."""
+
+    @pytest.fixture
+    def measured(self, tier: Tier, declared: frozenset[str]) -> Tier:
+        if "capacity" not in declared:
+            pytest.skip("the tier does not declare capacity")
+        return tier
+
+    @pytest.fixture
+    def fillable(self, declared: frozenset[str], request: pytest.FixtureRequest) -> Tier:
+        if "capacity" not in declared:
+            pytest.skip("the tier does not declare capacity")
+        tier: Tier = request.getfixturevalue("small_tier")
+        assert 0 < self.capacity_of(tier) <= LARGEST, "it holds more than 64 MiB"
+        return tier
+
+    def used_of(self, tier: Tier) -> int:
+        return tier.usage(deadline=self.soon()).used_bytes
+
+    def capacity_of(self, tier: Tier) -> int:
+        return tier.usage(deadline=self.soon()).capacity_bytes
+
+    def test_usage_follows_what_is_stored_and_deleted(self, measured: Tier) -> None:
+        keys, nbytes = self.fresh_keys(3), 100_000
+        before = self.used_of(measured)
+        assert 0 <= before < self.capacity_of(measured)
+        for key in keys:
+            held = self.used_of(measured)
+            self.store(measured, key, os.urandom(nbytes))
+            assert self.used_of(measured) >= held + nbytes
+        held = self.used_of(measured)
+        self.store(measured, keys[0], os.urandom(nbytes))
+        assert self.used_of(measured) < held + nbytes, "a value that was replaced is counted twice"
+        assert measured.delete(keys[:1], deadline=self.soon()) == [DELETED]
+        assert self.used_of(measured) <= held - nbytes
+        assert measured.delete(keys, deadline=self.soon())[1:] == [DELETED, DELETED]
+        assert self.used_of(measured) <= before
+
+    def test_usage_of_a_late_call_is_refused(self, measured: Tier) -> None:
+        self.must_raise("usage", lambda: measured.usage(deadline=time.monotonic() - 1), "the deadline has passed")
+
+    def test_what_is_put_beyond_the_capacity_is_refused_or_makes_room(self, fillable: Tier) -> None:
+        capacity = self.capacity_of(fillable)
+        nbytes = capacity // 20
+        values: dict[bytes, bytes] = {}
+        for key in self.fresh_keys(30):
+            value = os.urandom(16) * (nbytes // 16)
+            (outcome,) = fillable.put([key], [[memoryview(value)]], deadline=self.soon())
+            assert outcome in (STORED, FAILED)
+            assert self.used_of(fillable) <= capacity
+            if outcome is STORED:
+                values[key] = value
+                self.must_load(fillable, key, value, "said to be stored, and is not there")
+        assert len(values) >= 10, "it was full long before its capacity"
+
+        buffers = [bytearray(len(value)) for value in values.values()]
+        outcomes = fillable.get_into(list(values), self.parts_of(buffers), deadline=self.soon())
+        found = [index for index, outcome in enumerate(outcomes) if outcome is FOUND]
+        expected = list(values.values())
+        assert sum(len(buffers[index]) for index in found) <= capacity, "it holds more than it says it can"
+        assert all(buffers[index] == expected[index] for index in found)
+
+        room = list(values)
+        fillable.delete(room, deadline=self.soon())
+        self.store(fillable, room[0], b"there is room again")
+        self.must_load(fillable, room[0], b"there is room again")
+        fillable.delete(room[:1], deadline=self.soon())
+
+    def test_a_value_larger_than_the_capacity_is_refused(self, fillable: Tier) -> None:
+        kept, huge = self.fresh_keys(2)
+        self.store(fillable, kept, b"kept")
+        value = bytearray(self.capacity_of(fillable) + 1)
+        try:
+            assert fillable.put([huge], [[memoryview(value)]], deadline=self.soon()) == [FAILED]
+        except TierError:
+            pytest.fail("one value that does not fit is no failure of the whole operation")
+        assert fillable.contains([huge], deadline=self.soon()) != [FOUND]
+        assert self.used_of(fillable) <= self.capacity_of(fillable)

@@ -1,0 +1,59 @@
+"""Owns the tests of deadlines: a call that comes too late does nothing, and one that has begun ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from kvframework.api import Tier
+from kvframework.errors import TierError
+from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
+
+
+class DeadlineTests(TierKit):
+    """A whole operation that its deadline ended raises `TierError`; the tier is as good as before."""
+
+    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping"])
+    def test_a_passed_deadline_fails_at_once(self, tier: Tier, name: str) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        started, past = time.monotonic(), time.monotonic() - 1.0
+        calls = self.calls(tier, key, lambda: past) | {"ping": lambda: tier.ping(deadline=past)}
+        self.must_raise(name, calls[name], "the deadline has passed")
+        assert time.monotonic() - started < self.grace_s
+        self.must_load(tier, key, b"value")
+
+    @pytest.mark.parametrize("seconds", [0.001, 0.05])
+    def test_a_short_deadline_ends_a_big_batch(self, tier: Tier, seconds: float) -> None:
+        value = os.urandom(32 << 10)
+        keys = self.fresh_keys(1000)
+        started = time.monotonic()
+        with contextlib.suppress(TierError):
+            tier.put(keys, [[memoryview(value)]] * len(keys), deadline=started + seconds)
+        assert time.monotonic() - started < seconds + self.grace_s, "put went on after its deadline"
+
+        some = keys[:: len(keys) // 20]
+        buffers = [bytearray(len(value)) for _ in some]
+        outcomes = tier.get_into(some, self.parts_of(buffers), deadline=self.soon())
+        assert set(outcomes) <= {FOUND, MISSING}
+        assert all(buffer == value for buffer, outcome in zip(buffers, outcomes, strict=True) if outcome is FOUND)
+
+        target = bytearray(len(value))
+        started = time.monotonic()
+        with contextlib.suppress(TierError):
+            tier.get_into(keys, [[memoryview(target)]] * len(keys), deadline=started + seconds)
+        assert time.monotonic() - started < seconds + self.grace_s, "get_into went on after its deadline"
+        assert set(tier.delete(keys, deadline=self.soon())) <= {DELETED, MISSING}
+
+    def test_a_late_call_does_not_disturb_the_next(self, tier: Tier) -> None:
+        keys = self.fresh_keys(50)
+        values = [b"%03d" % index * 3000 for index in range(len(keys))]
+        tier.put(keys, self.parts_of(values), deadline=self.soon())
+        for step in range(10):
+            buffers = [bytearray(len(value)) for value in values]
+            with contextlib.suppress(TierError):
+                tier.get_into(keys, self.parts_of(buffers), deadline=time.monotonic() + step / 5000)
+            self.must_load(tier, keys[step], values[step])

@@ -1,0 +1,48 @@
+"""Owns the tests of a tier whose calls and values go wrong, under the store that the server puts around every tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvframework.api import Tier
+from kvframework.storage.breaker import Breaker
+from kvframework.storage.l2 import L2Store
+from kvframework.testing.faults import TIER_FAULTS, FaultyTier
+from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
+from kvframework.testing.tier.kit import TierKit
+
+TURNS = 60
+
+
+class FaultTests(TierKit):
+    """Faults are put around the tier, so this needs no help from it. Whatever goes wrong, no wrong byte leaves the
+    store, and once the faults stop, all is as if there had been none."""
+
+    @pytest.mark.parametrize("kinds", [*((kind,) for kind in TIER_FAULTS), tuple(TIER_FAULTS)], ids="+".join)
+    def test_no_wrong_byte_leaves_and_all_heals(self, tier: Tier, kinds: tuple[str, ...]) -> None:
+        faulty = FaultyTier(tier, 7, kinds)
+        store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
+        keys = self.fresh_keys(12)
+        exercise(store, keys, 11, TURNS)
+        assert all(faulty.injected[kind] for kind in kinds), f"too few faults: {dict(faulty.injected)}"
+        faulty.stop()
+        must_heal(store, keys, self.patience_s)
+
+    def test_a_value_that_was_spoilt_in_the_store_leaves_it(self, tier: Tier) -> None:
+        faulty = FaultyTier(tier, 13, ("flip",), rate=1.0)
+        store = L2Store(faulty, timeout_s=self.patience_s)
+        keys = self.fresh_keys(6)
+        save(store, keys)
+        faulty.stop()
+        assert load(store, keys) == [False] * len(keys)
+        assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
+        must_heal(store, keys, self.patience_s)
+
+    def test_a_refusing_tier_is_asked_again(self, tier: Tier) -> None:
+        faulty = FaultyTier(tier, 17, ("refused",), rate=1.0)
+        store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
+        keys = self.fresh_keys(3)
+        exercise(store, keys, 19, 10)
+        faulty.stop()
+        persist(lambda: save(store, keys), self.patience_s)
+        assert load(store, keys) == [True] * len(keys)

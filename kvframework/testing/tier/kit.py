@@ -1,0 +1,205 @@
+"""Owns what the author of a tier gives to the kit, and the words that its tests are written in."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from kvframework.api import PACKED_KEY_BYTES, Buffer, Options, Outcome, PackedKey, Tier, TierContext, TierProvider
+from kvframework.config import PluginTable
+from kvframework.errors import PluginUnavailable, TierError
+from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.testing.faults import FaultProxy
+
+FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
+DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
+
+
+class TierKit:
+    """What an author may give. Required is either `use` or a `tier` fixture."""
+
+    use: ClassVar[str] = ""
+    """Name of the plugin: its entry point is `tier.<use>`."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """Its options, as in its `[[l2]]` table."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+    """What a tier that comes from a fixture can do. With `use`, the provider says it."""
+
+    persistent: ClassVar[bool] = True
+    """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""
+
+    ttl_options: ClassVar[Mapping[str, object] | None] = None
+    """With `use` and the capability `ttl`: options (added to the others) by which values expire after some seconds."""
+
+    capacity_options: ClassVar[Mapping[str, object] | None] = None
+    """With `use` and the capability `capacity`: options by which the tier holds at most 64 MiB."""
+
+    patience_s: ClassVar[float] = 20.0
+    """The deadline of every call that should succeed."""
+
+    grace_s: ClassVar[float] = 3.0
+    """How much later than its deadline, or than `close`, a call may end."""
+
+    time_step_s: ClassVar[float] = 0.05
+    """How finely `scan` tells when a value was used."""
+
+    examples: ClassVar[int] = 40
+    """How many sequences of calls are compared with a model."""
+
+    # Fixtures that an author may replace
+
+    @pytest.fixture
+    def tier_options(self) -> Mapping[str, object]:
+        """`options`, for those that depend on other fixtures."""
+        return self.options
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        """A working tier; who replaces this closes it."""
+        tier = self.open_by_name()
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def ttl_tier(self) -> Tier:
+        """A tier whose values expire after some seconds."""
+        if not self.use or self.ttl_options is None:
+            pytest.skip("give `ttl_options`, by which values expire after some seconds, or a fixture `ttl_tier`")
+        return self.closed_later(self.open_by_name(self.ttl_options))
+
+    @pytest.fixture
+    def small_tier(self) -> Tier:
+        """A tier that can be filled in a test: it holds at most 64 MiB."""
+        if not self.use or self.capacity_options is None:
+            pytest.skip("give `capacity_options`, by which it holds at most 64 MiB, or a fixture `small_tier`")
+        return self.closed_later(self.open_by_name(self.capacity_options))
+
+    @pytest.fixture
+    def faulty_tier(self) -> tuple[Tier, FaultProxy]:
+        """A tier that reaches its store through a `FaultProxy`. Who replaces this closes both."""
+        pytest.skip("give a fixture `faulty_tier` that returns (tier, proxy), if the tier talks over a socket")
+
+    def reopen(self, tier: Tier) -> Tier:
+        """Another tier over the store of `tier`, which may be closed by now. The kit closes it."""
+        if not self.use:
+            pytest.skip("give `reopen(tier)`: another tier over the same store")
+        return self.open_by_name()
+
+    # What the kit provides
+
+    _tier_options: Mapping[str, object]
+    _opened: list[Tier]
+
+    @pytest.fixture(autouse=True)
+    def _kit(self, tier_options: Mapping[str, object]) -> Iterator[None]:
+        self._tier_options, self._opened = tier_options, []
+        yield
+        for tier in self._opened:
+            tier.close()
+
+    @pytest.fixture
+    def declared(self) -> frozenset[str]:
+        """The capabilities of the tier."""
+        return frozenset(self.resolve()[0].capabilities if self.use else self.capabilities)
+
+    def resolve(self, more: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
+        """The provider that `use` names, and its options, as a server gets them. Skips if it cannot run here."""
+        if not self.use:
+            pytest.fail("give a `tier` fixture, or `use` and `options`")
+        table = PluginTable(self.use, {**self._tier_options, **(more or {})}, "[[l2]] #1")
+        try:
+            return resolve_table(PluginRegistry(), table, TierProvider)
+        except PluginUnavailable as error:
+            pytest.skip(error.fact)
+
+    def open_by_name(self, more: Mapping[str, object] | None = None) -> Tier:
+        """A tier as a server makes it, with `more` options."""
+        provider, options = self.resolve(more)
+        tier: Tier = provider.create(options, TierContext("[[l2]] #1"))
+        return tier
+
+    def closed_later(self, tier: Tier) -> Tier:
+        """`tier`, which is closed when the test ends."""
+        self._opened.append(tier)
+        return tier
+
+    def another(self, tier: Tier) -> Tier:
+        """What `reopen` gives, closed when the test ends."""
+        return self.closed_later(self.reopen(tier))
+
+    def fresh_keys(self, count: int) -> list[PackedKey]:
+        """Keys that the store does not hold; any byte may be in them."""
+        return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]
+
+    def soon(self) -> float:
+        return time.monotonic() + self.patience_s
+
+    def store(self, tier: Tier, key: PackedKey, value: bytes) -> None:
+        assert tier.put([key], [[memoryview(value)]], deadline=self.soon()) == [STORED]
+
+    def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[Outcome, bytes]:
+        buffer = bytearray(nbytes)
+        (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
+        return outcome, bytes(buffer)
+
+    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "other bytes") -> None:
+        """Fails unless `value` is found."""
+        outcome, found = self.load(tier, key, len(value))
+        assert outcome is FOUND, why
+        self.must_be([found], [value], why)
+
+    def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
+        """Fails unless these bytes are equal; shows the first that differ, of values that may be large."""
+        for one, other in zip(found, expected, strict=True):
+            if one != other:
+                at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+                there, wanted = bytes(one[at : at + 20]), bytes(other[at : at + 20])
+                pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, expected {wanted!r}")
+
+    def parts_of(self, buffers: Sequence[bytes | bytearray]) -> list[list[memoryview]]:
+        return [[memoryview(buffer)] for buffer in buffers]
+
+    def calls(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
+        """Every call that answers with outcomes, on one key, by its name."""
+        parts = [[memoryview(bytearray(5))]]
+        return {
+            "contains": lambda: tier.contains([key], deadline=deadline()),
+            "get_into": lambda: tier.get_into([key], parts, deadline=deadline()),
+            "put": lambda: tier.put([key], [[memoryview(b"other")]], deadline=deadline()),
+            "delete": lambda: tier.delete([key], deadline=deadline()),
+        }
+
+    def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:
+        """Fails unless `call` raises `TierError`."""
+        try:
+            answer = call()
+        except TierError:
+            return
+        pytest.fail(f"{name} answered {answer!r} instead of raising TierError: {why}")
+
+    def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
+        """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
+        raised: list[BaseException] = []
+
+        def run(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
+                raised.append(error)
+
+        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + (3 * self.patience_s if within_s is None else within_s)
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if raised:
+            raise raised[0]
+        assert not any(thread.is_alive() for thread in threads), "a call does not end"

@@ -1,0 +1,97 @@
+"""Owns the tests of a tier's end, and of the life of its values after it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from kvframework.api import Outcome, Tier
+from kvframework.errors import TierError
+from kvframework.testing.tier.kit import TierKit
+
+
+class LifecycleTests(TierKit):
+    """`close` is idempotent, and calls in flight fail with `TierError`."""
+
+    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping", "usage", "scan"])
+    def test_a_closed_tier_fails_every_call(self, tier: Tier, name: str) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        tier.close()
+        calls = self.calls(tier, key, self.soon) | {
+            "ping": lambda: tier.ping(deadline=self.soon()),
+            "usage": lambda: tier.usage(deadline=self.soon()),
+            "scan": lambda: list(tier.scan(deadline=self.soon())),
+        }
+        self.must_raise(name, calls[name], "the tier is closed")
+
+    def test_a_tier_that_did_nothing_closes(self, tier: Tier) -> None:
+        tier.close()
+
+    def test_closing_twice_is_closing_once(self, tier: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        tier.close()
+        tier.close()
+        self.in_threads(tier.close, tier.close)
+
+    def test_closing_at_the_same_time_is_closing_once(self, tier: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        self.in_threads(tier.close, tier.close, tier.close)
+        self.must_raise("contains", lambda: tier.contains([key], deadline=self.soon()), "the tier is closed")
+
+    def test_closing_ends_the_calls_in_flight(self, tier: Tier) -> None:
+        keys, value = self.fresh_keys(20), os.urandom(100_000)
+        self.store(tier, keys[0], value)
+        begun = threading.Semaphore(0)
+        ended: list[float] = []
+
+        def work(put: bool) -> None:
+            give_up = self.soon()
+            buffers = [bytearray(len(value)) for _ in keys]
+            while time.monotonic() < give_up:
+                try:
+                    if put:
+                        outcomes = tier.put(keys, [[memoryview(value)]] * len(keys), deadline=self.soon())
+                    else:
+                        outcomes = tier.get_into(keys, self.parts_of(buffers), deadline=self.soon())
+                except TierError:
+                    break
+                finally:
+                    begun.release()
+                assert all(isinstance(outcome, Outcome) for outcome in outcomes)
+            ended.append(time.monotonic())
+
+        def close() -> None:
+            for _ in range(8):
+                assert begun.acquire(timeout=self.patience_s)
+            closed = time.monotonic()
+            tier.close()
+            assert time.monotonic() - closed < self.grace_s, "close took too long"
+            ended.append(closed)
+
+        self.in_threads(close, *(lambda put=put: work(put) for put in (True, False, True, False)))
+        assert max(ended) - min(ended) < self.grace_s, "a call went on after the tier was closed"
+
+    def test_values_outlive_the_tier(self, tier: Tier) -> None:
+        if not self.persistent:
+            pytest.skip("persistent = False")
+        keys = self.fresh_keys(4)
+        values = [b"", b"1", os.urandom(5000), os.urandom(1 << 20)]
+        for key, value in zip(keys, values, strict=True):
+            self.store(tier, key, value)
+        gone = keys.pop(1)
+        values.pop(1)
+        tier.delete([gone], deadline=self.soon())
+        tier.close()
+        again = self.another(tier)
+        for key, value in zip(keys, values, strict=True):
+            self.must_load(again, key, value)
+        assert again.contains([gone, *keys], deadline=self.soon())[0] is Outcome.MISSING
+        self.store(again, gone, b"a value of the next life")
+        again.close()
+        self.must_load(self.another(tier), gone, b"a value of the next life")

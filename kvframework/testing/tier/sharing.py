@@ -1,0 +1,71 @@
+"""Owns the tests of the capability `shared`: two tiers, as of two nodes, on one store at the same time."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvframework.api import Tier
+from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
+
+
+class SharingTests(TierKit):
+    """For tiers that declare `shared`."""
+
+    @pytest.fixture
+    def other(self, tier: Tier, declared: frozenset[str]) -> Tier:
+        """A second tier over the store of `tier`."""
+        if "shared" not in declared:
+            pytest.skip("the tier does not declare shared")
+        if not self.use and type(self).reopen is TierKit.reopen:
+            pytest.fail("the tier declares shared: give `reopen(tier)`, a second tier over the same store")
+        return self.another(tier)
+
+    def test_each_sees_what_the_other_stores(self, tier: Tier, other: Tier) -> None:
+        one, two = self.fresh_keys(2)
+        value = os.urandom(70_000)
+        self.store(tier, one, value)
+        self.store(other, two, b"of the other")
+        assert other.contains([one, two], deadline=self.soon()) == [FOUND, FOUND]
+        self.must_load(other, one, value)
+        self.must_load(tier, two, b"of the other")
+        self.store(other, one, b"replaced")
+        self.must_load(tier, one, b"replaced")
+        self.store(other, one, b"replaced by more")
+        assert self.load(tier, one, 8)[0] is DAMAGED
+        self.must_load(tier, one, b"replaced by more")
+
+    def test_each_sees_what_the_other_deletes(self, tier: Tier, other: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        self.must_load(other, key, b"value")
+        assert other.delete([key], deadline=self.soon()) == [DELETED]
+        assert tier.contains([key], deadline=self.soon()) == [MISSING]
+        assert self.load(tier, key, 5)[0] is MISSING
+        assert tier.delete([key], deadline=self.soon()) == [MISSING]
+
+    def test_closing_one_leaves_the_other_at_work(self, tier: Tier, other: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        tier.close()
+        self.must_load(other, key, b"value")
+        self.store(other, key, b"again")
+        self.must_load(other, key, b"again")
+
+    def test_two_at_work_on_the_same_keys_see_whole_values(self, tier: Tier, other: Tier) -> None:
+        keys, size = self.fresh_keys(2), 50_000
+        for key in keys:
+            self.store(tier, key, b"\x09" * size)
+
+        def work(mine: Tier, byte: int) -> None:
+            for _ in range(20):
+                values = [bytes([byte]) * size for _ in keys]
+                assert mine.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
+                buffers = [bytearray(size) for _ in keys]
+                assert mine.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == [FOUND] * len(keys)
+                for buffer in buffers:
+                    assert buffer == buffer[:1] * size, "bytes of several values, or of none, in one"
+                    assert buffer[0] in (1, 2, 9)
+
+        self.in_threads(lambda: work(tier, 1), lambda: work(other, 2))

@@ -1,0 +1,94 @@
+"""Owns the tests of a network tier whose wire goes wrong: slow, cut, flipped, refused, stalled, reset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvframework.api import Outcome, Tier
+from kvframework.errors import TierError
+from kvframework.storage.breaker import Breaker
+from kvframework.storage.l2 import L2Store
+from kvframework.testing.faults import WIRE_FAULTS, FaultProxy
+from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
+from kvframework.testing.tier.kit import FOUND, TierKit
+
+DEADLINE_S = 0.3
+TURNS = 12
+
+
+class WireFaultTests(TierKit):
+    """For tiers that come with a `faulty_tier` fixture. While the fault lasts a call ends in time, with outcomes or
+    `TierError`; afterwards the tier works again by itself."""
+
+    @pytest.mark.parametrize("kind", WIRE_FAULTS)
+    def test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error(
+        self, faulty_tier: tuple[Tier, FaultProxy], kind: str
+    ) -> None:
+        tier, proxy = faulty_tier
+        known, other = self.fresh_keys(2)
+        value = b"value" * 2000
+        self.store(tier, known, value)
+        proxy.inject(kind)
+        for _ in range(1 if kind == "stall" else 3):
+            for name, call in self.calls(tier, other, lambda: time.monotonic() + DEADLINE_S).items():
+                self.in_time(name, call)
+            buffer = bytearray(len(value))
+            self.in_time(
+                "get_into",
+                lambda buffer=buffer: tier.get_into(  # type: ignore[misc]
+                    [known], self.parts_of([buffer]), deadline=time.monotonic() + DEADLINE_S
+                ),
+            )
+        assert proxy.injected[kind], "the fault did not take place: does the tier talk through the proxy?"
+        proxy.heal()
+        assert persist(lambda: self.load(tier, known, len(value)), self.patience_s) == (FOUND, value)
+        tier.ping(deadline=self.soon())
+
+    @pytest.mark.parametrize("kind", WIRE_FAULTS)
+    def test_no_wrong_byte_passes_a_faulty_wire(self, faulty_tier: tuple[Tier, FaultProxy], kind: str) -> None:
+        tier, proxy = faulty_tier
+        breaker = Breaker(backoff_s=0.001, max_backoff_s=0.01)
+        store = L2Store(tier, timeout_s=DEADLINE_S * (2 if kind == "slow" else 1), breaker=breaker)
+        keys = self.fresh_keys(8)
+        persist(lambda: save(store, keys), self.patience_s)
+        assert all(persist(lambda: load(store, keys), self.patience_s))
+        proxy.inject(kind)
+        self.in_threads(lambda: exercise(store, keys, 23, TURNS // 4 if kind == "stall" else TURNS))
+        assert proxy.injected[kind]
+        proxy.heal()
+        must_heal(store, keys, self.patience_s)
+
+    def test_what_a_stalled_wire_held_back_is_no_answer_to_the_next_call(
+        self, faulty_tier: tuple[Tier, FaultProxy]
+    ) -> None:
+        tier, proxy = faulty_tier
+        one, two = self.fresh_keys(2)
+        self.store(tier, one, b"one")
+        self.store(tier, two, b"two")
+        proxy.inject("stall")
+        buffer = bytearray(3)
+        late = lambda: tier.get_into([one], self.parts_of([buffer]), deadline=time.monotonic() + 0.1)  # noqa: E731
+        why = "nothing came before the deadline"
+        self.in_threads(lambda: self.must_raise("get_into", late, why), within_s=self.patience_s)
+        proxy.heal()
+        for _ in range(10):
+            assert persist(lambda: self.load(tier, two, 3), self.patience_s) == (FOUND, b"two")
+
+    def in_time(self, name: str, call: Callable[[], object]) -> None:
+        """Fails if `call` goes on long after `DEADLINE_S`, or ends in anything but one outcome or `TierError`."""
+        answers: list[object] = []
+
+        def ask() -> None:
+            try:
+                answers.append(call())
+            except TierError:
+                answers.append([Outcome.FAILED])
+
+        self.in_threads(ask, within_s=DEADLINE_S + self.grace_s)
+        (outcomes,) = answers
+        assert isinstance(outcomes, list), f"{name} answered {outcomes!r}"
+        assert len(outcomes) == 1
+        assert isinstance(outcomes[0], Outcome), f"{name} answered {outcomes!r}"

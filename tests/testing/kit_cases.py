@@ -1,0 +1,52 @@
+"""The kit over the correct tier: by its name and from a fixture. Run by pytest outside of the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+from memory_tier import MemoryTier, Store
+
+from kvframework.api import Tier
+from kvframework.testing import TierConformance
+from kvframework.testing.tier.claims import ClaimTests
+
+
+class TestByName(TierConformance):
+    use = "memory"
+    options: ClassVar = {"store": "by name"}
+    ttl_options: ClassVar = {"store": "expiring", "ttl_s": 0.1}
+    capacity_options: ClassVar = {"store": "small", "capacity": "1MiB"}
+    time_step_s = 0.01
+
+
+class TestFromAFixture(TierConformance):
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        tier = Undeclaring(Store())
+        yield tier
+        tier.close()
+
+
+class Undeclaring(MemoryTier):
+    usage = Tier.usage
+    scan = Tier.scan
+
+
+class TestNothingGiven(ClaimTests):
+    pass
+
+
+class TestWrongOptions(ClaimTests):
+    use = "memory"
+    options: ClassVar = {"stroe": "by name"}
+
+
+class TestWrongName(ClaimTests):
+    use = "memroy"
+
+
+class TestElsewhere(TierConformance):
+    use = "elsewhere"
+    options: ClassVar = {"store": "none"}

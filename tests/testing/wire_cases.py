@@ -1,0 +1,86 @@
+"""The kit over a network tier on a faulty wire: one that is right, and three that are wrong in one way each. Run by
+pytest outside of the repository."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from line_tier import LineServer, LineTier
+
+from kvframework.api import Tier
+from kvframework.testing import FaultProxy, TierConformance
+from kvframework.testing.tier import TierKit
+from kvframework.testing.tier.wire import WireFaultTests
+
+
+class OverTheWire(TierKit):
+    Tier: type[LineTier] = LineTier
+    unix = False
+    capabilities = frozenset({"shared"})
+
+    @pytest.fixture
+    def server(self) -> Iterator[LineServer]:
+        server = LineServer(unix=self.unix)
+        yield server
+        server.close()
+
+    @pytest.fixture
+    def tier(self, server: LineServer) -> Iterator[Tier]:
+        tier = self.Tier(server.address)
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def faulty_tier(self, server: LineServer) -> Iterator[tuple[Tier, FaultProxy]]:
+        with FaultProxy(server.address) as proxy:
+            tier = self.Tier(proxy.address)
+            yield tier, proxy
+            tier.close()
+
+    def reopen(self, tier: Tier) -> Tier:
+        assert isinstance(tier, LineTier)
+        return self.Tier(tier.address)
+
+
+class TestOverTcp(OverTheWire, TierConformance):
+    pass
+
+
+class TestOverUnixSocket(OverTheWire, WireFaultTests):
+    unix = True
+
+
+class Planted(OverTheWire, WireFaultTests):
+    patience_s = 1.5
+    grace_s = 0.5
+
+
+class TestKeepsALateConnection(Planted):
+    class Tier(LineTier):
+        def failed(self) -> None:
+            if self.sock is None or self.closed:
+                self.drop()
+
+
+class TestWaitsForever(Planted):
+    class Tier(LineTier):
+        def arm(self, deadline: float) -> socket.socket:
+            sock = super().arm(deadline)
+            sock.settimeout(None)
+            return sock
+
+
+class TestRaisesWhatTheSocketDoes(Planted):
+    class Tier(LineTier):
+        def failed(self) -> None:
+            self.drop()
+            raise ConnectionError("whatever it was")
+
+
+class TestNeverConnectsAgain(Planted):
+    class Tier(LineTier):
+        def failed(self) -> None:
+            if self.sock is not None:
+                self.sock.close()
