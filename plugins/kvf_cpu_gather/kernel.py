@@ -1,0 +1,101 @@
+"""Owns the way to the copy kernel (`native/copy.c`), an optional part of the build. Engine side, blocking; the GIL is
+free while it copies."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+
+from kvframework.api import CopyBatch
+
+log = logging.getLogger(__name__)
+
+_LIBRARY = Path(__file__).with_name("native") / "libkvf_copy.so"
+_ABI = 1
+# Measured (docs/benchmarks.md): below it, starting a second thread costs more than it saves.
+BYTES_PER_THREAD = 4 << 20
+# Measured: what is smaller than this stays in the caches, which streaming stores would go past.
+STREAMING_BYTES = 4 << 20
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_uint64), ("engine", ctypes.c_int64), ("arena", ctypes.c_int64))
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        ("lane_addresses", ctypes.c_void_p),
+        ("lane_offsets", ctypes.c_void_p),
+        ("lanes", ctypes.c_uint64),
+        ("place_addresses", ctypes.c_void_p),
+        ("place_offsets", ctypes.c_void_p),
+        ("places", ctypes.c_uint64),
+        ("steps", ctypes.c_void_p),
+        ("step_count", ctypes.c_uint64),
+        ("run", ctypes.c_uint64),
+        ("arena", ctypes.c_void_p),
+        ("to_arena", ctypes.c_int32),
+        ("streaming", ctypes.c_int32),
+    )
+
+
+class CopyKernel:
+    """Stateless but for its bound on threads; may be called by several threads."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._copy = library.kvf_copy
+        self._copy.argtypes = (ctypes.POINTER(_Product), ctypes.c_uint32)
+        self._copy.restype = ctypes.c_int
+        self._threads = threads
+
+    def copy(self, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:
+        """Copies every fragment between engine memory and the arena mapped at address `arena`; blocks until done.
+
+        Every address must be good: they were checked when the batch was planned.
+        """
+        steps = (_Step * len(batch.steps))(*(_Step(*step) for step in batch.steps))
+        nbytes = batch.nbytes
+        product = _Product(
+            _address(batch.lane_addresses),
+            _address(batch.lane_offsets),
+            len(batch.lane_addresses),
+            _address(batch.place_addresses),
+            _address(batch.place_offsets),
+            len(batch.place_addresses),
+            ctypes.addressof(steps),
+            len(batch.steps),
+            batch.run,
+            arena,
+            to_arena,
+            nbytes >= STREAMING_BYTES,
+        )
+        if self._copy(ctypes.byref(product), min(max(nbytes // BYTES_PER_THREAD, 1), self._threads)) != 0:
+            raise ValueError(f"a copy of {len(batch.steps)} steps with runs of {batch.run} bytes")
+
+
+def load_kernel(threads: int = 0) -> CopyKernel | None:
+    """The kernel, None where it was not built or does not fit; `threads` 0: one per core of this process."""
+    library = _library()
+    return CopyKernel(library, threads or len(os.sched_getaffinity(0))) if library is not None else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+    except OSError as error:
+        log.debug("no copy kernel: %s", error)
+        return None
+    found = int(library.kvf_copy_abi())
+    if found != _ABI:
+        log.warning("%s is of version %d, not %d: build it again; torch copies instead", _LIBRARY, found, _ABI)
+        return None
+    return library
+
+
+def _address(values: array.array[int]) -> int:
+    return values.buffer_info()[0]

@@ -1,0 +1,165 @@
+/* Owns the copy kernel: a product of equal fragments between engine memory and the arena, by a bounded number of
+ * threads, past the caches where that pays. Built as a plain shared library without Python, called through ctypes,
+ * which lets go of the GIL.
+ *
+ * A fragment is (lane, place, one position of each step): its engine address is the sum of the lane's and the place's
+ * address and of position x `engine` of each step, its arena offset likewise. The caller answers for every address.
+ */
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define KVF_ABI 1
+#define MAX_STEPS 8
+#define MAX_THREADS 64
+
+typedef struct {
+    uint64_t count;
+    int64_t engine;
+    int64_t arena;
+} kvf_step;
+
+typedef struct {
+    const uint64_t *lane_addresses;
+    const uint64_t *lane_offsets;
+    uint64_t lanes;
+    const uint64_t *place_addresses;
+    const uint64_t *place_offsets;
+    uint64_t places;
+    const kvf_step *steps;
+    uint64_t step_count;
+    uint64_t run;
+    uint8_t *arena;
+    int32_t to_arena;
+    int32_t streaming;
+} kvf_product;
+
+typedef void (*copy_run)(uint8_t *to, const uint8_t *from, size_t bytes);
+
+typedef struct {
+    const kvf_product *product;
+    copy_run copy;
+    uint64_t first;
+    uint64_t last;
+} part;
+
+static void copy_plain(uint8_t *to, const uint8_t *from, size_t bytes) { memcpy(to, from, bytes); }
+
+#if defined(__x86_64__)
+/* Streaming stores write whole lines without reading them first and leave the caches to others. */
+__attribute__((target("avx2"))) static void copy_streaming(uint8_t *to, const uint8_t *from, size_t bytes)
+{
+    size_t head = (size_t)(-(intptr_t)to & 63);
+    if (bytes < head + 256) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head;
+    from += head;
+    bytes -= head;
+    for (; bytes >= 128; bytes -= 128, to += 128, from += 128) {
+        _mm_prefetch((const char *)from + 1024, _MM_HINT_NTA);
+        _mm_prefetch((const char *)from + 1088, _MM_HINT_NTA);
+        __m256i a = _mm256_loadu_si256((const __m256i *)from);
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64));
+        __m256i d = _mm256_loadu_si256((const __m256i *)(from + 96));
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)(to + 32), b);
+        _mm256_stream_si256((__m256i *)(to + 64), c);
+        _mm256_stream_si256((__m256i *)(to + 96), d);
+    }
+    memcpy(to, from, bytes);
+}
+#endif
+
+static copy_run choose(const kvf_product *product)
+{
+#if defined(__x86_64__)
+    if (product->streaming && product->run >= 512 && __builtin_cpu_supports("avx2"))
+        return copy_streaming;
+#endif
+    (void)product;
+    return copy_plain;
+}
+
+static void copy_steps(const part *p, uint64_t level, uint8_t *engine, uint8_t *arena)
+{
+    const kvf_product *product = p->product;
+    if (level == product->step_count) {
+        if (product->to_arena)
+            p->copy(arena, engine, product->run);
+        else
+            p->copy(engine, arena, product->run);
+        return;
+    }
+    const kvf_step *step = &product->steps[level];
+    for (uint64_t at = 0; at < step->count; at++, engine += step->engine, arena += step->arena)
+        copy_steps(p, level + 1, engine, arena);
+}
+
+static void *run_part(void *argument)
+{
+    const part *p = argument;
+    const kvf_product *product = p->product;
+    for (uint64_t cell = p->first; cell < p->last; cell++) {
+        uint64_t lane = cell / product->places, place = cell % product->places;
+        copy_steps(
+            p, 0, (uint8_t *)(uintptr_t)(product->lane_addresses[lane] + product->place_addresses[place]),
+            product->arena + product->lane_offsets[lane] + product->place_offsets[place]);
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+    return NULL;
+}
+
+uint32_t kvf_copy_abi(void) { return KVF_ABI; }
+
+/* Copies all of `product` by at most `threads` threads, the caller's own among them; returns when it is done. 0, or -1
+ * if the product is malformed. Helpers take no signals; where one cannot be started, the caller does its part. */
+int kvf_copy(const kvf_product *product, uint32_t threads)
+{
+    uint64_t cells = product->lanes * product->places;
+    if (product->step_count > MAX_STEPS || product->run == 0)
+        return -1;
+    if (cells == 0)
+        return 0;
+    if (threads < 1)
+        threads = 1;
+    if (threads > MAX_THREADS)
+        threads = MAX_THREADS;
+    if (threads > cells)
+        threads = (uint32_t)cells;
+
+    part parts[MAX_THREADS];
+    pthread_t helpers[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    copy_run copy = choose(product);
+    for (uint32_t i = 0; i < threads; i++)
+        parts[i] = (part){product, copy, cells * i / threads, cells * (i + 1) / threads};
+
+    sigset_t all, before;
+    if (threads > 1) {
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        for (uint32_t i = 1; i < threads; i++)
+            started[i] = pthread_create(&helpers[i], NULL, run_part, &parts[i]) == 0;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    run_part(&parts[0]);
+    for (uint32_t i = 1; i < threads; i++) {
+        if (started[i])
+            pthread_join(helpers[i], NULL);
+        else
+            run_part(&parts[i]);
+    }
+    return 0;
+}
