@@ -17,8 +17,15 @@ def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
             "transport cpu_gather needs torch in the engine process", hint='pip install "kvframework[torch]"'
         )
     from kvf_cpu_gather.context import CpuGather
+    from kvf_cpu_gather.kernel import load_kernel
 
-    return CpuGather(link, options.path)
+    kernel = None if options.kernel == "torch" else load_kernel(options.threads)
+    if options.kernel == "native" and kernel is None:
+        raise PluginUnavailable(
+            "transport cpu_gather was built without its copy kernel",
+            hint='install it where there is a C compiler, or leave kernel = "auto"',
+        )
+    return CpuGather(link, options.path, kernel)
 
 
 @hookimpl

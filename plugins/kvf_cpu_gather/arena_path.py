@@ -11,7 +11,7 @@ from kvf_cpu_gather.copying import wait_for_devices
 from kvf_cpu_gather.leases import given_back
 from kvf_cpu_gather.outcomes import plus
 from kvf_cpu_gather.transfer import Transfer
-from kvframework.api import ArenaRange, CacheKey, EngineLink, StoreOutcome
+from kvframework.api import CacheKey, EngineLink, StoreOutcome
 from kvframework.errors import ServerGone
 
 
@@ -27,7 +27,7 @@ def store_in_arena(
         if event is not None:
             event.synchronize()
         with torch.inference_mode():
-            transfer.each_range(arena, plan.ranges, transfer.gather)
+            transfer.gather(arena, plan.ranges)
         return plus(plan.outcome, link.commit_store(plan.lease))
 
 
@@ -45,16 +45,13 @@ def retrieve_from_arena(
     if not plan.hit:
         return False
 
-    def scatter(place: ArenaRange, source: torch.Tensor) -> None:
-        transfer.scatter(place, source, skip_tokens)
-
     with given_back(link.commit_retrieve, plan.lease):
         _check_same(link, arena)
         transfer.check_complete(plan.ranges)
         if event is not None:
             event.synchronize()
         with torch.inference_mode():
-            transfer.each_range(arena, plan.ranges, scatter)
+            transfer.scatter(arena, plan.ranges, skip_tokens)
             wait_for_devices(transfer.views)
     return link.commit_retrieve(plan.lease)
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvf_cpu_gather.arena_path import retrieve_from_arena, store_in_arena
-from kvf_cpu_gather.copying import gather_one_block
+from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.options import Path
 from kvf_cpu_gather.throttle import ThrottledLog
-from kvf_cpu_gather.transfer import Transfer
+from kvf_cpu_gather.transfer import Transfer, gather_blocks
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api import (
     CANONICAL,
@@ -39,8 +39,9 @@ class CpuGather(TransferContext):
     """See `TransferContext`. Futures come back resolved; between calls only the registration is kept, and over the
     wire some staging memory. `path` "auto": the arena where it is mapped, else the wire."""
 
-    def __init__(self, link: EngineLink, path: Path = "auto") -> None:
+    def __init__(self, link: EngineLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
+        self._kernel = kernel
         self._path = path
         self._wire = WirePath(link)
         self._registered: tuple[Registration, Layout] | None = None
@@ -113,12 +114,9 @@ class CpuGather(TransferContext):
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         registration, layout = self._registered
-        views = layout.block_views(registration.layout, kv_caches)
         with torch.inference_mode():
-            return [
-                gather_one_block(group, desc, block)
-                for group, desc, block in zip(views, registration.desc.groups, blocks, strict=True)
-            ]
+            views = layout.block_views(registration.layout, kv_caches)
+            return gather_blocks(registration, views, blocks, self._kernel)
 
     def close(self) -> None:
         self._registered = None
@@ -136,7 +134,9 @@ class CpuGather(TransferContext):
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         with torch.inference_mode():
-            return Transfer(*self._registered, key, kv_caches, block_ids, blocks_in_chunk, storing=storing)
+            return Transfer(
+                *self._registered, key, kv_caches, block_ids, blocks_in_chunk, storing=storing, kernel=self._kernel
+            )
 
     def _store(self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None) -> StoreOutcome:
         arena = self._arena()

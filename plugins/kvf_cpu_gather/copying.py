@@ -1,4 +1,5 @@
-"""Owns the copies between engine tensors and canonical objects in the arena. Engine side, blocking, no server calls.
+"""Owns the copies between engine tensors and objects in memory, and how torch makes them. Engine side, blocking, no
+server calls.
 
 A canonical object is `[planes, layers, slots, hidden]`; engine memory is seen as one view
 `[blocks, slots per block, heads, dim]` per plane and layer. Elements move as integers of their size, since a copy needs
@@ -7,29 +8,92 @@ no arithmetic and not every dtype has every kernel.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvframework.api import GroupDesc
+from kvframework.api import ArenaRange, GroupDesc, LayerGroup, MemoryLayoutDesc
 
 if TYPE_CHECKING:
     # [plane][layer], each [blocks, slots per block, heads, dim]
     GroupViews = Sequence[Sequence[torch.Tensor]]
 
 # Where the arena's memory can be copied from and to without a stream.
-_HOST = frozenset({"cpu"})
+HOST = frozenset({"cpu"})
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def object_view(arena: torch.Tensor, offset: int, desc: GroupDesc, sample: torch.Tensor) -> torch.Tensor:
-    """The object at `offset` of `arena` (bytes) as `[planes, layers, blocks, slots, heads, dim]` of integers.
+class Piece(NamedTuple):
+    """One object: which it is, and its bytes (1-D, uint8), borrowed."""
 
-    `sample` is any view of the group. Borrows the arena.
-    """
+    place: ArenaRange
+    data: torch.Tensor
+
+
+class GroupBlocks(NamedTuple):
+    """The blocks of one layer group, `per_chunk` to an object, int64; the first `first` of them are not touched."""
+
+    ids: torch.Tensor
+    per_chunk: int
+    first: int
+
+
+class Copies(ABC):
+    """The copies of one transfer. `views` and `blocks` are by layer group, already checked against each other."""
+
+    @abstractmethod
+    def gather(self, pieces: Sequence[Piece]) -> None:
+        """Fills each piece from its blocks."""
+
+    @abstractmethod
+    def scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        """Writes each piece into its blocks, without the first `skip_tokens` tokens of the transfer (a state whole)."""
+
+
+class TorchCopies(Copies):
+    """By torch, on any of its devices: a call for each layer of each piece."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        desc: MemoryLayoutDesc,
+        views: Sequence[GroupViews],
+        blocks: Sequence[GroupBlocks],
+    ) -> None:
+        self._groups = groups
+        self._desc = desc
+        self._views = views
+        self._blocks = blocks
+        self._selections = [BlockSelection(each.ids, each.per_chunk) for each in blocks]
+
+    def gather(self, pieces: Sequence[Piece]) -> None:
+        for place, data in pieces:
+            self._selections[place.group].gather(place.chunk, self._views[place.group], self._seen(place, data))
+
+    def scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        chunk_tokens = self._desc.chunk_tokens
+        for place, data in pieces:
+            group, blocks = self._groups[place.group], self._blocks[place.group]
+            if group.state:
+                skip = 0 if place.chunk == len(blocks.ids) - 1 else chunk_tokens
+            else:
+                skip = max(max(skip_tokens, blocks.first * group.block_size) - place.chunk * chunk_tokens, 0)
+            if skip < chunk_tokens:
+                self._selections[place.group].scatter(
+                    place.chunk, self._views[place.group], self._seen(place, data), skip // group.slot_tokens
+                )
+
+    def _seen(self, place: ArenaRange, data: torch.Tensor) -> torch.Tensor:
+        return object_view(data, self._desc.groups[place.group], self._views[place.group][0][0])
+
+
+def object_view(data: torch.Tensor, desc: GroupDesc, sample: torch.Tensor) -> torch.Tensor:
+    """The object's bytes as `[planes, layers, blocks, slots, heads, dim]` of integers. `sample` is any view of the
+    group. Borrows `data`."""
     planes, layers = desc.shape[:2]
-    integers = arena[offset : offset + desc.nbytes].view(_INTEGER[sample.element_size()])
+    integers = data.view(_INTEGER[sample.element_size()])
     return integers.view(planes, layers, -1, *sample.shape[1:])
 
 
@@ -51,7 +115,7 @@ class BlockSelection:
                 source, out = _as_integers(view), target[plane, layer]
                 if self._is_run[chunk]:
                     out.copy_(source.narrow(0, self._first[chunk], self._count))
-                elif source.device.type in _HOST:
+                elif source.device.type in HOST:
                     torch.index_select(source, 0, self._ids(chunk, source.device), out=out)
                 else:
                     out.copy_(source.index_select(0, self._ids(chunk, source.device)))
@@ -80,21 +144,15 @@ class BlockSelection:
         return self._chunks[device][chunk]
 
 
-def gather_one_block(views: GroupViews, desc: GroupDesc, block: int) -> bytes:
-    """The canonical bytes of one block, `[planes, layers, slots per block, hidden]`, by the copy that stores use."""
-    sample = views[0][0]
-    planes, layers, _, hidden = desc.shape
-    shape = (planes, layers, sample.shape[1], hidden)
-    one = GroupDesc(shape, desc.dtype)
-    memory = torch.empty(one.nbytes, dtype=torch.uint8)
-    BlockSelection(torch.tensor([block]), 1).gather(0, views, object_view(memory, 0, one, sample))
-    return bytes(memory.tolist())
+def on_host(views: Sequence[GroupViews]) -> bool:
+    """Whether all of it is host memory."""
+    return all(view.device.type in HOST for planes in views for plane in planes for view in plane)
 
 
 def wait_for_devices(views: Sequence[GroupViews]) -> None:
     """Blocks until copies queued on the views' devices are done; nothing to wait for in host memory."""
     for device in {view.device for group in views for plane in group for view in plane}:
-        if device.type not in _HOST:
+        if device.type not in HOST:
             event = torch.Event(device)
             event.record()
             event.synchronize()

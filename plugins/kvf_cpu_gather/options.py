@@ -9,6 +9,7 @@ from msgspec import Meta
 from kvframework.api import Options
 
 Path = Literal["auto", "arena", "wire"]
+Kernel = Literal["auto", "native", "torch"]
 
 
 class CpuGatherOptions(Options, frozen=True):
@@ -17,3 +18,13 @@ class CpuGatherOptions(Options, frozen=True):
     path: Annotated[
         Path, Meta(description="how bytes move: over the shared arena, over the wire, or the arena where it is mapped")
     ] = "auto"
+    kernel: Annotated[
+        Kernel,
+        Meta(
+            description="what copies in host memory: the compiled kernel, torch, or the kernel where it was built; "
+            "memory of other devices is torch's"
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int, Meta(ge=0, le=64, description="threads of the kernel for one large copy, at most; 0: one per core")
+    ] = 0

@@ -5,19 +5,24 @@ Engine side, no server calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import BlockSelection, object_view
+from kvf_cpu_gather.copying import Copies, GroupBlocks, Piece, TorchCopies, on_host
+from kvf_cpu_gather.kernel import CopyKernel
+from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvframework.api import (
     ArenaRange,
     BlockIds,
+    Buffer,
     CacheKey,
+    GroupDesc,
     LayerGroup,
     LayerTensors,
     Layout,
+    MemoryLayoutDesc,
     Registration,
     touched_blocks,
 )
@@ -30,8 +35,9 @@ if TYPE_CHECKING:
 class Transfer:
     """The checked arguments of one submit: views of the engine's memory and the blocks of each chunk.
 
-    `first_chunks` is, per layer group, how many chunks a store leaves out, see `touched_blocks`. Borrows the engine's
-    tensors. Raises `BadRange`, `BadBlockIds` or `BadLayout`.
+    `kernel` copies if all of them lie in host memory, else torch does. `first_chunks` is, per layer group, how many
+    chunks a store leaves out, see `touched_blocks`. Borrows the engine's tensors. Raises `BadRange`, `BadBlockIds` or
+    `BadLayout`.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Transfer:
         blocks_in_chunk: Sequence[int],
         *,
         storing: bool,
+        kernel: CopyKernel | None = None,
     ) -> None:
         self.desc = registration.desc
         self.chunks, rest = divmod(key.end - key.start, self.desc.chunk_tokens)
@@ -57,38 +64,32 @@ class Transfer:
         if len(block_ids) != len(expected):
             raise BadBlockIds(f"{len(block_ids)} lists of block ids", available=f"{len(expected)}, one per layer group")
         self.layout = registration.layout
-        self._groups = registration.layout.groups
         self.views: list[GroupViews] = list(layout.block_views(registration.layout, kv_caches))
-        self._selections: list[BlockSelection] = []
-        self._first_blocks: list[int] = []
-        self.first_chunks: list[int] = []
-        for index, (ids, group) in enumerate(zip(block_ids, self._groups, strict=True)):
-            whole = _as_tensor(ids, index, expected[index] * self.chunks)
-            used, per_chunk, first = _touched(group, self.desc.chunk_tokens, whole, storing)
-            _check_range(used[first:], index, self.views[index][0][0].shape[0])
-            self._selections.append(BlockSelection(used, per_chunk))
-            self._first_blocks.append(first)
-            self.first_chunks.append(first // per_chunk)
+        blocks = [self._blocks_of(index, ids, expected[index], storing=storing) for index, ids in enumerate(block_ids)]
+        self.first_chunks = [each.first // each.per_chunk for each in blocks]
+        self._copies = _copies(kernel, self.layout.groups, self.desc, self.views, blocks)
 
-    def gather(self, place: ArenaRange, target: torch.Tensor) -> None:
-        """Fills `target`, the object view of `place`. Raises `ValueError` for a chunk that the engine does not hold."""
-        if place.chunk < self.first_chunks[place.group]:
-            raise ValueError(f"the server asks for chunk {place.chunk} of layer group {place.group}, which is not held")
-        self._selections[place.group].gather(place.chunk, self.views[place.group], target)
+    def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
+        """Fills the ranges of `memory`. Raises `ValueError` for one that cannot be meant, or that the engine does not
+        hold."""
+        for place in places:
+            if not 0 <= place.group < len(self.views) or place.chunk < self.first_chunks[place.group]:
+                raise ValueError(f"the server asks for {place}, which is not held")
+        self._copies.gather(self._pieces(memory, places))
 
-    def scatter(self, place: ArenaRange, source: torch.Tensor, skip_tokens: int) -> None:
-        """Writes `source`, the object view of `place`, into the engine's blocks: what lies in the group's window and
-        not in the first `skip_tokens` tokens of the range. A state is written whole."""
-        group, chunk_tokens = self._groups[place.group], self.desc.chunk_tokens
-        if group.state:
-            if place.chunk == self.chunks - 1 and skip_tokens < self.chunks * chunk_tokens:
-                self._selections[place.group].scatter(place.chunk, self.views[place.group], source, 0)
-            return
-        start = max(skip_tokens, self._first_blocks[place.group] * group.block_size)
-        skip = max(start - place.chunk * chunk_tokens, 0)
-        if skip < chunk_tokens:
-            skip_slots = skip // group.slot_tokens
-            self._selections[place.group].scatter(place.chunk, self.views[place.group], source, skip_slots)
+    def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
+        """Writes the ranges of `memory` into the engine's blocks: what lies in a group's window and not in the first
+        `skip_tokens` tokens. A state is written whole. Raises `ValueError` for a range that cannot be meant."""
+        self._copies.scatter(self._pieces(memory, places), skip_tokens)
+
+    def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
+        """`scatter` of objects that came one by one, each whole in a buffer of its own."""
+        pieces = [
+            piece
+            for memory, place in parts
+            for piece in self._pieces(memory, [ArenaRange(place.chunk, place.group, 0, place.length)])
+        ]
+        self._copies.scatter(pieces, skip_tokens)
 
     def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
         """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""
@@ -103,18 +104,59 @@ class Transfer:
             if missing:
                 raise ValueError(f"the server names no object for chunks {missing} of layer group {group}")
 
-    def each_range(
-        self, arena: memoryview, ranges: Sequence[ArenaRange], copy: Callable[[ArenaRange, torch.Tensor], None]
-    ) -> None:
-        """Calls `copy(range, object view)` for each range. Raises `ValueError` for one that cannot be meant."""
-        whole = torch.frombuffer(arena, dtype=torch.uint8)
-        for place in ranges:
+    def _pieces(self, memory: Buffer, places: Sequence[ArenaRange]) -> list[Piece]:
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        pieces = []
+        for place in places:
             if not (0 <= place.group < len(self.views) and 0 <= place.chunk < self.chunks):
                 raise ValueError(f"the server names {place}, there are {self.chunks} chunks")
             desc = self.desc.groups[place.group]
             if place.length != desc.nbytes or not 0 <= place.offset <= whole.numel() - place.length:
                 raise ValueError(f"the server names {place}, an object has {desc.nbytes} bytes")
-            copy(place, object_view(whole, place.offset, desc, self.views[place.group][0][0]))
+            pieces.append(Piece(place, whole[place.offset : place.offset + place.length]))
+        return pieces
+
+    def _blocks_of(self, index: int, ids: Sequence[int], per_chunk: int, *, storing: bool) -> GroupBlocks:
+        whole = _as_tensor(ids, index, per_chunk * self.chunks)
+        used, per_object, first = _touched(self.layout.groups[index], self.desc.chunk_tokens, whole, storing)
+        _check_range(used[first:], index, self.views[index][0][0].shape[0])
+        return GroupBlocks(used, per_object, first)
+
+
+def gather_blocks(
+    registration: Registration, views: Sequence[GroupViews], blocks: Sequence[int], kernel: CopyKernel | None
+) -> list[bytes]:
+    """One block of each layer group as the bytes of its canonical form `[planes, layers, slots per block, hidden]`, by
+    the copies that stores make."""
+    gathered = []
+    for group, view, desc, block in zip(
+        registration.layout.groups, views, registration.desc.groups, blocks, strict=True
+    ):
+        planes, layers, _, hidden = desc.shape
+        one = GroupDesc((planes, layers, group.slots, hidden), desc.dtype)
+        memory = torch.empty(one.nbytes, dtype=torch.uint8)
+        copies = _copies(
+            kernel,
+            [group],
+            MemoryLayoutDesc(group.block_size, (one,)),
+            [view],
+            [GroupBlocks(torch.tensor([block], dtype=torch.int64), 1, 0)],
+        )
+        copies.gather([Piece(ArenaRange(0, 0, 0, one.nbytes), memory)])
+        gathered.append(bytes(memory.tolist()))
+    return gathered
+
+
+def _copies(
+    kernel: CopyKernel | None,
+    groups: Sequence[LayerGroup],
+    desc: MemoryLayoutDesc,
+    views: Sequence[GroupViews],
+    blocks: Sequence[GroupBlocks],
+) -> Copies:
+    if kernel is not None and on_host(views):
+        return KernelCopies(kernel, groups, desc, views, blocks)
+    return TorchCopies(groups, desc, views, blocks)
 
 
 def _touched(group: LayerGroup, chunk_tokens: int, ids: torch.Tensor, storing: bool) -> tuple[torch.Tensor, int, int]:

@@ -89,13 +89,12 @@ class WirePath:
         staged = self._staging.take(batch.nbytes)
         groups = len(transfer.views)
         with torch.inference_mode():
-            transfer.each_range(
+            transfer.gather(
                 staged,
                 [
                     ArenaRange(place.chunk, place.group, offset, place.length)
                     for place, offset in zip(batch.places, batch.offsets, strict=True)
                 ],
-                transfer.gather,
             )
         buffers = [
             staged[offset : offset + place.length] for place, offset in zip(batch.places, batch.offsets, strict=True)
@@ -126,12 +125,8 @@ def _scatter(transfer: Transfer, asked: _Asked, skip_tokens: int) -> None:
     if not buffers:
         raise PinsLost("the server did not keep the objects for long enough")
 
-    def scatter(place: ArenaRange, source: torch.Tensor) -> None:
-        transfer.scatter(place, source, skip_tokens)
-
     with torch.inference_mode():
-        for place, buffer in zip(asked.places, buffers, strict=True):
-            transfer.each_range(buffer, [ArenaRange(place.chunk, place.group, 0, place.length)], scatter)
+        transfer.scatter_each(zip(buffers, asked.places, strict=True), skip_tokens)
 
 
 def _place(transfer: Transfer, index: int) -> ArenaRange:

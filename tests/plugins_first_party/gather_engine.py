@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvf_cpu_gather.context import CpuGather
+from kvf_cpu_gather.kernel import CopyKernel, load_kernel
 from kvf_layouts.paged import PagedLayout
 from kvframework.api import CacheKey, Registration
 from tests.plugins_first_party.arena_link import ArenaLink
@@ -13,6 +15,20 @@ BLOCK, CHUNK, HEADS, DIM, BLOCKS, LAYERS = 4, 8, 2, 3, 12, 2
 NHD = ("plane", "block", "token", "head", "dim")
 HND = ("plane", "block", "head", "token", "dim")
 IDS = [[5, 2, 7, 8]]  # two chunks: scattered blocks, then neighbours
+
+
+copying_by: list[CopyKernel | None] = [None]
+
+
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def both_ways(request):
+    """Every test of a module that imports this runs with and without the copy kernel."""
+    kernel = load_kernel(2) if request.param == "native" else None
+    if request.param == "native" and kernel is None:
+        pytest.skip("the copy kernel was not built: no C compiler at build time")
+    copying_by[0] = kernel
+    yield
+    copying_by[0] = None
 
 
 def digest(index: int) -> bytes:
@@ -39,7 +55,7 @@ class Engine:
         self.desc = self.layout.object_desc(declared, CHUNK)
         self.link = link or ArenaLink(self.desc)
         self.registration = Registration(1, 0, bytes(16), declared, self.desc)
-        self.transport = CpuGather(self.link, path)
+        self.transport = CpuGather(self.link, path, copying_by[0])
         self.transport.register(self.registration, self.layout)
 
     def store(self, ids=IDS, cache_key=None, event=None):

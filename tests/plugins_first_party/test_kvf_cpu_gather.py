@@ -26,10 +26,12 @@ from tests.plugins_first_party.gather_engine import (  # noqa: E402
     LAYERS,
     NHD,
     Engine,
+    both_ways,
     digest,
     key,
 )
 
+__all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
 
 
@@ -171,7 +173,7 @@ def test_groups_with_their_own_block_sizes_and_compression():
 def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
-    monkeypatch.setattr(copying, "_HOST", frozenset())
+    monkeypatch.setattr(copying, "HOST", frozenset())
     monkeypatch.setattr(arena_path, "wait_for_devices", waits.append)
     engine = Engine(HND)
     assert engine.store().result()

@@ -19,8 +19,9 @@ from kvframework.errors import (  # noqa: E402
     NotRegistered,
     ServerGone,
 )
-from tests.plugins_first_party.gather_engine import BLOCKS, CHUNK, IDS, Engine, key  # noqa: E402
+from tests.plugins_first_party.gather_engine import BLOCKS, CHUNK, IDS, Engine, both_ways, key  # noqa: E402
 
+__all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
 
 BAD_IDS = {

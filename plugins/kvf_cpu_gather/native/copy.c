@@ -113,7 +113,7 @@ static void *run_part(void *argument)
         uint64_t lane = cell / product->places, place = cell % product->places;
         copy_steps(
             p, 0, (uint8_t *)(uintptr_t)(product->lane_addresses[lane] + product->place_addresses[place]),
-            product->arena + product->lane_offsets[lane] + product->place_offsets[place]);
+            (uint8_t *)((uintptr_t)product->arena + product->lane_offsets[lane] + product->place_offsets[place]));
     }
 #if defined(__x86_64__)
     _mm_sfence();
