@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from kvframework.bench.bare_peer import ECHO, GET, PUT, PUT_LAST
-from kvframework.bench.child import Child
+from kvframework.bench.child import BenchChild, running
 
 _TIMEOUT_MS = 20_000
 
@@ -22,7 +22,7 @@ class BarePeer:
     Raises `BenchFailed` if there is none. For one thread.
     """
 
-    def __init__(self, dealer: zmq.Socket[bytes], child: Child) -> None:
+    def __init__(self, dealer: zmq.Socket[bytes], child: BenchChild) -> None:
         self._dealer = dealer
         self._child = child
         self._frames: dict[int, bytearray] = {}
@@ -75,7 +75,7 @@ def running_peer(directory: Path) -> Iterator[BarePeer]:
     endpoint = f"ipc://{directory}/bare.sock"
     context = zmq.Context()
     try:
-        with Child("bare peer", [sys.executable, "-m", "kvframework.bench.bare_peer", endpoint], directory) as child:
+        with running("bare peer", [sys.executable, "-m", "kvframework.bench.bare_peer", endpoint], directory) as child:
             dealer = context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
             dealer.setsockopt(zmq.SNDTIMEO, _TIMEOUT_MS)

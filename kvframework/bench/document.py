@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvframework.bench.at_rest import Resident
+from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.load import Load
 from kvframework.bench.machine import Machine
 from kvframework.bench.statistics import Latency, Spread
@@ -114,7 +115,7 @@ class Document(msgspec.Struct, frozen=True):
     quick: bool
     machine: Machine
     load: Load
-    figures: HostFigures | LookupFigures | StoreFigures
+    figures: HostFigures | LookupFigures | StoreFigures | L2Figures
 
     def as_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 
 from kvframework.api import TOKEN_BYTES
 from kvframework.bench.bare import BarePeer, running_peer
 from kvframework.bench.child import scratch
 from kvframework.bench.document import HashFigures, LookupFigures, RequestFigures
-from kvframework.bench.errors import BenchFailed
 from kvframework.bench.interleave import Case, interleave, timed
-from kvframework.bench.prefix import MODEL, Prefixes
+from kvframework.bench.lookup_case import lookup_case
+from kvframework.bench.prefix import Prefixes, token_ids
 from kvframework.bench.progress import Stage, no_progress
 from kvframework.bench.server import running_server
 from kvframework.bench.statistics import Latency, ratio
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+from kvframework.client import KVClient, RequestHashes
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 
@@ -41,19 +40,17 @@ def bench_lookup(*, quick: bool, stage: Stage = no_progress) -> LookupFigures:
 
 def _requests(client: KVClient, peer: BarePeer, rounds: int, calls: int, stage: Stage) -> list[RequestFigures]:
     prefixes = Prefixes(client)
-    scheduler = SchedulerAdapter(
-        client, model_name=MODEL, namespace=prefixes.namespace, chunk_tokens=prefixes.chunk_tokens
-    )
+    scheduler = prefixes.scheduler()
     longest = max(_LENGTHS)
-    prefixes.store(prefixes.request(_tokens(longest, known=True)))
+    prefixes.store(prefixes.request(token_ids(longest, known=True)))
     rows: list[tuple[str, int, int, float]] = [("NOOP", 0, _noop_bytes(), 0.0)]
     cases: dict[str, Case] = {"NOOP": lambda: timed(lambda: client.request("NOOP", m.Empty(), m.Empty))}
     for tokens, reach in _LENGTHS.items():
         for word, known in (("hit", True), ("miss", False)):
-            request = prefixes.request(_tokens(tokens, known=known))
+            request = prefixes.request(token_ids(tokens, known=known))
             name = f"LOOKUP {tokens // 1024}k, {word}"
             rows.append((name, tokens, prefixes.lookup_bytes(request), reach))
-            cases[name] = _lookup(scheduler, request, tokens if known else 0)
+            cases[name] = lookup_case(scheduler, request, tokens if known else 0)
     for _, _, nbytes, _ in rows:
         cases.setdefault(_echo_name(nbytes), _echo(peer, nbytes))
     for case in cases.values():
@@ -69,29 +66,11 @@ def _requests(client: KVClient, peer: BarePeer, rounds: int, calls: int, stage: 
     ]  # fmt: skip
 
 
-def _lookup(scheduler: SchedulerAdapter, request: RequestHashes, expected: int) -> Case:
-    def run() -> float:
-        failures = scheduler.failures
-        started = time.perf_counter()
-        result = scheduler.lookup(request)
-        seconds = time.perf_counter() - started
-        scheduler.free(result)
-        # A failed lookup reads as a miss, and would make a fast one.
-        if (result.hit_tokens, result.pending, scheduler.failures) != (expected, False, failures):
-            raise BenchFailed(
-                f"a lookup found {result.hit_tokens} tokens", available=f"{expected} were expected",
-                hint="the log above says why a lookup failed" if scheduler.failures > failures else "",
-            )  # fmt: skip
-        return seconds
-
-    return run
-
-
 def _hashing(client: KVClient, rounds: int, stage: Stage) -> list[HashFigures]:
     figures = []
     with stage("hashing", rounds * len(_LENGTHS)) as advance:
         for length in _LENGTHS:
-            cases = _hash_cases(client, _tokens(length, known=True))
+            cases = _hash_cases(client, token_ids(length, known=True))
             measured = interleave(cases, rounds=rounds, calls=3, advance=advance)
             bare = measured.get("bare")
             figures.append(
@@ -122,11 +101,6 @@ def _bare_hash(name: str) -> Callable[[bytes], object] | None:
     if name not in hashlib.algorithms_available:
         return None
     return lambda data: hashlib.new(name, data).digest()
-
-
-def _tokens(count: int, *, known: bool) -> list[int]:
-    """Token ids as of a big vocabulary. The known ones of a length begin like those of every greater length."""
-    return [(index * 7919 + (0 if known else 1)) % 128_000 for index in range(count)]
 
 
 def _noop_bytes() -> int:

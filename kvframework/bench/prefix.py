@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-from kvframework.api import CacheKey
+import msgspec
+
+from kvframework.api import Buffer, CacheKey
 from kvframework.bench.errors import BenchFailed
-from kvframework.client import KVClient, RequestHashes
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.connection import SETUP_TIMEOUT_S
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 
 MODEL = "bench"
 _INSTANCE = 1
+_CHUNK_TOKENS = 256
+_WIDE = 1024
 _SHAPE = m.RegisterNonGpuContextPayload(
     instance_id=_INSTANCE, model_name=MODEL, world_size=1, block_size=16, num_layers=2, hidden_dim_size=16,
     dtype_str="bfloat16", use_mla=False,
 )  # fmt: skip
 
 
+def shape_of(object_bytes: int) -> m.RegisterNonGpuContextPayload:
+    """A shape whose objects, of the default chunk, have so many bytes: a multiple of 1 MiB."""
+    layers, rest = divmod(object_bytes, 2 * _CHUNK_TOKENS * _WIDE * 2)
+    if rest or not layers:
+        raise ValueError(f"no shape has objects of {object_bytes} bytes")
+    return msgspec.structs.replace(_SHAPE, num_layers=layers, hidden_dim_size=_WIDE)
+
+
+def token_ids(count: int, *, known: bool) -> list[int]:
+    """Token ids as of a big vocabulary. The known ones of a length begin like those of every greater length."""
+    return [(index * 7919 + (0 if known else 1)) % 128_000 for index in range(count)]
+
+
 class Prefixes:
     """Registers an instance; makes requests and stores them. For one thread."""
 
-    def __init__(self, client: KVClient) -> None:
+    def __init__(self, client: KVClient, shape: m.RegisterNonGpuContextPayload = _SHAPE) -> None:
         """Raises `ServerGone` and typed refusals."""
         self._client = client
-        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", _SHAPE, m.Registered, timeout=SETUP_TIMEOUT_S)
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered, timeout=SETUP_TIMEOUT_S)
         self.namespace = registered.namespace
         self.chunk_tokens = registered.desc.chunk_tokens
         self.object_bytes = registered.desc.nbytes
@@ -44,14 +62,19 @@ class Prefixes:
             request_id=request.request_id, digests=request.digests(end),
         )  # fmt: skip
 
-    def store(self, request: RequestHashes) -> None:
-        """Every chunk of the request, with random content. Raises `BenchFailed` unless all of it is stored."""
+    def scheduler(self) -> SchedulerAdapter:
+        return SchedulerAdapter(
+            self._client, model_name=MODEL, namespace=self.namespace, chunk_tokens=self.chunk_tokens
+        )
+
+    def store(self, request: RequestHashes, content: Callable[[int], Buffer] = os.urandom) -> None:
+        """Every chunk of the request; `content` makes so many bytes. Raises `BenchFailed` unless all is stored."""
         arena = self._client.arena()
         if arena is None:
             raise BenchFailed("the server's arena is not mapped here")
         plan = self._client.prepare_store(self.key(request, rank=0), _INSTANCE)
         for place in plan.ranges:
-            arena[place.offset : place.offset + place.length] = os.urandom(place.length)
+            arena[place.offset : place.offset + place.length] = content(place.length)
         outcome = self._client.commit_store(plan.lease)
         chunks = request.hashed_tokens // self.chunk_tokens
         if outcome.stored != chunks:

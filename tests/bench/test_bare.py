@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvframework.bench.bare import running_peer
-from kvframework.bench.child import Child, scratch
+from kvframework.bench.child import running, scratch
 from kvframework.bench.errors import BenchFailed
 
 
@@ -27,9 +27,9 @@ def test_a_peer_echoes_takes_and_gives() -> None:
 
 
 def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
-    with Child("engine", ["/bin/sh", "-c", "echo no luck; exit 3"], tmp_path) as child:
+    with running("engine", ["/bin/sh", "-c", "echo no luck; exit 3"], tmp_path) as child:
         child._process.wait(10)
-        with pytest.raises(BenchFailed, match="the engine ended with status 3") as failed:
+        with pytest.raises(BenchFailed, match="engine ended with status 3") as failed:
             child.check_alive()
     assert "no luck" in str(failed.value)
 
@@ -44,7 +44,7 @@ def test_a_signal_during_a_start_stops_the_child_first(tmp_path: Path, monkeypat
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        Child("sleeper", ["sleep", "60"], tmp_path)
+    with pytest.raises(KeyboardInterrupt), running("sleeper", ["sleep", "60"], tmp_path):
+        pytest.fail("the bench went on")
     assert started[0].returncode == -signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

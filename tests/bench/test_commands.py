@@ -79,6 +79,14 @@ def test_store() -> None:
         assert set(shape["store"]["gb_s"]) == set(shape["retrieve"]["of_copy"]) == SPREAD
 
 
+def test_l2(tmp_path: Path) -> None:
+    figures = document("l2", "--part", "disk", "--folder", str(tmp_path))
+    assert set(figures) == {"redis", "engine", "disk", "stalled", "memory", "not_measured"}
+    assert figures["redis"] is None
+    assert figures["disk"]["rows"]
+    assert all(set(row["of_plain"]) == SPREAD for row in figures["disk"]["rows"])
+
+
 def test_tables_as_markdown_are_for_pasting() -> None:
     done = bench("lookup", "--quick", "--markdown")
     lines = done.stdout.splitlines()
@@ -106,6 +114,26 @@ def test_an_interrupted_bench_leaves_nothing_behind(number: signal.Signals, tmp_
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+@pytest.mark.redis
+def test_a_stalled_redis_is_not_left_behind() -> None:
+    """It is stopped, and so hears no SIGTERM."""
+    command = [*COMMAND, "l2", "--part", "stalled"]
+    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
+        wait_until(lambda: any(stopped(pid) for pid in children(process.pid)), 40, "a stalled Redis")
+        started = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert len(started) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_a_wrong_answer_makes_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:

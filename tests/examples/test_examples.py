@@ -11,8 +11,10 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.plugins import PluginRegistry, check_config
+from kvframework.wire import messages as m
 from tests.plugins.fake_distributions import install
 from tests.server.in_process import serving
+from tests.waiting import wait_until
 from tests.wire_client import WireClient, key_for
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -21,6 +23,32 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
 def test_every_toml_is_accepted(file: Path) -> None:
     check_config(load_config(file), PluginRegistry())
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda file: file.name)
+def test_what_a_toml_leaves_out_is_accepted_too(file: Path, tmp_path: Path) -> None:
+    """The settings in its comments, all together."""
+    full = tmp_path / file.name
+    full.write_text(re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE))
+    if "zstd" in full.read_text():
+        pytest.importorskip("zstandard")
+    check_config(load_config(full), PluginRegistry())
+
+
+def test_the_node_with_a_disk_outlives_a_restart(tmp_path: Path) -> None:
+    example, folder = EXAMPLES / "one_node_with_disk.toml", f"l2.0.path={tmp_path / 'l2'}"
+    with serving(folder, config=example) as server, WireClient(server.endpoint) as client:
+        key = key_for(client.register(), [7] * 256)
+        client.store(key, b"x")
+        wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
+    with serving(folder, config=example) as server, WireClient(server.endpoint) as client:
+        client.register()
+        assert client.retrieve(key) is None
+        ticket = client.lookup(key).ticket
+        wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", m.TicketRef(ticket)).pending, what="the load")
+        restored = client.retrieve(key)
+        assert restored
+        assert set(restored) == {ord("x")}
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_another_api_major_is_told_without_an_import(site: Path, tmp_path: Path)
     with pytest.raises(PluginWrongApi, match="API version 2"):
         registry.resolve("codec", "new")
     assert info(registry, "codec", "new", probe=True).status == "wrong-api"
-    assert registry.names("codec") == []
+    assert "new" not in registry.names("codec")
     assert not marker.exists()
 
 

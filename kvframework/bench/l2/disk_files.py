@@ -1,0 +1,123 @@
+"""Owns the files of the part `disk`: the same values once by the tier and once plainly, in two folders."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kvframework.api import Outcome, Tier
+from kvframework.bench.errors import BenchFailed
+from kvframework.bench.interleave import Case, timed
+from kvframework.bench.l2.tier import expect, keys_for, open_tier
+from kvframework.bench.plain_files import cached_share, drop_from_cache, read_files, settle, write_files
+from kvframework.bench.values import Values
+from kvframework.plugins import PluginRegistry
+from kvframework.storage.envelope import HEADER_BYTES
+
+_DEADLINE_S = 120.0
+# A file of the tier has a head and padding beside its value.
+_FILE_SLACK = 1 << 16
+
+
+class Mode(NamedTuple):
+    """How the tier is told to write, and how plain files are written: past the page cache, and with a sync each."""
+
+    title: str
+    direct: bool
+    sync: bool
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {"direct": "auto" if self.direct else "off", "fsync": "data" if self.sync else "none"}
+
+
+class DiskFiles:
+    """`open_files` makes one. Every call blocks; those that are cases return the seconds of the tier or of the plain
+    file alone. `cached` is the largest share of the tier's files that was in the page cache before a cold read."""
+
+    def __init__(self, tier: Tier, tier_folder: Path, plain_folder: Path, values: Values, mode: Mode) -> None:
+        self.cached = 0.0
+        self._tier = tier
+        self._tier_folder = tier_folder
+        self._plain_paths = [plain_folder / str(index) for index in range(len(values.sources))]
+        self._values = values
+        self._mode = mode
+        self._rooms = [memoryview(bytearray(values.nbytes + _FILE_SLACK)) for _ in values.sources]
+        self._keys = keys_for(len(values.sources), b"d")
+        # As the core stores an object: behind a header of its own.
+        self._headers = [memoryview(bytearray(HEADER_BYTES)) for _ in self._keys]
+
+    @property
+    def of_tier(self) -> list[Path]:
+        """The files of the values. Raises `BenchFailed` if there is not one for each."""
+        found = sorted(path for path in self._tier_folder.glob("*/*") if path.is_file())
+        if len(found) != len(self._keys):
+            raise BenchFailed(f"the tier holds {len(found)} files for {len(self._keys)} values")
+        return found
+
+    def put(self) -> float:
+        """By the tier, as new files."""
+        self._tier.delete(self._keys, deadline=_deadline())
+        parts = [[header, source] for header, source in zip(self._headers, self._values.sources, strict=True)]
+        seconds = timed(lambda: expect(self._tier.put(self._keys, parts, deadline=_deadline()), Outcome.STORED))
+        settle(self.of_tier)
+        return seconds
+
+    def write_plain(self) -> float:
+        """As new files."""
+        for path in self._plain_paths:
+            path.unlink(missing_ok=True)
+        seconds = write_files(self._plain_paths, self._values.sources, direct=self._mode.direct, sync=self._mode.sync)
+        settle(self._plain_paths)
+        return seconds
+
+    def get(self) -> float:
+        """By the tier."""
+        parts = [[header, target] for header, target in zip(self._headers, self._values.targets, strict=True)]
+        return timed(lambda: expect(self._tier.get_into(self._keys, parts, deadline=_deadline()), Outcome.FOUND))
+
+    def read_plain(self) -> float:
+        """The tier's files, whole."""
+        return read_files(self.of_tier, self._rooms)
+
+    def cold(self, read: Case) -> Case:
+        """`read` of files that are not in the page cache, if the kernel forgets them."""
+
+        def run() -> float:
+            drop_from_cache(self.of_tier)
+            self.cached = max(self.cached, self.cached_now())
+            return read()
+
+        return run
+
+    def cached_now(self) -> float:
+        """The share of the tier's files that is in the page cache."""
+        return cached_share(self.of_tier)
+
+    def verify(self) -> None:
+        """Raises `WrongBytes` unless the tier gives back what was put."""
+        self._values.poison()
+        self.get()
+        self._values.verify("the filesystem tier")
+
+
+@contextmanager
+def open_files(folder: Path, registry: PluginRegistry, values: Values, mode: Mode) -> Iterator[DiskFiles]:
+    """In two new folders below `folder`, which are removed on the way out."""
+    tier_folder, plain_folder = folder / "tier", folder / "plain"
+    plain_folder.mkdir()
+    try:
+        options = {"path": str(tier_folder), "capacity": str(4 * values.total), **mode.options}
+        with open_tier(registry, "filesystem", options) as tier:
+            yield DiskFiles(tier, tier_folder, plain_folder, values, mode)
+    finally:
+        for each in (tier_folder, plain_folder):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _deadline() -> float:
+    return time.monotonic() + _DEADLINE_S
