@@ -289,3 +289,19 @@ class TierError(StorageError, OSError):
     """A whole operation of an L2 tier failed. Distinct from a key that is missing."""
 
     code = "storage.tier"
+
+
+# devices
+
+
+class DeviceError(KVFrameworkError, RuntimeError):
+    """One operation on an accelerator failed; others may work."""
+
+    code = "device.error"
+
+
+class DeviceLost(DeviceError):
+    """An accelerator's context is poisoned, its copier process ended or the device is gone: nothing works until a new
+    process opens it."""
+
+    code = "device.lost"

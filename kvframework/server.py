@@ -7,10 +7,14 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvframework.api import (
+    CodecProvider,
+    DeviceOptions,
+    DeviceTransportProvider,
     EvictionProvider,
     Handler,
     HasherProvider,
@@ -21,17 +25,23 @@ from kvframework.api import (
     TierProvider,
     TransportProvider,
 )
-from kvframework.config import Config, default_endpoint
+from kvframework.config import Config, L2Config, default_endpoint
+from kvframework.devices import DeviceServerTransport
 from kvframework.engine.engine import CacheEngine
 from kvframework.engine.registration import AttachedTransport
-from kvframework.errors import ConfigFieldError, PluginBroken
+from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.dispatch import check_handlers
 from kvframework.messaging.server import MessageServer
-from kvframework.plugins.check import resolve_table
+from kvframework.plugins.check import codec_tables, resolve_table
 from kvframework.plugins.registry import PluginRegistry
+from kvframework.storage.codecs import CodecTable
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.tier_room import Watermarks
+from kvframework.storage.tiers import AttachedTier
+from kvframework.storage.write_policy import WRITE_POLICIES
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -73,6 +83,9 @@ class Server:
             },
             messaging_status=lambda: self._messaging_status(),
         )
+        for transport in transports.values():
+            if transport.server is not None:
+                transport.server.attach(self.engine.storage.arena_fd)
         handlers = self._handlers()
         self._messages = MessageServer(
             endpoint=self.endpoint,
@@ -101,6 +114,7 @@ class Server:
             self._messages.serve_forever()
         finally:
             self.close()
+            log.info("stopped")
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ends `serve_forever`; requests in flight get `grace_s` seconds. Safe from any thread and from a signal
@@ -112,7 +126,6 @@ class Server:
         """For a server that does not serve any more (or never did): what is on its way to L2 gets the time left."""
         left = STOP_S if self._stop_by is None else self._stop_by - time.monotonic()
         self.engine.close(max(left - TIERS_END_S, 0.0), TIERS_END_S)
-        log.info("stopped")
 
     def abandon(self) -> None:
         """Removes the endpoint's files, for a process that ends at once. Safe from any thread."""
@@ -120,29 +133,48 @@ class Server:
 
     def _transport(self, table: Any) -> AttachedTransport:
         provider, options = resolve_table(self._registry, table, TransportProvider)
+        if isinstance(provider, DeviceTransportProvider):
+            assert isinstance(options, DeviceOptions)  # the provider's own type
+            return AttachedTransport(provider.name, provider.is_gpu, DeviceServerTransport(provider, options))
         server = provider.create_server(options) if provider.create_server else None
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _storage(self) -> StorageManager:
         config = self._config
         policy, policy_options = resolve_table(self._registry, config.l1.eviction, EvictionProvider)
-        stores = []
-        for table in config.l2:
-            if table.codec != "none":
-                raise ConfigFieldError(
-                    f"codec {table.codec!r}", where=f"{table.tier.where} codec", available="none in this version"
-                )
-            tier, options = resolve_table(self._registry, table.tier, TierProvider)
-            created = tier.create(options, TierContext(table.tier.where))
-            stores.append(L2Store(created, timeout_s=table.timeout_s, write_queue=table.write_queue))
+        records = NamespaceRecords()
+        codecs = self._codecs()
+        tiers = [self._tier(table, codecs, records) for table in config.l2]
         memory, memory_options = resolve_table(self._registry, config.l1.memory, L1Provider)
         return StorageManager(
             memory.create(memory_options, TierContext(config.l1.memory.where)),
             policy.create(policy_options),
-            stores,
+            tiers,
+            records=records,
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
         )
+
+    def _codecs(self) -> CodecTable:
+        makers = {}
+        for table in codec_tables(self._config):
+            provider, options = resolve_table(self._registry, table, CodecProvider)
+            makers[provider.name] = partial(provider.create, options)
+        return CodecTable(makers)
+
+    def _tier(self, table: L2Config, codecs: CodecTable, records: NamespaceRecords) -> AttachedTier:
+        provider, options = resolve_table(self._registry, table.tier, TierProvider)
+        keys = table.keys
+        store = L2Store(
+            provider.create(options, TierContext(table.tier.where)),
+            timeout_s=keys.timeout_s,
+            capabilities=provider.capabilities,
+            codec=keys.codec,
+            codecs=codecs,
+            layout_of=records.layout_of,
+            watermarks=Watermarks(keys.high_watermark, keys.low_watermark),
+        )
+        return AttachedTier(store, WRITE_POLICIES[keys.write_policy](), keys.write_queue, keys.promote)
 
     def _handlers(self) -> dict[str, Handler[Any]]:
         handlers = {handler.spec.name: handler for handler in self.engine.handlers()}

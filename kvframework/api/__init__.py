@@ -3,6 +3,16 @@
 from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
 from kvframework.api.codec import Codec
+from kvframework.api.driver import (
+    Allocation,
+    Arena,
+    CopierDriver,
+    CopyBatch,
+    DeviceOptions,
+    EngineDriver,
+    Exported,
+    Step,
+)
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.futures import MessagingFuture
 from kvframework.api.hasher import KeyHasher
@@ -36,9 +46,11 @@ from kvframework.api.layout import (
     chunk_tokens_for,
     validate_layout,
 )
+from kvframework.api.planning import CopyPlanner, PlacedView
 from kvframework.api.providers import (
     API_VERSION,
     CodecProvider,
+    DeviceTransportProvider,
     EvictionProvider,
     HasherProvider,
     L1Provider,
@@ -58,7 +70,7 @@ from kvframework.api.requests import (
     Reply,
     RequestSpec,
 )
-from kvframework.api.tier import L1Memory, Outcome, Tier
+from kvframework.api.tier import TIER_CAPABILITIES, L1Memory, Outcome, Tier, TierEntry, TierUsage
 from kvframework.api.transport import (
     ArenaRange,
     CopyJob,
@@ -98,7 +110,10 @@ __all__ = [
     "OPAQUE",
     "PACKED_KEY_BYTES",
     "SALT_BYTES",
+    "TIER_CAPABILITIES",
     "TOKEN_BYTES",
+    "Allocation",
+    "Arena",
     "ArenaRange",
     "BlockIds",
     "Buffer",
@@ -107,12 +122,19 @@ __all__ = [
     "ClientInfo",
     "Codec",
     "CodecProvider",
+    "CopierDriver",
+    "CopyBatch",
     "CopyJob",
+    "CopyPlanner",
+    "DeviceOptions",
+    "DeviceTransportProvider",
+    "EngineDriver",
     "EngineLink",
     "EngineServices",
     "EngineView",
     "EvictionPolicy",
     "EvictionProvider",
+    "Exported",
     "GroupDesc",
     "Handler",
     "HandlerResult",
@@ -133,6 +155,7 @@ __all__ = [
     "Options",
     "Outcome",
     "PackedKey",
+    "PlacedView",
     "PrefetchTask",
     "Provider",
     "Registration",
@@ -144,11 +167,14 @@ __all__ = [
     "SecretUrl",
     "ServerContext",
     "ServerTransport",
+    "Step",
     "StoreOutcome",
     "StorePlan",
     "Tier",
     "TierContext",
+    "TierEntry",
     "TierProvider",
+    "TierUsage",
     "TouchedBlocks",
     "TransferContext",
     "TransportProvider",

@@ -32,7 +32,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-body]
-    """Transports: how bytes move between engine memory and the server.
+    """Transports: how bytes move between engine memory and the server. An accelerator's is a `DeviceTransportProvider`.
 
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 
@@ -51,7 +51,8 @@ def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-
             def submit_store(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk):
                 plan = self._link.prepare_store(key, instance_id)
                 if plan.lease:
-                    ...  # write plan.ranges of self._link.arena()
+                    # Here the bytes move: for each `place` of plan.ranges gather the blocks of chunk place.chunk and
+                    # layer group place.group into self._link.arena()[place.offset : place.offset + place.length].
                     outcome = self._link.commit_store(plan.lease)
                     return MessagingFuture.resolved(outcome.ok, outcome)
                 return MessagingFuture.resolved(plan.outcome.ok, plan.outcome)
@@ -61,7 +62,8 @@ def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-
                 plan = self._link.prepare_retrieve(key, instance_id)
                 if not plan.hit:
                     return MessagingFuture.resolved(False)
-                ...  # read plan.ranges of self._link.arena()
+                # Here they move back: for each `place` of plan.ranges scatter that piece of the arena into its blocks,
+                # but for the first skip_first_n_tokens tokens.
                 return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease))
 
             def close(self):
@@ -115,9 +117,10 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
 
             def __init__(self):
                 self._values = {}
+                self._closed = False
 
             def _check(self, deadline):
-                if self._values is None:
+                if self._closed:
                     raise TierError("the tier is closed", where=self.name)
                 if time.monotonic() >= deadline:
                     raise TierError("the deadline has passed", where=self.name)
@@ -134,10 +137,11 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
                 value = self._values.get(key)
                 if value is None:
                     return Outcome.MISSING
-                if len(value) != sum(buffer.nbytes for buffer in buffers):
-                    return Outcome.FAILED
+                if len(value) > sum(buffer.nbytes for buffer in buffers):
+                    return Outcome.DAMAGED
                 for buffer in buffers:
-                    buffer[:], value = value[: buffer.nbytes], value[buffer.nbytes :]
+                    piece, value = value[: buffer.nbytes], value[buffer.nbytes :]
+                    buffer[: len(piece)] = piece
                 return Outcome.FOUND
 
             def put(self, keys, parts, *, deadline):
@@ -150,7 +154,7 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
                 return [Outcome.DELETED if self._values.pop(key, None) is not None else Outcome.MISSING for key in keys]
 
             def close(self):
-                self._values = None
+                self._closed = True
 
         @hookimpl
         def kvf_tiers():

@@ -36,6 +36,12 @@ class ClientInfo(ABC):
     name: str
     local: bool
 
+    def hold(self) -> int | None:
+        """A descriptor, the caller's own, by which the client takes the server for alive as long as it is open; None
+        for a client that is not local. For the server's processes that touch the client's memory: they may outlive it.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class Reply:

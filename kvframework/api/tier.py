@@ -102,8 +102,8 @@ class Tier(ABC):
         """Reads each value into its writable `parts`, one after the other: FOUND, MISSING, FAILED or DAMAGED.
 
         A value shorter than its parts fills their beginning and is FOUND (it knows its own length: the core stores it
-        behind a header); a longer one is DAMAGED, stays, and disturbs no other key of the batch. The rest of the parts, and the parts of keys that were not found, may
-        hold anything afterwards.
+        behind a header); a longer one is DAMAGED, stays, and disturbs no other key of the batch. The
+        rest of the parts, and the parts of keys that were not found, may hold anything afterwards.
         """
 
     @abstractmethod

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvframework.api.futures import MessagingFuture
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.types import BlockIds, Buffer, Message
-from kvframework.errors import TransportMismatch
+from kvframework.errors import KVFrameworkError, TransportMismatch
 
 if TYPE_CHECKING:
     import torch
+
+    from kvframework.api.requests import ClientInfo
 
 
 class ArenaRange(Message, frozen=True, array_like=True):
@@ -156,6 +158,10 @@ class TransferContext(ABC):
     future is resolved.
     """
 
+    def declared(self, layout: Layout, declared: KVLayout) -> None:
+        """Told what the tensors are before their first `memory_handles`: for transports that lend them."""
+        del layout, declared
+
     @abstractmethod
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
         """What the server half needs to reach the engine's memory; () for an engine-driven transport."""
@@ -221,10 +227,21 @@ class CopyJob:
     """One server-driven STORE or RETRIEVE, made by the core, carried out by a transport's server half.
 
     `ranges` are in `arena`. `block_ids` are what objects are made of, `blocks_in_chunk` to an object (of a state one),
-    checked against the registered number of blocks; a `NO_BLOCK` among them is not to be touched.
+    checked against the registered number of blocks; a `NO_BLOCK` among them is not to be touched. `cancelled` is set
+    once nobody wants the copy any more.
     """
 
-    __slots__ = ("arena", "block_ids", "blocks_in_chunk", "cancelled", "event", "is_store", "ranges", "skip_tokens")
+    __slots__ = (
+        "_on_cancel",
+        "arena",
+        "block_ids",
+        "blocks_in_chunk",
+        "cancelled",
+        "event",
+        "is_store",
+        "ranges",
+        "skip_tokens",
+    )
 
     def __init__(
         self,
@@ -245,6 +262,21 @@ class CopyJob:
         self.event = event
         self.skip_tokens = skip_tokens
         self.cancelled = threading.Event()
+        self._on_cancel: Callable[[], None] | None = None
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called in whatever thread cancels, at once if that was done, perhaps twice. It must not
+        block."""
+        self._on_cancel = callback
+        if self.cancelled.is_set():
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Asks the transport to stop; the copy's future resolves as always."""
+        self.cancelled.set()
+        callback, self._on_cancel = self._on_cancel, None
+        if callback is not None:
+            callback()
 
 
 class ServerContext(ABC):
@@ -259,13 +291,37 @@ class ServerContext(ABC):
     def close(self) -> None:
         """Closes the mappings at once; copies in flight resolve first. Idempotent."""
 
+    def opened(self) -> MessagingFuture[None] | None:
+        """Resolved once the engine's memory is open, or failed with why it is not; None if it is open already."""
+        return None
+
+    def closed(self) -> MessagingFuture[None] | None:
+        """After `close`: resolved once nothing of the engine's memory is mapped any more; None if that is so."""
+        return None
+
+    def failure(self) -> KVFrameworkError | None:
+        """Why nothing can be copied any more: the instance must register again. None as long as all is well."""
+        return None
+
 
 class ServerTransport(ABC):
     """The server half of a server-driven transport, one per server."""
 
     @abstractmethod
     def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> ServerContext:
-        """Opens an instance's memory handles. Raises `RequestError` if they are malformed."""
+        """Opens an instance's memory handles. Raises `RequestError` if they are malformed. Called from the serving
+        thread; what takes time is told by `ServerContext.opened`."""
+
+    def open_for(
+        self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
+    ) -> ServerContext:
+        """What the core calls: `open`, for transports that need not know whose memory it is."""
+        del client
+        return self.open(layout, desc, handles)
+
+    def attach(self, arena_fd: int) -> None:
+        """Told once, before anything is opened: the arena's descriptor, borrowed until `close`."""
+        del arena_fd
 
     @abstractmethod
     def close(self) -> None: ...

@@ -29,6 +29,7 @@ from kvframework.client.connection import SETUP_TIMEOUT_S, KVClient
 from kvframework.devices import DeviceTransfer
 from kvframework.errors import (
     AlreadyRegistered,
+    DeviceError,
     KVFrameworkError,
     NotRegistered,
     PluginError,
@@ -131,6 +132,8 @@ class Instance:
         while not self._closed.is_set():
             try:
                 self.registration = self._register(urgent=False)
+                if self._view is not None:
+                    check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
             except AlreadyRegistered:
                 return
             except KVFrameworkError as error:
@@ -211,7 +214,14 @@ def create_transport(client: KVClient, identity: InstanceIdentity) -> tuple[str,
             continue
         options = client.plugins.options(provider, identity.transport_options, where=where)
         if isinstance(provider, DeviceTransportProvider):
-            return name, DeviceTransfer(client, provider.create_engine(options))
+            if client.arena() is None:
+                reasons.append(f"{name}: the server is on another node")
+                continue
+            try:
+                return name, DeviceTransfer(client, provider.create_engine(options))
+            except DeviceError as error:
+                reasons.append(f"{name}: {error.fact}")
+                continue
         context: TransferContext = provider.create(options, client)
         return name, context
     raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(reasons))

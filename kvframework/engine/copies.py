@@ -29,8 +29,8 @@ from kvframework.api import (
 from kvframework.engine.block_ids import blocks_of_transfer, one_block_each
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver
-from kvframework.engine.transfers import grid_of, outcome_of, placed_ranges
-from kvframework.errors import BadRange, StorageError, TransportMismatch
+from kvframework.engine.transfers import grid_of, outcome_of, pinned_ranges, placed_ranges
+from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.storage.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -104,12 +104,7 @@ class ServerDrivenTransfers:
             self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
             return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
 
-        groups = len(grid.desc.groups)
-        ranges = tuple(
-            ArenaRange(index // groups, index % groups, stored.offset, stored.length)
-            for index, stored in zip(wanted, lease.objects, strict=True)
-        )
-        job = self._job(context, payload, ranges, blocks, is_store=False)
+        job = self._job(context, payload, pinned_ranges(grid, wanted, lease.objects), blocks, is_store=False)
         return _run(context, job, finish)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> MessagingFuture[Message]:
@@ -160,6 +155,12 @@ class ServerDrivenTransfers:
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",
                 available="PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE",
             )
+        lost = context.memory.failure()
+        if lost is not None:
+            raise NotRegistered(
+                f"the memory of instance {context.instance_id} is not open any more: {lost.fact}",
+                hint="register it again",
+            )
         return context
 
     def _checked(
@@ -208,8 +209,11 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
 
     def cancel() -> None:
         with decided:
-            if not ended:
-                job.cancelled.set()
+            if ended:
+                return
+            job.cancelled.set()
+        # Outside: a transport may answer it at once.
+        job.cancel()
 
     def done(copy: MessagingFuture[bool]) -> None:
         nonlocal ended

@@ -5,8 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from kvframework.api import ClientInfo, Handler, KVLayout, Layout, ServerTransport, validate_layout
+from kvframework.api import (
+    ClientInfo,
+    Handler,
+    KVLayout,
+    Layout,
+    Message,
+    MessagingFuture,
+    ServerTransport,
+    validate_layout,
+)
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import MAX_TEXT, MAX_WORLD_SIZE
 from kvframework.errors import AlreadyRegistered, BadLayout, MessageTooLarge, NamespaceMismatch, TransportMismatch
@@ -64,7 +74,9 @@ class Registrations:
         for context in [c for c in self._contexts.values() if c.session_id == client.session_id]:
             self._end(context)
 
-    def _register(self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object) -> m.Registered:
+    def _register(
+        self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object
+    ) -> m.Registered | MessagingFuture[Message]:
         transport = self._transports.get(payload.transport)
         if transport is None:
             raise TransportMismatch(
@@ -82,17 +94,23 @@ class Registrations:
                 f"{len(payload.handles)} memory handles for transport {transport.name!r}",
                 available="none: it is engine-driven" if transport.server is None else "at least one",
             )
+        if transport.server is not None and not client.local:
+            # Memory is lent to processes of the same user and node, and who holds no liveness socket is neither.
+            raise TransportMismatch(
+                f"transport {transport.name!r} needs a client on this node",
+                available="ipc://, or cpu_gather over tcp://",
+            )
         if len(payload.handles) > MAX_HANDLES or any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
             raise MessageTooLarge("the memory handles are too many or too long", where="handles")
         _check_identity(payload.model_name, payload.world_size, payload.rank)
         context = self._context(
             client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
         )
-        return self._add(context, payload.handles)
+        return self._add(context, client, payload.handles)
 
     def _register_non_gpu(
         self, client: ClientInfo, payload: m.RegisterNonGpuContextPayload, _buffers: object
-    ) -> m.Registered:
+    ) -> m.Registered | MessagingFuture[Message]:
         _check_identity(payload.model_name, payload.world_size, 0)
         engine_driven = next((t for t in self._transports.values() if t.server is None), None)
         if engine_driven is None:
@@ -104,11 +122,15 @@ class Registrations:
         validate_layout(layout)
         namespace = non_gpu_namespace(payload, self._hasher_fingerprint, self._chunk_size)
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
-        return self._add(context, ())
+        return self._add(context, client, ())
 
-    def _unregister(self, client: ClientInfo, payload: m.Unregister, _buffers: object) -> m.Empty:
-        self._end(own_context(self._contexts, payload.instance_id, client))
-        return m.Empty()
+    def _unregister(
+        self, client: ClientInfo, payload: m.Unregister, _buffers: object
+    ) -> m.Empty | MessagingFuture[Message]:
+        """Answered once the engine's memory is mapped no more: from then on it may be freed."""
+        context = own_context(self._contexts, payload.instance_id, client)
+        self._end(context)
+        return _answer_after(context.memory.closed() if context.memory is not None else None, m.Empty())
 
     def _context(
         self,
@@ -124,7 +146,9 @@ class Registrations:
         if sum(1 for context in self._contexts.values() if context.session_id == client.session_id) >= MAX_INSTANCES:
             raise AlreadyRegistered(f"this client has {MAX_INSTANCES} instances", available="one per rank, usually")
         known = self._contexts.get(payload.instance_id)
-        if known is not None:
+        if known is not None and known.memory is not None and known.memory.failure() is not None:
+            self._end(known)
+        elif known is not None:
             mine = known.session_id == client.session_id
             raise AlreadyRegistered(
                 f"instance {payload.instance_id} is registered by {'this client' if mine else f'process {known.pid}'}",
@@ -146,26 +170,49 @@ class Registrations:
             layout_plugin=plugin,
         )
 
-    def _add(self, context: RegisteredContext, handles: Sequence[bytes]) -> m.Registered:
+    def _add(
+        self, context: RegisteredContext, client: ClientInfo, handles: Sequence[bytes]
+    ) -> m.Registered | MessagingFuture[Message]:
         desc = context.get_layout_desc(self._chunk_size)
         record = NamespaceRecord(context.model_name, context.world_size, desc)
         self._storage.records.add(context.namespace, record)
         server = self._transports[context.transport].server
         if server is not None:
-            context.memory = server.open(context.layout, desc, handles)
+            context.memory = server.open_for(client, context.layout, desc, handles)
         self._contexts[context.instance_id] = context
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk",
             context.instance_id, context.model_name, context.rank, context.world_size, context.layout.format,
             context.transport, desc.nbytes,
         )  # fmt: skip
-        return m.Registered(context.namespace, desc)
+        opened = context.memory.opened() if context.memory is not None else None
+        return _answer_after(opened, m.Registered(context.namespace, desc))
 
     def _end(self, context: RegisteredContext) -> None:
         del self._contexts[context.instance_id]
         if context.memory is not None:
             context.memory.close()
         log.info("instance %d unregistered", context.instance_id)
+
+
+R = TypeVar("R", bound=Message)
+
+
+def _answer_after(done: MessagingFuture[None] | None, answer: R) -> R | MessagingFuture[Message]:
+    """`answer`, once `done` is resolved, or the error that it fails with."""
+    if done is None:
+        return answer
+    reply: MessagingFuture[Message] = MessagingFuture(lambda: None)
+
+    def resolve(resolved: MessagingFuture[None]) -> None:
+        error = resolved.exception()
+        if error is not None:
+            reply.set_exception(error)
+        else:
+            reply.set_result(answer)
+
+    done.add_done_callback(resolve)
+    return reply
 
 
 def _check_identity(model_name: str, world_size: int, rank: int) -> None:

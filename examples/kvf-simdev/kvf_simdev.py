@@ -1,0 +1,190 @@
+"""Owns the transport `simdev`: the server moves KV of a simulated accelerator by itself.
+
+What a vendor writes for a real one looks the same: two small adapters of the device's runtime library, and a provider.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
+
+from msgspec import Meta
+
+from kvframework.api import (
+    Allocation,
+    Arena,
+    CopierDriver,
+    CopyBatch,
+    DeviceOptions,
+    DeviceTransportProvider,
+    EngineDriver,
+    Exported,
+    hookimpl,
+)
+from kvframework.errors import DeviceError, DeviceLost
+from kvframework.testing.accelerator import NODE_VARIABLE, Accelerator, AcceleratorError, ContextLost, Event, Stream
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SimOptions(DeviceOptions, frozen=True):
+    """Beside what every device transport has."""
+
+    node: Annotated[str, Meta(description=f"directory of the simulated node; else that of ${NODE_VARIABLE}")] = ""
+
+
+def translated(call: Callable[P, R]) -> Callable[P, R]:
+    """The runtime's errors become the framework's: one that is sticky ends the copier, any other one copy."""
+
+    @wraps(call)
+    def translating(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except ContextLost as error:
+            raise DeviceLost(str(error), where="simdev") from error
+        except AcceleratorError as error:
+            raise DeviceError(str(error), where="simdev") from error
+
+    return translating
+
+
+class SimEngine(EngineDriver[Event]):
+    """The half in an engine process. It uses the runtime that the engine's tensors come from."""
+
+    def __init__(self, runtime: Accelerator) -> None:
+        self._runtime = runtime
+
+    @translated
+    def export(self, address: int) -> Exported:
+        device, handle, nbytes, offset = self._runtime.export_memory(address)
+        return Exported(Allocation(device, handle, nbytes), offset)
+
+    @translated
+    def create_event(self, device: str) -> Event:
+        return self._runtime.create_event(device, interprocess=True)
+
+    @translated
+    def export_event(self, event: Event) -> bytes:
+        return self._runtime.export_event(event)
+
+    @translated
+    def record(self, event: Event, ready: object | None) -> None:
+        stream = self._runtime.default_stream(event.device)
+        if isinstance(ready, Event):
+            # A stream of its own, so that the engine's work behind `ready` is not waited for.
+            stream = self._runtime.side_stream(event.device)
+            self._runtime.wait(stream, ready)
+        self._runtime.record(event, stream)
+
+    @translated
+    def destroy_event(self, event: Event) -> None:
+        self._runtime.destroy_event(event)
+
+
+class SimCopier(CopierDriver[Event, Stream]):
+    """The half in the copier process of one device."""
+
+    def __init__(self, runtime: Accelerator, device: str, arena: Arena) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._arena = arena
+
+    @translated
+    def pin(self, offset: int, nbytes: int) -> None:
+        self._runtime.pin(offset, nbytes)
+
+    @translated
+    def unpin(self, offset: int, nbytes: int) -> None:
+        self._runtime.unpin(offset, nbytes)
+
+    @translated
+    def open(self, allocation: Allocation) -> int:
+        return self._runtime.open_memory(self._device, allocation.handle)
+
+    @translated
+    def close_memory(self, address: int) -> None:
+        self._runtime.close_memory(address)
+
+    @translated
+    def open_event(self, handle: bytes) -> Event:
+        return self._runtime.open_event(self._device, handle)
+
+    @translated
+    def create_event(self) -> Event:
+        return self._runtime.create_event(self._device)
+
+    @translated
+    def close_event(self, event: Event) -> None:
+        self._runtime.destroy_event(event)
+
+    @translated
+    def create_stream(self, *, loads: bool) -> Stream:
+        return self._runtime.stream(self._device)
+
+    @translated
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._runtime.wait(stream, event)
+
+    @translated
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        addresses, offsets, length = batch.fragments()
+        self._runtime.copy(stream, self._arena.view, addresses, offsets, length, to_host=to_arena)
+
+    @translated
+    def record(self, event: Event, stream: Stream) -> None:
+        self._runtime.record(event, stream)
+
+    @translated
+    def reached(self, event: Event) -> bool:
+        return self._runtime.reached(event)
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
+_runtimes: dict[str, Accelerator] = {}
+
+
+@translated
+def runtime(node: str) -> Accelerator:
+    """This process's runtime on a node; the engine makes its tensors with it."""
+    path = node or os.environ.get(NODE_VARIABLE, "")
+    if path not in _runtimes:
+        _runtimes[path] = Accelerator(path or None)
+    return _runtimes[path]
+
+
+def create_engine(options: SimOptions) -> EngineDriver[Event]:
+    return SimEngine(runtime(options.node))
+
+
+def create_copier(options: SimOptions, device: str, arena: Arena) -> CopierDriver[Event, Stream]:
+    found = runtime(options.node)
+    translated(found.check)(device)
+    return SimCopier(found, device, arena)
+
+
+def probe() -> str | None:
+    """Why it cannot run here. A node may also be told by the options, so only a wrong variable speaks against it."""
+    path = os.environ.get(NODE_VARIABLE)
+    if path is not None and not Path(path).is_dir():
+        return f"${NODE_VARIABLE} is {path!r}, which is no directory"
+    return None
+
+
+@hookimpl
+def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
+    return [
+        DeviceTransportProvider(
+            name="simdev",
+            summary="the server copies between a simulated accelerator and the arena",
+            options=SimOptions,
+            create_engine=create_engine,
+            create_copier=create_copier,
+            probe=probe,
+        )
+    ]

@@ -1,0 +1,233 @@
+"""Owns the driver interface: what a vendor implements so that the server moves KV between its device and the arena.
+
+Two halves. `EngineDriver` lives in an engine process and lends memory and events to others. `CopierDriver` lives in a
+process of its own, one per device, started and watched by the server; it opens what engines lent and copies. All that
+is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all devices.
+"""
+
+from __future__ import annotations
+
+import array
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Generic, NamedTuple, TypeVar
+
+from msgspec import Meta
+
+from kvframework.api.types import ByteSize, Message, Options
+
+E = TypeVar("E")
+S = TypeVar("S")
+
+MAX_HANDLE_BYTES = 2048
+
+
+class Allocation(Message, frozen=True, array_like=True):
+    """One allocation of device memory, as another process may open it.
+
+    `device` is an identity that is the same in every process (a UUID, never an ordinal); `handle` is the driver's own.
+    """
+
+    device: str
+    handle: bytes
+    nbytes: int
+
+
+class Exported(NamedTuple):
+    """Where an address lies: `offset` bytes into `allocation`."""
+
+    allocation: Allocation
+    offset: int
+
+
+class Step(NamedTuple):
+    """`number` equal pieces, `device` bytes apart on the device and `arena` bytes apart in the arena."""
+
+    number: int
+    device: int
+    arena: int
+
+
+class Arena(NamedTuple):
+    """The whole L1 arena as it is mapped in this process: `view` shows it, `address` is where it begins."""
+
+    view: memoryview
+    address: int
+
+
+class DeviceOptions(Options, frozen=True):
+    """Base of the options of a device transport: what the core's part of it needs. Vendors add their own."""
+
+    in_flight: Annotated[ByteSize, Meta(description="bytes that may be under way per device and direction at once")] = (
+        ByteSize(128 << 20)
+    )
+    launch: Annotated[ByteSize, Meta(description="bytes of one launch; a cancel waits for what was launched")] = (
+        ByteSize(32 << 20)
+    )
+    stall_s: Annotated[
+        float, Meta(gt=0, description="seconds after which a copier that gets nowhere is killed and started anew")
+    ] = 10.0
+
+
+@dataclass(frozen=True)
+class CopyBatch:
+    """Equal fragments of `run` bytes, as a product: every lane x every place x all `steps`, outermost first.
+
+    A lane is one layer of one plane, a place one block (or several neighbours) of one object. The device address of a
+    fragment is `lane_addresses[i] + place_addresses[j] +` its steps' `device` parts, its arena offset the same sum of
+    offsets and `arena` parts. A kernel takes the product as it is; `fragments` writes it out for a plain batched copy.
+    """
+
+    lane_addresses: array.array[int]
+    lane_offsets: array.array[int]
+    place_addresses: array.array[int]
+    place_offsets: array.array[int]
+    steps: tuple[Step, ...]
+    run: int
+
+    @property
+    def count(self) -> int:
+        """Number of fragments."""
+        count = len(self.lane_addresses) * len(self.place_addresses)
+        for step in self.steps:
+            count *= step.number
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.run
+
+    def fragments(self) -> tuple[array.array[int], array.array[int], int]:
+        """Device addresses, arena offsets (both u64, in the same order), and the length of each fragment in bytes."""
+        return (
+            _product(self.lane_addresses, self.place_addresses, [(step.number, step.device) for step in self.steps]),
+            _product(self.lane_offsets, self.place_offsets, [(step.number, step.arena) for step in self.steps]),
+            self.run,
+        )
+
+    def split(self, limit: int) -> Iterator[CopyBatch]:
+        """Batches of at most `limit` bytes each, but of at least one place of one lane."""
+        cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
+        cells = max(limit // cell, 1)
+        places = min(cells, len(self.place_addresses))
+        lanes = max(cells // places, 1)
+        for lane in range(0, len(self.lane_addresses), lanes):
+            for place in range(0, len(self.place_addresses), places):
+                yield CopyBatch(
+                    self.lane_addresses[lane : lane + lanes],
+                    self.lane_offsets[lane : lane + lanes],
+                    self.place_addresses[place : place + places],
+                    self.place_offsets[place : place + places],
+                    self.steps,
+                    self.run,
+                )
+
+
+class EngineDriver(ABC, Generic[E]):
+    """The driver in an engine process. Called from the engine's thread and from the connection's; no call waits for the
+    device. Raises `DeviceError`.
+
+    `E` is whatever the driver takes for an interprocess event.
+    """
+
+    @abstractmethod
+    def export(self, address: int) -> Exported:
+        """The allocation that holds the device address, made open for other processes of this user.
+
+        The same allocation gives the same handle as long as it lives. Raises `DeviceError` for memory that cannot be
+        lent, with the setting to change as hint.
+        """
+
+    @abstractmethod
+    def create_event(self, device: str) -> E:
+        """A new interprocess event of a device, not recorded yet; the caller destroys it."""
+
+    @abstractmethod
+    def export_event(self, event: E) -> bytes:
+        """The handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
+
+    @abstractmethod
+    def record(self, event: E, ready: object | None) -> None:
+        """Records the event, so that it is reached once the engine's work up to here is done.
+
+        `ready` is what the engine gave at its submit: its own event behind that work, or None for what the calling
+        thread's current stream holds. Recording again replaces the former record.
+        """
+
+    @abstractmethod
+    def destroy_event(self, event: E) -> None: ...
+
+    def close(self) -> None:
+        """Ends the driver's use in this process. Idempotent."""
+        return
+
+
+class CopierDriver(ABC, Generic[E, S]):
+    """The driver in the copier process of one device. One thread calls it, except `pin`, which others call at the same
+    time. Only `open`, `close_*` and `pin` may wait for the device, for a moment.
+
+    Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
+    context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
+    """
+
+    @abstractmethod
+    def pin(self, offset: int, nbytes: int) -> None:
+        """Registers a slice of the arena with the device, so that copies run asynchronously. Blocking."""
+
+    @abstractmethod
+    def unpin(self, offset: int, nbytes: int) -> None: ...
+
+    @abstractmethod
+    def open(self, allocation: Allocation) -> int:
+        """Maps another process's allocation; the address at which it begins here. Raises `DeviceError` for one that is
+        gone, of another device or malformed."""
+
+    @abstractmethod
+    def close_memory(self, address: int) -> None:
+        """Ends what `open` gave. The lender may free its memory from now on."""
+
+    @abstractmethod
+    def open_event(self, handle: bytes) -> E:
+        """Opens another process's event, see `EngineDriver.export_event`."""
+
+    @abstractmethod
+    def create_event(self) -> E:
+        """A new event for this process alone."""
+
+    @abstractmethod
+    def close_event(self, event: E) -> None:
+        """Ends what `open_event` or `create_event` gave."""
+
+    @abstractmethod
+    def create_stream(self, *, loads: bool) -> S:
+        """A stream for copies. That for `loads` goes first where the device knows priorities."""
+
+    @abstractmethod
+    def wait(self, stream: S, event: E) -> None:
+        """Later work of the stream runs behind the event. Never blocks."""
+
+    @abstractmethod
+    def copy(self, stream: S, batch: CopyBatch, *, to_arena: bool) -> None:
+        """Starts to copy every fragment between device and arena; never waits for it. The batch is the driver's."""
+
+    @abstractmethod
+    def record(self, event: E, stream: S) -> None:
+        """The event is reached once all that the stream holds now is done."""
+
+    @abstractmethod
+    def reached(self, event: E) -> bool:
+        """Whether the event was reached, never blocking. Raises `DeviceError` if a copy before it failed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends everything in this process. Idempotent."""
+
+
+def _product(lanes: array.array[int], places: array.array[int], steps: list[tuple[int, int]]) -> array.array[int]:
+    inner = [0]
+    for number, distance in reversed(steps):
+        inner = [at * distance + each for at in range(number) for each in inner]
+    if inner == [0]:
+        return array.array("Q", [lane + place for lane in lanes for place in places])
+    return array.array("Q", [lane + place + each for lane in lanes for place in places for each in inner])

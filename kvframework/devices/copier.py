@@ -1,0 +1,224 @@
+"""Owns the copier's work: one device, one driver, one thread that copies and listens to the server.
+
+It returns when the server is gone, and raises once its device is lost: a context that is poisoned is never used again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvframework.api import CopierDriver, CopyBatch, CopyPlanner, DeviceOptions
+from kvframework.devices.handles import read_handles
+from kvframework.devices.launching import Job, Launcher
+from kvframework.devices.messages import (
+    Beat,
+    Cancel,
+    Close,
+    Closed,
+    Copy,
+    Done,
+    Frames,
+    FromCopier,
+    Open,
+    Opened,
+    Ready,
+    ToCopier,
+    block_ids_of,
+    framed,
+    ranges_of,
+    to_copier,
+)
+from kvframework.devices.pinning import Pinning
+from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+# How long the loop sleeps while copies are under way: at first hardly, then longer.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.001
+# So high that it is closed after everything that could still write to an engine's memory.
+ALIVE_FD = 1 << 10
+_RECEIVE = 1 << 18
+
+
+@dataclass(eq=False)
+class _Instance:
+    """One engine's memory, open. `events` are its events by their handles."""
+
+    planner: CopyPlanner
+    addresses: list[int]
+    alive_fd: int | None
+    events: dict[bytes, Any] = field(default_factory=dict)
+
+
+class Copier:
+    """The process's work, until the socket ends."""
+
+    def __init__(self, sock: socket.socket, driver: CopierDriver[Any, Any], options: DeviceOptions, size: int) -> None:
+        self._sock = sock
+        self._driver = driver
+        self._launch_bytes = options.launch
+        self._instances: dict[int, _Instance] = {}
+        self._closing: set[int] = set()
+        self._frames = Frames()
+        self._fds: deque[int] = deque()
+        self._outbox: list[bytes] = []
+        self._next_beat = 0.0
+        self._pinned = Pinning(driver, size)
+        self._launcher = Launcher(
+            driver, limit=options.in_flight, usable=self._pinned.usable, done=self._done, clock=time.monotonic
+        )
+
+    def run(self) -> None:
+        """Returns when the server is gone. Raises `DeviceLost`."""
+        self.send(Ready())
+        self._pinned.start()
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        wait = SHORTEST_WAIT_S
+        while True:
+            busy = self._launcher.busy or bool(self._closing)
+            if poller.poll(wait * 1000 if busy else BEAT_S * 1000):
+                if not self._receive():
+                    return
+                wait = SHORTEST_WAIT_S
+            self._pinned.check()
+            wait = SHORTEST_WAIT_S if self._launcher.step() else min(wait * 2, LONGEST_WAIT_S)
+            self._close_idle()
+            self._beat()
+            self._flush()
+
+    def send(self, message: FromCopier) -> None:
+        self._outbox.append(framed(message))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            data, self._outbox = b"".join(self._outbox), []
+            self._sock.sendall(data)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._launcher.busy and now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self.send(Beat(self._launcher.oldest_s()))
+
+    def _receive(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, 16)
+        for fd in fds:
+            self._fds.append(_moved_up(fd))
+        if not data:
+            return False
+        for payload in self._frames.feed(data):
+            self._handle(to_copier(payload))
+        return True
+
+    def _handle(self, message: ToCopier) -> None:
+        if isinstance(message, Copy):
+            self._copy(message)
+        elif isinstance(message, Cancel):
+            self._launcher.cancel(message.job)
+        elif isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Close):
+            self._launcher.cancel_context(message.context)
+            self._closing.add(message.context)
+
+    def _open(self, message: Open) -> None:
+        alive = self._fds.popleft() if message.alive else None
+        addresses: list[int] = []
+        try:
+            memory = read_handles(message.handles, message.layout, message.desc)
+            for allocation in memory.allocations:
+                addresses.append(self._driver.open(allocation))
+            planner = CopyPlanner(message.layout.groups, message.desc, memory.opened_at(addresses))
+        except DeviceLost:
+            raise
+        except KVFrameworkError as error:
+            self._close_memory(addresses, alive)
+            self.send(Opened(message.context, error.code, error.fact))
+            return
+        self._instances[message.context] = _Instance(planner, addresses, alive)
+        self.send(Opened(message.context))
+
+    def _close_memory(self, addresses: list[int], alive_fd: int | None) -> None:
+        for address in addresses:
+            try:
+                self._driver.close_memory(address)
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                log.warning("memory could not be closed: %s", error)
+        if alive_fd is not None:
+            os.close(alive_fd)
+
+    def _copy(self, message: Copy) -> None:
+        instance = self._instances.get(message.context)
+        if instance is None or message.context in self._closing:
+            self.send(Done(message.job, False))
+            return
+        try:
+            ranges = ranges_of(message)
+            batches = instance.planner.plan(ranges, block_ids_of(message), message.blocks_in_chunk, message.skip_tokens)
+            event = self._event(instance, message.event)
+        except DeviceLost:
+            raise
+        except KVFrameworkError as error:
+            self.send(Done(message.job, False, error.code, error.fact))
+            return
+        self._launcher.add(
+            Job(
+                message.job,
+                message.context,
+                message.is_store,
+                _split(batches, self._launch_bytes),
+                event,
+                max((place.offset + place.length for place in ranges), default=0),
+            )
+        )
+
+    def _event(self, instance: _Instance, handle: bytes) -> Any:
+        if not handle:
+            return None
+        if handle not in instance.events:
+            instance.events[handle] = self._driver.open_event(handle)
+        return instance.events[handle]
+
+    def _done(self, job: Job) -> None:
+        error = job.error
+        if error is not None:
+            self.send(Done(job.number, False, error.code, error.fact))
+        else:
+            self.send(Done(job.number, not job.cancelled or job.exhausted))
+
+    def _close_idle(self) -> None:
+        for context in [each for each in self._closing if not self._launcher.holds(each)]:
+            self._closing.discard(context)
+            instance = self._instances.pop(context, None)
+            if instance is not None:
+                for event in instance.events.values():
+                    self._driver.close_event(event)
+                self._close_memory(instance.addresses, instance.alive_fd)
+            self.send(Closed(context))
+
+
+def _split(batches: Iterable[CopyBatch], limit: int) -> Iterator[CopyBatch]:
+    for batch in batches:
+        yield from batch.split(limit)
+
+
+def _moved_up(fd: int) -> int:
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ALIVE_FD)
+    except OSError:
+        return fd  # not so many descriptors are allowed here
+    os.close(fd)
+    return high

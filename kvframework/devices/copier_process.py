@@ -1,0 +1,103 @@
+"""Owns the copier process: how it begins, and that it ends with the server, whatever happens.
+
+Started by `kvframework.devices.supervisor`. It ends by the parent-death signal, by the socket's end, and by itself once
+its device is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from kvframework.api import Arena, ByteSize
+from kvframework.devices.copier import Copier
+from kvframework.devices.messages import FRAME_HEAD, Frames, Lost, Start, framed, to_copier
+from kvframework.errors import DeviceLost, KVFrameworkError
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """`arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s copier %(process)d: %(message)s")
+    _end_with_parent()
+    sock = socket.socket(fileno=int(arguments[0]))
+    arena_fd = int(arguments[1])
+    try:
+        start = _first(sock)
+    except EOFError:
+        return 0
+    try:
+        return _work(sock, arena_fd, start)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except KVFrameworkError as error:
+        lost = Lost(error.code, error.fact)
+    except Exception as error:
+        log.exception("the copier of %s failed", start.device)
+        lost = Lost(DeviceLost.code, f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        sock.sendall(framed(lost))
+    # Not by the interpreter's end: a lost device may hang in what a library does there.
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _first(sock: socket.socket) -> Start:
+    """The first message; not a byte more is taken. Raises `EOFError`."""
+    frames, wanted = Frames(), FRAME_HEAD
+    while True:
+        data = sock.recv(wanted, socket.MSG_WAITALL)
+        if not data:
+            raise EOFError
+        for payload in frames.feed(data):
+            start = to_copier(payload)
+            assert isinstance(start, Start)
+            return start
+        wanted = frames.missing
+
+
+def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
+    create, options_type = _named(start.create), _named(start.options_type)
+    options = msgspec.msgpack.decode(start.options, type=options_type, dec_hook=_size)
+    segment = mmap.mmap(arena_fd, 0)
+    os.close(arena_fd)
+    view = memoryview(segment)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
+    driver = create(options, start.device, Arena(view, address))
+    Copier(sock, driver, options, len(view)).run()
+    # The mappings go with the process, at once.
+    os._exit(0)
+
+
+def _named(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _size(kind: type, value: object) -> object:
+    return ByteSize.parse(value) if kind is ByteSize else value
+
+
+def _end_with_parent() -> None:
+    """Killed as soon as the supervisor's thread is gone, however that came."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)

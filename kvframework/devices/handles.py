@@ -1,0 +1,155 @@
+"""Owns how an engine's memory is described to the server: allocations, and where in them each plane of each layer lies.
+
+Pure but for the calls of the driver that exports. Used by the engine process to write handles and by the copier and the
+server to read them; what came over the wire is checked against the declared layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvframework.api import (
+    CANONICAL,
+    NO_BLOCK,
+    OPAQUE,
+    Allocation,
+    Exported,
+    KVLayout,
+    LayerGroup,
+    MemoryLayoutDesc,
+    Message,
+    PlacedView,
+    dtype_bytes,
+)
+from kvframework.errors import BadLayout, RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+# [group][plane][layer], each [blocks, slots, heads, dim]
+Views = Sequence[Sequence[Sequence["torch.Tensor"]]]
+
+MAX_ALLOCATIONS = 4096
+
+
+class LentAllocation(Message, frozen=True, array_like=True, tag="a"):
+    """An allocation that the views after it lie in, counted from 0."""
+
+    allocation: Allocation
+
+
+class LentView(Message, frozen=True, array_like=True, tag="v"):
+    """One plane of one layer: its place in an allocation, its number of blocks, and the strides of block, slot, head
+    and element, all in bytes. Views come in the order group, plane, layer."""
+
+    allocation: int
+    offset: int
+    blocks: int
+    strides: tuple[int, int, int, int]
+
+
+_Lent = LentAllocation | LentView
+
+
+@dataclass(frozen=True)
+class LentMemory:
+    """All that one instance lends: its device, its allocations, its views as `[group][plane][layer]`."""
+
+    device: str
+    allocations: Sequence[Allocation]
+    views: Sequence[Sequence[Sequence[LentView]]]
+
+    def opened_at(self, bases: Sequence[int]) -> list[list[list[PlacedView]]]:
+        """The views where the allocations are open at `bases`."""
+        return [
+            [
+                [PlacedView(bases[view.allocation] + view.offset, view.blocks, view.strides) for view in plane]
+                for plane in planes
+            ]
+            for planes in self.views
+        ]
+
+
+def lend(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> tuple[str, tuple[bytes, ...]]:
+    """The device and the handles of an instance. Several tensors of one allocation export it once. Raises what `export`
+    raises, and `BadLayout` for memory on several devices."""
+    known: list[tuple[int, int]] = []  # address range of each allocation
+    lent: list[LentAllocation] = []
+    placed: list[LentView] = []
+    for group, planes in zip(layout.groups, views, strict=True):
+        size = dtype_bytes(group.dtype)
+        for view in (view for plane in planes for view in plane):
+            address = view.data_ptr()
+            at = next((index for index, (low, high) in enumerate(known) if low <= address < high), None)
+            if at is None:
+                exported = export(address)
+                at, low = len(known), address - exported.offset
+                known.append((low, low + exported.allocation.nbytes))
+                lent.append(LentAllocation(exported.allocation))
+            strides = tuple(stride * size for stride in view.stride())
+            placed.append(LentView(at, address - known[at][0], view.shape[0], strides))  # type: ignore[arg-type]
+    devices = {each.allocation.device for each in lent}
+    if len(devices) != 1:
+        raise BadLayout(
+            f"the tensors lie on {len(devices)} devices: {', '.join(sorted(devices))}", available="one device",
+            hint="register one instance for each device",
+        )  # fmt: skip
+    return devices.pop(), tuple(msgspec.msgpack.encode(each) for each in (*lent, *placed))
+
+
+def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutDesc) -> LentMemory:
+    """What the handles say. Raises `RequestError` if they are malformed or do not fit the layout, `BadLayout` for one
+    that a device cannot serve."""
+    _check_servable(layout, desc)
+    lent = [_decode(handle, index) for index, handle in enumerate(handles)]
+    allocations = [each.allocation for each in lent if isinstance(each, LentAllocation)]
+    flat = [each for each in lent if isinstance(each, LentView)]
+    expected = sum(group.planes * group.num_layers for group in layout.groups)
+    if len(flat) != expected or not 1 <= len(allocations) <= MAX_ALLOCATIONS:
+        raise RequestError(
+            f"{len(flat)} views of {len(allocations)} allocations", where="handles", available=f"{expected} views"
+        )
+    if len({allocation.device for allocation in allocations}) != 1:
+        raise RequestError("the allocations are of several devices", where="handles", available="one device")
+    rest, views = iter(flat), []
+    for index, group in enumerate(layout.groups):
+        planes = [[next(rest) for _ in range(group.num_layers)] for _ in range(group.planes)]
+        for view in (view for plane in planes for view in plane):
+            _check_view(view, allocations, group, layout.blocks_of(index), f"layout.groups[{index}]")
+        views.append(planes)
+    return LentMemory(allocations[0].device, allocations, views)
+
+
+def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
+    for index, each in enumerate(desc.groups):
+        if each.form != CANONICAL and not each.form.startswith(OPAQUE):
+            raise BadLayout(f"objects of form {each.form}", available=f"{CANONICAL}, {OPAQUE}...")
+        if not 1 <= layout.blocks_of(index) < NO_BLOCK:
+            raise BadLayout(
+                f"{layout.blocks_of(index)} blocks", where=f"layout.groups[{index}]",
+                available="memory that stays where it is", hint="use cpu_gather for tensors passed at each submit",
+            )  # fmt: skip
+
+
+def _decode(handle: bytes, index: int) -> _Lent:
+    try:
+        return msgspec.msgpack.decode(handle, type=_Lent)  # type: ignore[no-any-return]
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"the handle is malformed: {error}", where=f"handles[{index}]") from None
+
+
+def _check_view(view: LentView, allocations: Sequence[Allocation], group: LayerGroup, blocks: int, where: str) -> None:
+    if not 0 <= view.allocation < len(allocations) or min(view.offset, *view.strides) < 0:
+        raise RequestError(f"a view lies in allocation {view.allocation} at {view.offset}", where=where)
+    counts = (view.blocks, group.slots, group.heads, group.head_dim)
+    last = sum((count - 1) * stride for count, stride in zip(counts, view.strides, strict=True))
+    end = view.offset + last + dtype_bytes(group.dtype)
+    if view.blocks < blocks or end > allocations[view.allocation].nbytes:
+        raise RequestError(
+            f"a view of {view.blocks} blocks ends at byte {end}", where=where,
+            available=f"{blocks} blocks in an allocation of {allocations[view.allocation].nbytes} bytes",
+        )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Owns what server and copier say to each other: msgspec structs, each behind its length on one Unix socket.
+
+The server speaks first (`Start`). Block ids travel as packed native u32 and ranges as packed native u64, since both
+sides are one machine and one version.
+"""
+
+from __future__ import annotations
+
+import array
+import struct
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kvframework.api import ArenaRange, BlockIds, CopyJob, KVLayout, MemoryLayoutDesc
+
+_LENGTH = struct.Struct("=I")
+FRAME_HEAD = _LENGTH.size
+MAX_FRAME = 1 << 30
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """`create` and `options_type` are "module:name"; `options` is msgpack of that type."""
+
+    create: str
+    options_type: str
+    options: bytes
+    device: str
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """With `alive`, a descriptor comes along that the copier keeps until the instance is closed."""
+
+    context: int
+    layout: KVLayout
+    desc: MemoryLayoutDesc
+    handles: tuple[bytes, ...]
+    alive: bool = False
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    context: int
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
+    job: int
+    context: int
+    is_store: bool
+    ranges: bytes
+    block_ids: tuple[bytes, ...]
+    blocks_in_chunk: tuple[int, ...]
+    event: bytes
+    skip_tokens: int
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    job: int
+
+
+ToCopier = Start | Open | Close | Copy | Cancel
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The device is open. Sent once."""
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
+    """The answer to `Open`; `code` is "" if the memory is open, else that of the error."""
+
+    context: int
+    code: str = ""
+    text: str = ""
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
+    """The answer to `Close`: nothing of the instance is mapped or touched any more."""
+
+    context: int
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """A copy touches nothing any more. `ok` False without a code: it was cancelled."""
+
+    job: int
+    ok: bool
+    code: str = ""
+    text: str = ""
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """Sent now and then while copies are under way; `oldest_s` is how long the oldest launch has taken."""
+
+    oldest_s: float
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
+    """The last word of a copier that cannot go on."""
+
+    code: str
+    text: str
+
+
+FromCopier = Ready | Opened | Closed | Done | Beat | Lost
+
+_to_copier: msgspec.msgpack.Decoder[ToCopier] = msgspec.msgpack.Decoder(ToCopier)
+_from_copier: msgspec.msgpack.Decoder[FromCopier] = msgspec.msgpack.Decoder(FromCopier)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def framed(message: ToCopier | FromCopier) -> bytes:
+    payload = _encoder.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Frames:
+    """Cuts what arrives into payloads."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """Bytes until the frame that has begun is whole, or its length is known."""
+        if len(self._data) < _LENGTH.size:
+            return _LENGTH.size - len(self._data)
+        return int(_LENGTH.unpack_from(self._data)[0]) + _LENGTH.size - len(self._data)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The payloads that are whole by now. Raises `ValueError` for a length that cannot be."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_FRAME:
+                raise ValueError(f"a frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            payload = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield payload
+
+
+def to_copier(payload: bytes) -> ToCopier:
+    return _to_copier.decode(payload)
+
+
+def from_copier(payload: bytes) -> FromCopier:
+    return _from_copier.decode(payload)
+
+
+def copy_message(number: int, context: int, job: CopyJob) -> Copy:
+    ranges = array.array("Q", [value for place in job.ranges for value in (place.chunk, place.group, place.offset,
+                                                                          place.length)])  # fmt: skip
+    return Copy(
+        number,
+        context,
+        job.is_store,
+        ranges.tobytes(),
+        tuple(array.array("I", ids).tobytes() for ids in job.block_ids),
+        tuple(job.blocks_in_chunk),
+        job.event,
+        job.skip_tokens,
+    )
+
+
+def ranges_of(copy: Copy) -> list[ArenaRange]:
+    values = iter(array.array("Q", copy.ranges))
+    return [ArenaRange(*each) for each in zip(values, values, values, values, strict=True)]
+
+
+def block_ids_of(copy: Copy) -> BlockIds:
+    ids: Sequence[Sequence[int]] = [array.array("I", each).tolist() for each in copy.block_ids]
+    return ids

@@ -1,0 +1,56 @@
+"""Owns the registration of the arena with the device: slice by slice, several at once, beside the first copies.
+
+In the copier process, in threads of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvframework.api import CopierDriver
+from kvframework.errors import DeviceError
+
+SLICE_BYTES = 64 << 30
+THREADS = 4
+
+
+class Pinning:
+    """Registers all `size` bytes of the arena, from `start` on in the background."""
+
+    def __init__(self, driver: CopierDriver[Any, Any], size: int) -> None:
+        self._driver = driver
+        self._starts = list(range(0, size, SLICE_BYTES))
+        self._size = size
+        self._done = [False] * len(self._starts)
+        self._usable = 0
+        self._error: DeviceError | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="kvf-pin", daemon=True).start()
+
+    def usable(self) -> int:
+        """Up to which byte the arena is registered, from its beginning."""
+        return self._usable
+
+    def check(self) -> None:
+        """Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(THREADS) as threads:
+            for _ in threads.map(self._pin, range(len(self._starts))):
+                pass
+
+    def _pin(self, index: int) -> None:
+        start = self._starts[index]
+        try:
+            self._driver.pin(start, min(SLICE_BYTES, self._size - start))
+        except DeviceError as error:
+            self._error = error
+            return
+        self._done[index] = True
+        first_missing = self._done.index(False) if False in self._done else len(self._done)
+        self._usable = max(self._usable, min(first_missing * SLICE_BYTES, self._size))

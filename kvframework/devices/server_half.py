@@ -1,0 +1,128 @@
+"""Owns the server half of every device transport: which copier an instance belongs to, and its copies' futures.
+
+Called from the serving thread; never blocks, except `close` at the end of the server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvframework.api import (
+    ByteSize,
+    ClientInfo,
+    CopyJob,
+    DeviceTransportProvider,
+    KVLayout,
+    MemoryLayoutDesc,
+    MessagingFuture,
+    ServerContext,
+    ServerTransport,
+)
+from kvframework.api.driver import DeviceOptions
+from kvframework.devices.handles import read_handles
+from kvframework.devices.messages import Start
+from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
+from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
+
+MAX_DEVICES = 64
+
+
+class DeviceServerTransport(ServerTransport):
+    """Opens instances of `provider`'s devices, one copier process per device, started with its first instance.
+
+    Raises `PluginBroken` if the provider's function cannot be found from another process.
+    """
+
+    def __init__(self, provider: DeviceTransportProvider[Any], options: DeviceOptions) -> None:
+        self._create = _name_of(provider.create_copier, provider.name)
+        self._options_type = _name_of(type(options), provider.name)
+        self._options = options
+        self._arena_fd = -1
+        self._copiers: dict[str, CopierSupervisor] = {}
+
+    def attach(self, arena_fd: int) -> None:
+        self._arena_fd = arena_fd
+
+    def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> DeviceContext:
+        return self._open(layout, desc, handles, None)
+
+    def open_for(
+        self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
+    ) -> DeviceContext:
+        return self._open(layout, desc, handles, client)
+
+    def _open(
+        self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes], client: ClientInfo | None
+    ) -> DeviceContext:
+        memory = read_handles(handles, layout, desc)
+        copier = self._copiers.get(memory.device)
+        if copier is None:
+            if len(self._copiers) >= MAX_DEVICES:
+                raise RequestError(f"{MAX_DEVICES} devices are in use", where="handles")
+            copier = self._copiers[memory.device] = self._start(memory.device)
+        alive_fd = client.hold() if client is not None else None
+        return DeviceContext(copier, copier.open(layout, desc, handles, alive_fd))
+
+    def copier_pids(self) -> dict[str, int]:
+        """The running copier processes by device, for those who watch."""
+        return {device: copier.pid for device, copier in self._copiers.items() if copier.pid is not None}
+
+    def close(self) -> None:
+        for copier in self._copiers.values():
+            copier.close()
+
+    def _start(self, device: str) -> CopierSupervisor:
+        start = Start(
+            self._create,
+            self._options_type,
+            msgspec.msgpack.encode(self._options, enc_hook=_plain),
+            device,
+        )
+        return CopierSupervisor(start, self._arena_fd, stall_s=self._options.stall_s)
+
+
+class DeviceContext(ServerContext):
+    """One instance's memory at its copier."""
+
+    def __init__(self, copier: CopierSupervisor, instance: CopierInstance) -> None:
+        self._copier = copier
+        self._instance = instance
+
+    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
+        return self._copier.copy(self._instance, job)
+
+    def close(self) -> None:
+        self._copier.close_instance(self._instance)
+
+    def closed(self) -> MessagingFuture[None] | None:
+        return self._instance.closed
+
+    def opened(self) -> MessagingFuture[None] | None:
+        return self._instance.opened
+
+    def failure(self) -> KVFrameworkError | None:
+        return self._instance.failure
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, ByteSize):
+        return int(value)
+    raise NotImplementedError(f"{type(value).__name__} is no type for an option")
+
+
+def _name_of(thing: Callable[..., object] | type, plugin: str) -> str:
+    """ "module:name" of a thing at the top of a module."""
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not thing or module == "__main__":
+        raise PluginBroken(
+            f"transport.{plugin}: {name or thing!r} cannot be found by its name", where=module,
+            hint="the copier is a process of its own: define it at the top of a module that can be imported",
+        )  # fmt: skip
+    return f"{module}:{name}"

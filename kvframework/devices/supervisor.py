@@ -1,0 +1,382 @@
+"""Owns one device's copier process as the server sees it: its start, its end, and what was asked of it.
+
+One thread per device starts the process, talks to it and reaps it; all calls from the serving thread only add to an
+outbox. What a process that ended had not answered fails, but never before it is reaped: until then it might write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvframework.api import CopyJob, KVLayout, MemoryLayoutDesc, MessagingFuture
+from kvframework.devices.backoff import Backoff
+from kvframework.devices.messages import (
+    Beat,
+    Cancel,
+    Close,
+    Closed,
+    Done,
+    Frames,
+    FromCopier,
+    Lost,
+    Open,
+    Opened,
+    Ready,
+    Start,
+    ToCopier,
+    copy_message,
+    framed,
+    from_copier,
+)
+from kvframework.errors import DeviceLost, KVFrameworkError
+
+log = logging.getLogger(__name__)
+
+START_S = 30.0
+STOP_S = 1.0
+TICK_S = 0.5
+_RECEIVE = 1 << 18
+# The paths of this process and no other: with -m the working directory would come first.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from kvframework.devices.copier_process import main; sys.exit(main(sys.argv[1:3]))"
+)
+
+
+@dataclass(eq=False)
+class CopierInstance:
+    """One engine's memory at the copier. `failure` is set, once, when it is lost or could not be opened; `closed` is
+    resolved once nothing of it is mapped any more, in whatever way that came."""
+
+    number: int
+    opened: MessagingFuture[None] = field(default_factory=lambda: MessagingFuture(lambda: None))
+    closed: MessagingFuture[None] = field(default_factory=lambda: MessagingFuture(lambda: None))
+    failure: KVFrameworkError | None = None
+    asked: float | None = field(default_factory=time.monotonic)  # when it was to be opened or closed; None: answered
+
+
+@dataclass(eq=False)
+class _Pending:
+    future: MessagingFuture[bool]
+    asked: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False)
+class _Process:
+    popen: subprocess.Popen[bytes]
+    sock: socket.socket
+    heard: float
+    lost: KVFrameworkError | None = None
+    oldest_s: float = 0.0
+
+
+class CopierSupervisor:
+    """The copier of one device. Starts a process when an instance is opened, and again, with a backoff, when that is
+    asked after it died. `start` tells the process what it is; `arena_fd` is borrowed until `close`."""
+
+    def __init__(self, start: Start, arena_fd: int, *, stall_s: float) -> None:
+        self.device = start.device
+        self._start = start
+        self._arena_fd = arena_fd
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[bytes, int | None]] = deque()
+        self._instances: dict[int, CopierInstance] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._numbers = 0
+        self._backoff = Backoff()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self.pid: int | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvf-copier-{start.device[:8]}", daemon=True)
+        self._thread.start()
+
+    # the serving thread, and whoever cancels
+
+    def open(
+        self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes], alive_fd: int | None
+    ) -> CopierInstance:
+        """Has an engine's memory opened; `alive_fd` is taken over, and kept open by the copier until the instance is
+        closed."""
+        with self._lock:
+            self._numbers += 1
+            instance = CopierInstance(self._numbers)
+            if self._closing:
+                self._refuse(instance, alive_fd, DeviceLost("the server is stopping"))
+                return instance
+            self._instances[instance.number] = instance
+            message = Open(instance.number, layout, desc, tuple(handles), alive_fd is not None)
+            self._send(message, alive_fd)
+        return instance
+
+    def copy(self, instance: CopierInstance, job: CopyJob) -> MessagingFuture[bool]:
+        """Starts a copy. The future fails with `DeviceLost` if the process ends before it is done."""
+        future: MessagingFuture[bool] = MessagingFuture(job.cancel)
+        with self._lock:
+            if instance.failure is not None:
+                return MessagingFuture.failed(instance.failure)
+            self._numbers += 1
+            number = self._numbers
+            self._pending[number] = _Pending(future)
+            self._send(copy_message(number, instance.number, job))
+        job.on_cancel(lambda: self._cancel(number))
+        return future
+
+    def close_instance(self, instance: CopierInstance) -> None:
+        """Has the mappings closed once what was launched is done. Never blocks."""
+        with self._lock:
+            if instance.failure is None and instance.number in self._instances:
+                instance.asked = time.monotonic()
+                self._send(Close(instance.number))
+            instance.failure = instance.failure or DeviceLost("the instance was closed")
+
+    def close(self) -> None:
+        """Ends the process and waits for its end, a second at most. All that was asked of it fails. Idempotent."""
+        with self._lock:
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            if number in self._pending:
+                self._send(Cancel(number))
+
+    def _send(self, message: ToCopier, fd: int | None = None) -> None:
+        self._outbox.append((framed(message), fd))
+        os.eventfd_write(self._wake, 1)
+
+    # the supervisor's thread
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._closing:
+            if not self._outbox:
+                poller.poll()
+                self._drain()
+                continue
+            self._wait_out_backoff(poller)
+            if not self._closing:
+                self._one_process()
+        self._fail_all(DeviceLost("the server is stopping"))
+
+    def _wait_out_backoff(self, poller: select.poll) -> None:
+        while (left := self._backoff.left(time.monotonic())) and not self._closing:
+            poller.poll(left * 1000 + 1)
+            self._drain()
+
+    def _one_process(self) -> None:
+        """From a start to an end. Whatever had been asked is answered afterwards."""
+        self._backoff.started(time.monotonic())
+        try:
+            process = self._spawn()
+        except OSError as error:
+            self._backoff.ended(time.monotonic())
+            self._fail_all(DeviceLost(f"the copier of {self.device} cannot be started: {error}"))
+            return
+        self.pid = process.popen.pid
+        reason: KVFrameworkError
+        try:
+            reason = self._serve(process)
+        except Exception as failure:
+            log.exception("the connection to the copier of %s failed", self.device)
+            reason = DeviceLost(f"the connection to the copier of {self.device} failed: {failure}")
+        finally:
+            self._reap(process)
+            self.pid = None
+        if not self._closing:
+            self._backoff.ended(time.monotonic())
+            log.error("%s; its instances have to register again", reason)
+        self._fail_all(reason)
+
+    def _spawn(self) -> _Process:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                popen = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._arena_fd), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), self._arena_fd),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        return _Process(popen, ours, time.monotonic())
+
+    def _serve(self, process: _Process) -> KVFrameworkError:
+        """Until the process ends, is to end or gets nowhere; why."""
+        sock, frames, unsent = process.sock, Frames(), bytearray(framed(self._start))
+        ready = False
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while True:
+            poller.register(sock, select.POLLIN | (select.POLLOUT if unsent or (ready and self._outbox) else 0))
+            happened = dict(poller.poll(TICK_S * 1000))
+            self._drain()
+            if self._closing:
+                return DeviceLost("the server is stopping")
+            if happened.get(sock.fileno(), 0) & ~select.POLLOUT:
+                data = _received(sock)
+                if data is None:
+                    break
+                process.heard = time.monotonic()
+                for payload in frames.feed(data):
+                    ready |= self._hear(process, from_copier(payload))
+            if not self._send_some(sock, unsent, ready):
+                break
+            stalled = self._stalled(process, ready)
+            if stalled:
+                return DeviceLost(f"the copier of {self.device} was killed: {stalled}")
+        return process.lost or DeviceLost(f"the copier of {self.device} ended{_why(process.popen)}")
+
+    def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
+        """Sends what the socket takes; False if the other end is gone."""
+        try:
+            while True:
+                if unsent:
+                    del unsent[: sock.send(unsent)]
+                    continue
+                if not ready or not self._outbox:
+                    return True
+                data, fd = self._outbox.popleft()
+                unsent += data
+                if fd is not None:
+                    try:
+                        sent = socket.send_fds(sock, [unsent], [fd])
+                    except BlockingIOError:
+                        unsent.clear()
+                        self._outbox.appendleft((data, fd))
+                        return True
+                    os.close(fd)
+                    del unsent[:sent]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def _hear(self, process: _Process, message: FromCopier) -> bool:
+        """Handles one message; True for the one that says that the device is open."""
+        if isinstance(message, Done):
+            with self._lock:
+                pending = self._pending.pop(message.job, None)
+            if pending is not None and message.code:
+                pending.future.set_exception(KVFrameworkError.from_code(message.code, message.text))
+            elif pending is not None:
+                pending.future.set_result(message.ok)
+        elif isinstance(message, Opened):
+            with self._lock:
+                instance = self._instances.get(message.context)
+                if instance is not None and instance.failure is None:
+                    instance.asked = None
+                if instance is not None and message.code:
+                    instance.failure = KVFrameworkError.from_code(message.code, message.text)
+                    del self._instances[message.context]
+            if instance is not None and message.code:
+                _end(instance, instance.failure)
+            elif instance is not None:
+                instance.opened.set_result(None)
+        elif isinstance(message, Closed):
+            with self._lock:
+                instance = self._instances.pop(message.context, None)
+            if instance is not None:
+                _end(instance, instance.failure)
+        elif isinstance(message, Lost):
+            process.lost = KVFrameworkError.from_code(message.code, f"the copier of {self.device}: {message.text}")
+        elif isinstance(message, Beat):
+            process.oldest_s = message.oldest_s
+        return isinstance(message, Ready)
+
+    def _stalled(self, process: _Process, ready: bool) -> str:
+        """Why the process has to be killed; "" if it has not."""
+        if process.oldest_s > self._stall_s:
+            return f"a copy has taken {process.oldest_s:.1f} s"
+        with self._lock:
+            asked = [each.asked for each in self._instances.values() if each.asked is not None]
+            asked += [each.asked for each in list(self._pending.values())[:1]]
+        since = max(process.heard, min(asked)) if ready and asked else process.heard
+        silent = time.monotonic() - since
+        if silent > (self._stall_s if ready else START_S) and (asked or not ready):
+            return f"it has said nothing for {silent:.1f} s"
+        return ""
+
+    def _reap(self, process: _Process) -> None:
+        """Returns once the process touches nothing any more."""
+        process.sock.close()
+        if process.lost is None:
+            process.popen.kill()
+        try:
+            process.popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+
+    def _fail_all(self, error: KVFrameworkError) -> None:
+        """What was asked and not answered fails, after the end of the process."""
+        with self._lock:
+            instances, pending = list(self._instances.values()), list(self._pending.values())
+            self._instances.clear()
+            self._pending.clear()
+            for _, fd in self._outbox:
+                if fd is not None:
+                    os.close(fd)
+            self._outbox.clear()
+            for instance in instances:
+                instance.failure = instance.failure or error
+        for each in pending:
+            each.future.set_exception(error)
+        for instance in instances:
+            _end(instance, error)
+
+    def _refuse(self, instance: CopierInstance, alive_fd: int | None, error: KVFrameworkError) -> None:
+        if alive_fd is not None:
+            os.close(alive_fd)
+        instance.failure = error
+        _end(instance, error)
+
+    def _drain(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def __del__(self) -> None:
+        wake = getattr(self, "_wake", -1)
+        if wake >= 0:
+            os.close(wake)
+
+
+def _end(instance: CopierInstance, error: KVFrameworkError | None) -> None:
+    """Whoever waits for its opening or its end waits no more."""
+    instance.opened.set_exception(error or DeviceLost("the instance was closed"))
+    instance.closed.set_result(None)
+
+
+def _received(sock: socket.socket) -> bytes | None:
+    """What is there; None at the end."""
+    try:
+        return sock.recv(_RECEIVE) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None
+
+
+def _why(popen: subprocess.Popen[bytes]) -> str:
+    try:
+        status = popen.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f" by signal {signal.Signals(-status).name}" if status < 0 else f" with status {status}"

@@ -1,0 +1,24 @@
+"""A simulated accelerator at driver level, for transports of devices that are not at hand.
+
+`SimulatedNode` makes devices in a directory; each process that uses them makes an `Accelerator`. What a real device
+hides (work out of order, memory that is gone, the wrong process) is refused and noted.
+"""
+
+from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse
+from kvframework.testing.accelerator.node import NODE_VARIABLE, SimulatedNode, Violation
+from kvframework.testing.accelerator.runtime import Accelerator
+from kvframework.testing.accelerator.streams import Event, Stream
+from kvframework.testing.accelerator.tensor import DeviceTensor
+
+__all__ = [
+    "NODE_VARIABLE",
+    "Accelerator",
+    "AcceleratorError",
+    "ContextLost",
+    "DeviceTensor",
+    "Event",
+    "Misuse",
+    "SimulatedNode",
+    "Stream",
+    "Violation",
+]

@@ -1,0 +1,180 @@
+"""Owns what all processes on a simulated node know of each other: allocations, mappings, events, work that is queued.
+
+One SQLite file in the node's directory, so that a process killed at any moment leaves it whole. Every call is short and
+takes the file's lock; thread-safe.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+FILE = "ledger.sqlite"
+_SCHEMA = """
+create table settings(name text primary key, value text);
+create table devices(uuid text primary key, number integer, nbytes integer, vanished integer default 0);
+create table processes(id integer primary key, pid integer, started text);
+create table allocations(id integer primary key, device text, process integer, start integer, nbytes integer,
+                         token blob, freed integer default 0);
+create table mappings(id integer primary key, allocation integer, process integer);
+create table events(id integer primary key, device text, process integer, token blob, recorded integer default 0,
+                    reached integer default 0, destroyed integer default 0, error text default '');
+create table queued(id integer primary key, device text, process integer, stream integer, writes integer, what text,
+                    spans blob);
+create table faults(id integer primary key, kind text, device text, remaining integer, hits integer default 0);
+create table violations(id integer primary key, process integer, kind text, text text);
+"""
+
+# Sorted, without overlaps: (first byte, byte after the last) in a device's memory.
+Spans = Sequence[tuple[int, int]]
+
+
+class Ledger:
+    """One process's connection to the file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lock = threading.RLock()
+        self._file = sqlite3.connect(
+            directory / FILE, timeout=20.0, isolation_level=None, check_same_thread=False, cached_statements=256
+        )
+        self._file.execute("pragma synchronous = off")
+
+    @classmethod
+    def create(cls, directory: Path) -> Ledger:
+        """A new, empty one."""
+        with sqlite3.connect(directory / FILE) as file:
+            file.execute("pragma journal_mode = wal")
+            file.executescript(_SCHEMA)
+        file.close()
+        return cls(directory)
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """What is done inside becomes visible as one."""
+        with self._lock:
+            self._file.execute("begin immediate")
+            try:
+                yield
+            except BaseException:
+                self._file.execute("rollback")
+                raise
+            self._file.execute("commit")
+
+    def all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._lock:
+            return self._file.execute(query, values).fetchall()
+
+    def one(self, query: str, *values: object) -> tuple | None:  # type: ignore[type-arg]
+        with self._lock:
+            found: tuple | None = self._file.execute(query, values).fetchone()  # type: ignore[type-arg]
+            return found
+
+    def insert(self, statement: str, *values: object) -> int:
+        """The new row's id."""
+        with self._lock:
+            return int(self._file.execute(statement, values).lastrowid or 0)
+
+    def run(self, statement: str, *values: object) -> int:
+        """The number of rows changed."""
+        with self._lock:
+            return self._file.execute(statement, values).rowcount
+
+    # processes
+
+    def enter(self) -> int:
+        """Adds this process; its number on the node."""
+        return self.insert("insert into processes(pid, started) values(?, ?)", os.getpid(), _started(os.getpid()))
+
+    def lives(self, process: int) -> bool:
+        row = self.one("select pid, started from processes where id = ?", process)
+        return row is not None and _started(row[0]) == row[1] != ""
+
+    # work that is queued
+
+    def queue(self, device: str, process: int, stream: int, *, writes: bool, what: str, spans: Spans) -> int:
+        flat = array.array("Q", [edge for span in spans for edge in span])
+        return self.insert(
+            "insert into queued(device, process, stream, writes, what, spans) values(?, ?, ?, ?, ?, ?)",
+            device, process, stream, int(writes), what, flat.tobytes(),
+        )  # fmt: skip
+
+    def finished(self, queued: int) -> None:
+        self.run("delete from queued where id = ?", queued)
+
+    def conflict(self, queued: int) -> str:
+        """What was queued earlier, elsewhere, is not done, and touches the same bytes, one of the two writing; "" if
+        nothing does."""
+        mine = self.one("select device, process, stream, writes, spans from queued where id = ?", queued)
+        if mine is None:
+            return ""
+        device, process, stream, writes, spans = mine
+        rows = self.all(
+            "select process, what, spans from queued where id < ? and device = ? and (process != ? or stream != ?)"
+            " and (writes or ?)",
+            queued, device, process, stream, writes,
+        )  # fmt: skip
+        for other, what, others in rows:
+            if _touch(spans, others) and self.lives(other):
+                return f"{what} of process {other}"
+        return ""
+
+    # faults and what was done wrong
+
+    def take_fault(self, kind: str, device: str) -> bool:
+        """Whether such a fault is to happen now; one that was injected `count` times is used up by that."""
+        if self.one("select id from faults where kind = ? and device = ? and remaining > 0", kind, device) is None:
+            return False
+        with self.change():
+            return bool(
+                self.run(
+                    "update faults set remaining = remaining - 1, hits = hits + 1 where id ="
+                    " (select id from faults where kind = ? and device = ? and remaining > 0 limit 1)",
+                    kind,
+                    device,
+                )
+            )
+
+    def violated(self, process: int, kind: str, text: str) -> None:
+        self.insert("insert into violations(process, kind, text) values(?, ?, ?)", process, kind, text)
+
+
+def merged(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, neighbours joined."""
+    result: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if result and low <= result[-1][1]:
+            result[-1] = (result[-1][0], max(high, result[-1][1]))
+        else:
+            result.append((low, high))
+    return result
+
+
+def _touch(one: bytes, other: bytes) -> bool:
+    a, b = array.array("Q", one), array.array("Q", other)
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i + 1] <= b[j]:
+            i += 2
+        elif b[j + 1] <= a[i]:
+            j += 2
+        else:
+            return True
+    return False
+
+
+def _started(pid: int) -> str:
+    """When a process began; "" if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

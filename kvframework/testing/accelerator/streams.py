@@ -1,0 +1,97 @@
+"""Owns the streams and events of the simulated accelerator: queues with a thread each, and what orders them."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost
+
+if TYPE_CHECKING:
+    from kvframework.testing.accelerator.runtime import Accelerator
+
+_POLL_S = 0.0005
+
+
+class Event:
+    """A point in a stream's work. Interprocess ones have a row in the ledger, `row`; others live here alone."""
+
+    def __init__(self, device: str, row: int | None = None, *, opened: bool = False) -> None:
+        self.device = device
+        self.row = row
+        self.opened = opened
+        self.closed = False
+        self.recorded = 0
+        self.reached = 0
+        self.error = ""
+
+
+class Stream:
+    """Work in order, each piece after a delay drawn from the node's seed. Its thread ends with the runtime."""
+
+    def __init__(self, runtime: Accelerator, device: str, number: int, seed: str, max_delay_s: float) -> None:
+        self.device = device
+        self.number = number
+        self._runtime = runtime
+        self._random = random.Random(f"{seed}/{number}")  # noqa: S311 - repeatable, not secret
+        self._max_delay_s = max_delay_s
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open = threading.Event()
+        self._open.set()
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, name=f"sim-stream-{number}", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Callable[[], None]) -> None:
+        """Queues a piece of work. What it raises is the error of the stream until an event has taken it."""
+        self._work.put(work)
+
+    def hold(self) -> None:
+        """Nothing more of the stream begins until `release`: as if the work before took very long."""
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def synchronize(self, timeout: float = 20.0) -> None:
+        """Waits for all that is queued. Raises the stream's error, if there was one."""
+        done = threading.Event()
+        self.add(done.set)
+        if not done.wait(timeout):
+            raise AcceleratorError(f"stream {self.number} did not come to an end within {timeout} s")
+        error, self.error = self.error, ""
+        if error:
+            raise AcceleratorError(error)
+
+    def end(self) -> None:
+        self._open.set()
+        self._work.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._open.wait()
+            delay = self._random.uniform(0, self._max_delay_s)
+            if delay > _POLL_S / 5:
+                time.sleep(delay)
+            try:
+                work()
+            except ContextLost as error:
+                self._runtime.poison(str(error))
+            except AcceleratorError as error:
+                self.error = self.error or str(error)
+            except Exception as error:  # noqa: BLE001 - a stream never ends before its runtime
+                self.error = self.error or f"{type(error).__name__}: {error}"
+
+
+def wait_until_reached(reached: Callable[[], bool], ended: Callable[[], bool]) -> None:
+    """In a stream's thread: until an event is reached. Raises `AcceleratorError` if that can no longer be."""
+    while not reached():
+        if ended():
+            raise AcceleratorError("the event's process ended before it was reached")
+        time.sleep(_POLL_S)

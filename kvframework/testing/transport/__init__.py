@@ -1,0 +1,27 @@
+"""The conformance kit for transports: what every transport must do, on the simulated accelerator or a vendor's device.
+
+    import pytest
+    from kvframework.testing import TransportConformance
+    from kvframework.testing.transport import RigSpec
+
+    class TestMyTransport(TransportConformance):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def spec(cls):
+            return RigSpec("my_rig:make", {})
+
+`my_rig.make` returns a `TransportRig`: the transport's name and how an engine uses the device. Some tests start
+processes of their own, which make the rig again.
+"""
+
+from kvframework.testing.transport.content import Content
+from kvframework.testing.transport.life import Life
+from kvframework.testing.transport.order import Order
+from kvframework.testing.transport.rig import RigSpec, TransportRig
+
+
+class TransportConformance(Content, Order, Life):
+    """All tests of the kit. Give a `spec` fixture of class scope."""
+
+
+__all__ = ["RigSpec", "TransportConformance", "TransportRig"]

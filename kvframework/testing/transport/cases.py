@@ -1,0 +1,161 @@
+"""Owns the layouts that the transport kit tries, and the model that says where each element lies. Pure, no torch.
+
+The model knows nothing of layout plugins or planning: it counts, element by element, from the declared axes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kvframework.api import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """One layer group: its sizes, and the axes in which the engine holds it."""
+
+    axes: tuple[str, ...]
+    layers: int = 2
+    planes: int = 2
+    heads: int = 2
+    dim: int = 3
+    dtype: str = "float32"
+    block_size: int = 4
+    compress_ratio: int = 1
+    window: int = 0
+    state: bool = False
+    opaque: bool = False
+
+    @property
+    def slots(self) -> int:
+        return 1 if self.state else self.block_size // self.compress_ratio
+
+    @property
+    def units(self) -> int:
+        """Slots that may be written alone: an opaque block is one."""
+        return 1 if self.opaque else self.slots
+
+    def table(self, pattern: str, index: int) -> dict[str, object]:
+        """The group in the layout's options."""
+        common = {"layers": [pattern], "block_size": self.block_size, "window": self.window, "state": self.state}
+        if self.opaque:
+            return {**common, "block_axis": self.axes.index("block")}
+        return {**common, "axes": list(self.axes), "compress_ratio": self.compress_ratio}
+
+    def shapes(self, blocks: int) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The shape of each tensor by (layer, plane); -1 for an axis that the tensor holds itself."""
+        sizes = {"layer": self.layers, "plane": self.planes, "block": blocks, "token": self.slots, "head": self.heads,
+                 "dim": self.dim}  # fmt: skip
+        if "block" not in self.axes:
+            sizes["token"] *= blocks
+        shape = tuple(sizes[axis] for axis in self.axes)
+        layers = [-1] if "layer" in self.axes else range(self.layers)
+        planes = [-1] if "plane" in self.axes else range(self.planes)
+        return {(layer, plane): shape for layer in layers for plane in planes}
+
+
+PAGED = {
+    "nhd": [GroupCase(("plane", "block", "token", "head", "dim"))],
+    "hnd": [GroupCase(("block", "plane", "head", "token", "dim"), dtype="bfloat16")],
+    "dim_before_token": [GroupCase(("block", "head", "dim", "token"), dtype="float16")],
+    "all_layers_in_one": [GroupCase(("block", "layer", "plane", "token", "head", "dim"), layers=3)],
+    "pairs_of_flat_tokens": [GroupCase(("token", "head", "dim"), dtype="uint8")],
+    "latent": [GroupCase(("block", "token", "dim"), planes=1, heads=1, dim=5, layers=3)],
+    "window": [GroupCase(("plane", "block", "token", "head", "dim"), window=10)],
+    "state": [
+        GroupCase(("block", "token", "head", "dim")),
+        GroupCase(("block", "dim"), planes=1, heads=1, dim=7, state=True),
+    ],
+    "hybrid": [
+        GroupCase(("plane", "block", "head", "token", "dim"), block_size=8),
+        GroupCase(("block", "token", "head", "dim"), layers=3, window=20, block_size=4),
+        GroupCase(("block", "dim"), layers=1, planes=1, heads=1, dim=6, state=True, block_size=16),
+        GroupCase(("block", "token", "dim"), layers=1, planes=1, heads=1, compress_ratio=4, block_size=16),
+    ],
+}
+OPAQUE = {
+    "opaque": [
+        GroupCase(("block", "token", "head", "dim"), opaque=True, dtype="bfloat16"),
+        GroupCase(("block", "token", "dim"), planes=1, heads=1, layers=1, opaque=True, window=9),
+    ]
+}  # fmt: skip
+CASES = {**PAGED, **OPAQUE}
+CHUNK = 16
+
+# A tensor of a model: group, layer, plane (-1: held by the tensor itself).
+Name = tuple[int, int, int]
+
+
+class MemoryModel:
+    """What an engine's tensors hold, byte by byte: `images` by tensor. Starts with random bytes."""
+
+    def __init__(self, groups: Sequence[GroupCase], blocks: Sequence[int], seed: int) -> None:
+        self.groups = groups
+        self.blocks = blocks
+        source = random.Random(seed)  # noqa: S311 - repeatable test data
+        self.shapes: dict[Name, tuple[int, ...]] = {
+            (index, *name): shape
+            for index, (group, count) in enumerate(zip(groups, blocks, strict=True))
+            for name, shape in group.shapes(count).items()
+        }
+        self.images = {
+            name: bytearray(source.randbytes(math.prod(shape) * DTYPE_BYTES[groups[name[0]].dtype]))
+            for name, shape in self.shapes.items()
+        }
+
+    def copy_slots(self, other: MemoryModel, group: int, source: int, target: int, slots: Sequence[int]) -> None:
+        """What `other` holds in slots of its block `source` comes to be in block `target` here."""
+        size = DTYPE_BYTES[self.groups[group].dtype]
+        for slot in slots:
+            for there, here in zip(
+                other.elements(group, source, slot), self.elements(group, target, slot), strict=True
+            ):
+                (from_name, from_at), (to_name, to_at) = there, here
+                self.images[to_name][to_at : to_at + size] = other.images[from_name][from_at : from_at + size]
+
+    def canonical_block(self, index: int, block: int) -> bytes:
+        """The bytes of one block as `[planes, layers, slots, hidden]` (of an opaque group, of its raw blocks)."""
+        group, size = self.groups[index], DTYPE_BYTES[self.groups[index].dtype]
+        rows: dict[tuple[int, int], bytearray] = {}
+        slots = range(1) if group.opaque else range(group.slots)
+        per_lane = (group.slots if group.opaque else 1) * group.heads * group.dim
+        for slot in slots:
+            for number, (name, at) in enumerate(self.elements(index, block, slot)):
+                layer, plane = divmod(number // per_lane, group.planes)
+                rows.setdefault((plane, layer), bytearray()).extend(self.images[name][at : at + size])
+        return b"".join(bytes(rows[key]) for key in sorted(rows))
+
+    def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, int]]:
+        """Every element of one slot (of an opaque group, of the block) as (tensor, byte offset), in the same order
+        whatever the axes."""
+        group = self.groups[index]
+        slots = range(group.slots) if group.opaque else [slot]
+        for layer, plane, at, head, dim in product(
+            range(group.layers), range(group.planes), slots, range(group.heads), range(group.dim)
+        ):
+            name = (index, -1 if "layer" in group.axes else layer, -1 if "plane" in group.axes else plane)
+            places = {"layer": layer, "plane": plane, "block": block, "token": at, "head": head, "dim": dim}
+            if "block" not in group.axes:
+                places["token"] += block * group.slots
+            offset = 0
+            for axis, size in zip(group.axes, self.shapes[name], strict=True):
+                offset = offset * size + places[axis]
+            yield name, offset * DTYPE_BYTES[group.dtype]
+
+
+def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    """Of a load of `blocks` blocks: for each that is written, which slots. From the definition, token by token."""
+    tokens = blocks * group.block_size
+    for at in range(blocks):
+        if group.state and at != blocks - 1:
+            continue
+        if group.window and (at + 1) * group.block_size <= tokens - group.window:
+            continue
+        width = group.block_size // group.units
+        slots = [unit for unit in range(group.units) if at * group.block_size + (unit + 1) * width > skip_tokens]
+        if slots:
+            yield at, slots

@@ -1,0 +1,161 @@
+"""Owns the transport kit's tests of content: what is stored comes back, where it belongs and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvframework.api import NO_BLOCK, StoreOutcome
+from kvframework.errors import BadBlockIds, BadRange
+from kvframework.testing.transport.cases import CASES, CHUNK, PAGED
+from kvframework.testing.transport.kit import MakeEngine, TransportKit
+from kvframework.testing.transport.node import PATIENCE_S
+
+NHD = PAGED["nhd"]
+
+
+class Content(TransportKit):
+    """Every layout, every group, every range."""
+
+    @pytest.fixture(params=sorted(CASES))
+    def case(self, request: pytest.FixtureRequest) -> str:
+        if request.param == "opaque":
+            pytest.importorskip("torch")
+        name: str = request.param
+        return name
+
+    def test_what_is_stored_comes_back_in_other_blocks(self, make_engine: MakeEngine, case: str) -> None:
+        engine = make_engine(CASES[case])
+        request = engine.request()
+        stored = engine.store(request, engine.source())
+        assert stored.result(PATIENCE_S) is True
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+        assert engine.differences() == []
+
+    def test_another_instance_loads_what_was_stored(self, make_engine: MakeEngine, case: str) -> None:
+        one, other = make_engine(CASES[case]), make_engine(CASES[case])
+        request = one.request()
+        assert one.store(request, one.source()).result(PATIENCE_S) is True
+        assert other.load(request, other.target()).result(PATIENCE_S) is True
+        other.expect_loaded(one.model, one.source(), other.target())
+        assert other.differences() == []
+        assert one.differences() == [], "a store changes nothing"
+
+    @pytest.mark.parametrize("skip", [1, 7, CHUNK, CHUNK + 6, 3 * CHUNK - 1])
+    def test_skipped_tokens_are_not_written(self, make_engine: MakeEngine, case: str, skip: int) -> None:
+        groups = CASES[case]
+        if any(group.opaque for group in groups):
+            skip -= skip % max(group.block_size for group in groups)
+        engine = make_engine(groups)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S) is True
+        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
+        assert engine.differences() == []
+
+    def test_one_block_is_gathered_for_the_canary(self, make_engine: MakeEngine, case: str) -> None:
+        """As its canonical bytes, by the way that stores take."""
+        engine = make_engine(CASES[case])
+        blocks = [count - 2 for count in engine.model.blocks]
+        instance = engine.worker._instance
+        assert instance is not None
+        gathered = instance.transfer.gather_block(engine.caches, blocks)
+        assert gathered == [engine.model.canonical_block(index, block) for index, block in enumerate(blocks)]
+
+    def test_layouts_share_objects(self, make_engine: MakeEngine) -> None:
+        """The same groups in other orders of axes have the same objects."""
+        from dataclasses import replace
+
+        one = make_engine([replace(NHD[0], axes=("plane", "block", "token", "head", "dim"))])
+        request = one.request()
+        assert one.store(request, one.source()).result(PATIENCE_S) is True
+        for axes in (("block", "head", "token", "dim"), ("layer", "block", "dim", "plane", "head", "token")):
+            other = make_engine([replace(NHD[0], axes=axes)])
+            assert other.registration.namespace == one.registration.namespace
+            assert other.load(request, other.target()).result(PATIENCE_S) is True
+            other.expect_loaded(one.model, one.source(), other.target())
+            assert other.differences() == []
+
+    def test_only_missing_chunks_are_copied(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(NHD)
+        request = engine.request()
+        middle = engine.source(CHUNK, 2 * CHUNK)
+        assert engine.store(request, middle, CHUNK, 2 * CHUNK).result(PATIENCE_S) is True
+        before = engine.snapshot()
+        engine.overwrite()
+        whole = engine.store(request, engine.source())
+        assert whole.result(PATIENCE_S) is True
+        assert whole.detail == StoreOutcome(stored=2, present=1)
+        after = engine.snapshot()
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        engine.expect_loaded(after, engine.source(), engine.target())
+        engine.expect_loaded(before, middle, engine.target(CHUNK, 2 * CHUNK))
+        assert engine.differences() == []
+
+    def test_a_part_of_what_is_stored_is_loaded(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(NHD)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        end = 2 * CHUNK
+        assert engine.load(request, engine.target(CHUNK, end), CHUNK, end).result(PATIENCE_S) is True
+        engine.expect_loaded(engine.snapshot(), engine.source(CHUNK, end), engine.target(CHUNK, end))
+        assert engine.differences() == []
+
+    def test_a_load_of_what_is_not_there_touches_nothing(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(NHD)
+        request = engine.request()
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is False
+        assert engine.store(request, engine.source(0, CHUNK), 0, CHUNK).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is False, "two chunks are missing"
+        assert engine.differences() == []
+
+    def test_blocks_that_a_window_gave_away_are_left_out(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(CASES["hybrid"])
+        request = engine.request()
+        ids = engine.source()
+        ids[1] = [NO_BLOCK] * 5 + ids[1][5:]
+        ids[2] = [NO_BLOCK] * 2 + ids[2][2:]
+        stored = engine.store(request, ids)
+        assert stored.result(PATIENCE_S) is True
+        assert stored.detail == StoreOutcome(stored=3 + 1 + 1 + 3)
+
+    def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(CASES["state"])
+        request = engine.request()
+        good = engine.source()
+        count = engine.model.blocks[0]
+        for bad in (
+            good[:1],
+            [*good, good[0]],
+            [good[0][:-1], good[1]],
+            [[*good[0], 0], good[1]],
+            [[*good[0][:-1], count], good[1]],
+            [[*good[0][:-1], -1], good[1]],
+            [[*good[0][:-1], NO_BLOCK], good[1]],
+        ):
+            for submit in (engine.store, engine.load):
+                with pytest.raises(BadBlockIds):
+                    submit(request, bad)
+        for skip in (-1, 3 * CHUNK + 1):
+            with pytest.raises(BadRange):
+                engine.load(request, good, skip=skip)
+        assert engine.hit(request) == 0
+        assert engine.differences() == []
+
+    def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
+        engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")]
+        requests = [[engine.request() for turn in range(4)]
+                    for engine in engines]  # fmt: skip
+        futures = [
+            engine.store(request, engine.source())
+            for turn in range(4)
+            for engine, request in ((engine, requests[at][turn]) for at, engine in enumerate(engines))
+        ]
+        assert all(future.result(PATIENCE_S) for future in futures)
+        futures = [
+            engine.load(requests[at][turn], engine.target()) for turn in range(4) for at, engine in enumerate(engines)
+        ]
+        assert all(future.result(PATIENCE_S) for future in futures)
+        for engine in engines:
+            engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+            assert engine.differences() == []

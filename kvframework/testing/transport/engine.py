@@ -1,0 +1,183 @@
+"""Owns an engine of the transport kit: memory of known content on the rig's device, registered with a server."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from kvframework.api import BlockIds, MessagingFuture
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.plugins import PluginRegistry
+from kvframework.testing.transport.cases import CHUNK, GroupCase, MemoryModel, Name, loaded_slots
+from kvframework.testing.transport.rig import TransportRig
+
+SPARE = 3
+_SEEDS = itertools.count(1000)
+
+
+def registry_for(rig: TransportRig) -> PluginRegistry:
+    """What is installed, and the rig's modules."""
+    registry = PluginRegistry()
+    for name in rig.plugins:
+        registry.register(import_module(name), distribution="kit")
+    return registry
+
+
+class KitEngine:
+    """One instance: memory for `chunks` chunks twice over, with known content, behind a `WorkerAdapter`.
+
+    Blocks to store from and to load into are drawn from `seed`, so that ids are neither in order nor equal between
+    groups. `model` is what the memory should hold.
+    """
+
+    def __init__(
+        self,
+        rig: TransportRig,
+        client: KVClient,
+        instance_id: int,
+        groups: Sequence[GroupCase],
+        *,
+        chunks: int = 3,
+        seed: int = 0,
+        model_name: str = "kit",
+    ) -> None:
+        self.rig, self.client, self.groups, self.chunks = rig, client, groups, chunks
+        tokens = chunks * CHUNK
+        counts = [2 * tokens // group.block_size + SPARE for group in groups]
+        self.model = MemoryModel(groups, counts, seed)
+        self._seed = seed
+        self.tensors: dict[Name, Any] = {}
+        for name, shape in self.model.shapes.items():
+            self.tensors[name] = rig.empty(shape, groups[name[0]].dtype)
+            rig.write(self.tensors[name], bytes(self.model.images[name]))
+        opaque = any(group.opaque for group in groups)
+        tables = [group.table(f"g{index}.*", index) for index, group in enumerate(groups)]
+        self.worker = WorkerAdapter(
+            client,
+            instance_id=instance_id,
+            model_name=model_name,
+            transport=rig.transport,
+            transport_options=rig.engine_options,
+            layout="opaque" if opaque else "paged",
+            layout_options={"groups": tables, **({"packing": "kit/1"} if opaque else {})},
+        )
+        self.caches = self._caches()
+        self.registration = self.worker.register_kv_caches(self.caches, block_size=groups[0].block_size)
+        assert self.registration.desc.chunk_tokens == CHUNK
+
+    def request(self, seed: int | None = None, request_id: str = "r") -> RequestHashes:
+        """A request with tokens of `seed` (below 1000), or such that nobody else has."""
+        seed = next(_SEEDS) if seed is None else seed
+        request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
+        request.extend([seed * 1000 + at for at in range(self.chunks * CHUNK)])
+        return request
+
+    def source(self, start: int = 0, end: int | None = None, *, seed: int | None = None) -> list[list[int]]:
+        """The blocks that hold tokens `[start, end)`, per group; those of an engine of another `seed`."""
+        return self._blocks(start, end, 0, self._seed if seed is None else seed)
+
+    def target(self, start: int = 0, end: int | None = None) -> list[list[int]]:
+        """Other blocks for the same tokens."""
+        return self._blocks(start, end, self.chunks * CHUNK, self._seed)
+
+    def model_of(self, seed: int) -> MemoryModel:
+        """What an engine of the same case and another seed holds at first."""
+        return MemoryModel(self.groups, self.model.blocks, seed)
+
+    def store(
+        self, request: RequestHashes, blocks: BlockIds, start: int = 0, end: int | None = None, event: object = None
+    ) -> MessagingFuture[bool]:
+        event = self.rig.event() if event is None else event
+        return self.worker.submit_store(request, start, self._end(end), blocks, event=event)  # type: ignore[arg-type]
+
+    def load(
+        self,
+        request: RequestHashes,
+        blocks: BlockIds,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        skip: int = 0,
+        event: object = None,
+    ) -> MessagingFuture[bool]:
+        return self.worker.submit_retrieve(
+            request,
+            start,
+            self._end(end),
+            blocks,
+            event=self.rig.event() if event is None else event,  # type: ignore[arg-type]
+            skip_first_n_tokens=skip,
+        )
+
+    def hit(self, request: RequestHashes) -> int:
+        """How many tokens a lookup finds."""
+        scheduler = SchedulerAdapter(
+            self.client,
+            model_name=self.worker.identity.model_name,
+            namespace=self.registration.namespace,
+            chunk_tokens=CHUNK,
+        )
+        result = scheduler.lookup(request)
+        scheduler.free(result)
+        return result.hit_tokens
+
+    def expect_loaded(self, other: MemoryModel, sources: BlockIds, targets: BlockIds, skip: int = 0) -> None:
+        """Has the model hold what a load brings of what `other` held when it was stored."""
+        for index, group in enumerate(self.groups):
+            for at, slots in loaded_slots(group, len(targets[index]), skip):
+                self.model.copy_slots(other, index, sources[index][at], targets[index][at], slots)
+
+    def overwrite(self, *, later: bool = False) -> object:
+        """Gives the memory other content at once, or later; the event behind it then."""
+        fresh = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
+        self.model = fresh
+        event = None
+        for name, image in fresh.images.items():
+            if later:
+                event = self.rig.write_later(self.tensors[name], bytes(image))
+            else:
+                self.rig.write(self.tensors[name], bytes(image))
+        return event
+
+    def snapshot(self) -> MemoryModel:
+        """The model as it is now, apart from later changes."""
+        copy = MemoryModel(self.groups, self.model.blocks, 0)
+        copy.images = {name: bytearray(image) for name, image in self.model.images.items()}
+        return copy
+
+    def differences(self) -> list[str]:
+        """Where the memory is not what the model says."""
+        found = []
+        for name, tensor in self.tensors.items():
+            is_there, expected = self.rig.read(tensor), bytes(self.model.images[name])
+            if is_there != expected:
+                wrong = [at for at in range(len(expected)) if is_there[at] != expected[at]]
+                found.append(f"tensor {name}: {len(wrong)} of {len(expected)} bytes differ, first at {wrong[0]}")
+        return found
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _end(self, end: int | None) -> int:
+        return self.chunks * CHUNK if end is None else end
+
+    def _blocks(self, start: int, end: int | None, shift: int, seed: int) -> list[list[int]]:
+        found = []
+        for index, (group, count) in enumerate(zip(self.groups, self.model.blocks, strict=True)):
+            ids = list(range(count))
+            random.Random(seed + index).shuffle(ids)  # noqa: S311 - repeatable test data
+            found.append(ids[(start + shift) // group.block_size : (self._end(end) + shift) // group.block_size])
+        return found
+
+    def _caches(self) -> Mapping[str, Any]:
+        caches: dict[str, Any] = {}
+        for (index, layer, plane), tensor in self.tensors.items():
+            name = f"g{index}.{'all' if layer < 0 else layer}"
+            if plane < 0 or self.groups[index].planes == 1:
+                caches[name] = tensor
+            else:
+                caches[name] = (*caches.get(name, ()), tensor)
+        return caches

@@ -1,0 +1,108 @@
+"""Owns what the transport kit's tests stand on: fixtures, and the check after every test that nothing was done
+wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvframework.client import KVClient
+from kvframework.server import Server
+from kvframework.testing.transport.cases import GroupCase
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import client_of, held_by, serving, status_of, wait_until
+from kvframework.testing.transport.rig import RigSpec, TransportRig
+
+MakeEngine = Callable[..., KitEngine]
+
+
+class TransportKit:
+    """Give a `spec` fixture. One server and one client serve all tests of a class."""
+
+    # The longest that a submit may keep the engine's thread while its copy is held, in seconds.
+    submit_budget_s = 0.05
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls) -> Iterator[RigSpec]:
+        """How to make the rig; what it stands on is ended by the fixture."""
+        raise NotImplementedError("give a `spec` fixture of class scope")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls, spec: RigSpec) -> Iterator[TransportRig]:
+        made = spec.make()
+        yield made
+        made.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, rig: TransportRig) -> Iterator[Server]:
+        with serving(rig) as running:
+            yield running
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def client(cls, rig: TransportRig, server: Server) -> Iterator[KVClient]:
+        with client_of(rig, server.endpoint) as connected:
+            yield connected
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def numbers(cls) -> Iterator[int]:
+        """Never the same twice: instance ids, and seeds of content."""
+        return itertools.count(1)
+
+    @pytest.fixture
+    def make_engine(self, rig: TransportRig, client: KVClient, numbers: Iterator[int]) -> Iterator[MakeEngine]:
+        """Makes engines, and ends them with the test."""
+        engines: list[KitEngine] = []
+
+        def make(groups: Sequence[GroupCase], via: KVClient | None = None, **options: object) -> KitEngine:
+            number = next(numbers)
+            options.setdefault("seed", number)
+            engine = KitEngine(rig, via or client, number, groups, **options)  # type: ignore[arg-type]
+            engines.append(engine)
+            return engine
+
+        yield make
+        for engine in engines:
+            engine.close()
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_wrong(self, rig: TransportRig, client: KVClient) -> Iterator[None]:
+        """After every test: no pin and no reservation is left, and the device saw nothing wrong."""
+        before = len(rig.problems())
+        yield
+        wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
+        assert rig.problems()[before:] == []
+
+    def holding(self, rig: TransportRig):  # type: ignore[no-untyped-def]
+        """`rig.holding_copies()`, or the test is skipped."""
+        context = rig.holding_copies()
+        try:
+            context.__enter__()
+        except NotImplementedError as reason:
+            pytest.skip(str(reason))
+        return _Entered(context)
+
+
+class _Entered:
+    """A context manager that was entered already."""
+
+    def __init__(self, context) -> None:  # type: ignore[no-untyped-def]
+        self._context = context
+        self._left = False
+
+    def __enter__(self) -> _Entered:
+        return self
+
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._context.__exit__(None, None, None)
+
+    def __exit__(self, *_exc: object) -> None:
+        self.leave()

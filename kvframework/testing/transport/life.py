@@ -1,0 +1,151 @@
+"""Owns the transport kit's tests of life and death: processes killed at the worst moment, and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.client import KVClient
+from kvframework.server import Server
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.kit import MakeEngine, TransportKit
+from kvframework.testing.transport.node import (
+    PATIENCE_S,
+    EngineProgram,
+    ServerProgram,
+    client_of,
+    endpoint_in,
+    held_by,
+    status_of,
+    wait_until,
+)
+from kvframework.testing.transport.rig import RigSpec, TransportRig
+
+NHD = PAGED["nhd"]
+
+
+class Life(TransportKit):
+    """What is left when somebody is gone."""
+
+    def test_engine_processes_share_what_one_server_process_keeps(self, spec: RigSpec) -> None:
+        with tempfile.TemporaryDirectory(prefix="kvf-") as directory, contextlib.ExitStack() as stack:
+            endpoint = endpoint_in(Path(directory))
+            stack.callback(ServerProgram(spec, endpoint).close)
+            engines = []
+            for instance_id in (1, 2):
+                engines.append(EngineProgram(spec, endpoint, instance_id, "hybrid"))
+                stack.callback(engines[-1].close)
+            for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
+                assert one.ask("store", number) is True
+                assert other.ask("load", number) is True
+            assert engines[1].ask("check", 1) == []
+            assert engines[0].ask("store", 1) is True, "present"
+
+    def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        before = rig.open_elsewhere()
+        engine = make_engine(NHD)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        engine.close()
+        assert rig.open_elsewhere() == before, "unregistering is answered once the memory is closed"
+
+    def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        """As an engine does that gave its memory away and got other memory."""
+        before = rig.open_elsewhere()
+        one = make_engine(NHD)
+        request = one.request()
+        assert one.store(request, one.source()).result(PATIENCE_S) is True
+        stored = one.snapshot()
+        one.close()
+        other = make_engine(NHD)
+        assert other.load(request, other.target()).result(PATIENCE_S) is True
+        other.expect_loaded(stored, one.source(), other.target())
+        assert other.differences() == []
+        other.close()
+        assert rig.open_elsewhere() == before
+
+    @pytest.mark.parametrize("what", ["store", "load"])
+    def test_an_engine_killed_in_mid_copy_leaves_nothing(
+        self, spec: RigSpec, rig: TransportRig, server: Server, client: KVClient, make_engine: MakeEngine,
+        numbers: Iterator[int], what: str,
+    ) -> None:  # fmt: skip
+        bystander = make_engine(NHD)
+        seed = next(numbers)
+        open_before = rig.open_elsewhere()
+        doomed = EngineProgram(spec, server.endpoint, seed, "nhd")
+        try:
+            if what == "load":
+                assert doomed.ask("store", seed) is True
+            with self.holding(rig) as held:
+                doomed.send("begin", what, seed)
+                wait_until(rig.held, "a copy that is held")
+                doomed.kill()
+                wait_until(lambda: _instances(client) == {bystander.worker.identity.instance_id}, "the end of it")
+                held.leave()
+        finally:
+            doomed.close()
+        wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of its pins and reservations")
+        wait_until(lambda: rig.open_elsewhere() == open_before, "the end of its mappings")
+        request = bystander.request(seed)
+        assert bystander.hit(request) == (0 if what == "store" else 3 * 16)
+        assert bystander.store(bystander.request(), bystander.source()).result(PATIENCE_S) is True
+        assert bystander.differences() == []
+
+    def test_a_server_killed_in_mid_copy_is_a_miss(self, spec: RigSpec, rig: TransportRig) -> None:
+        from kvframework.testing.transport.engine import KitEngine
+
+        with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
+            endpoint = endpoint_in(Path(directory))
+            server = ServerProgram(spec, endpoint)
+            try:
+                with client_of(rig, endpoint) as client:
+                    engine = KitEngine(rig, client, 1, NHD, seed=1)
+                    request = engine.request(1)
+                    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                    self._kill_in_mid_load(rig, server, engine)
+                    server.close()
+                    # The blocks may hold anything now, but nobody writes to them any more.
+                    engine.overwrite()
+                    server = ServerProgram(spec, endpoint)
+                    wait_until(
+                        lambda: client.usable and _instances(client) == {1}, "the registration at the new server"
+                    )
+                    assert engine.differences() == []
+                    assert engine.load(request, engine.target()).result(PATIENCE_S) is False, "a new server is empty"
+                    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                    stored = engine.snapshot()
+                    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+                    engine.expect_loaded(stored, engine.source(), engine.target())
+                    assert engine.differences() == []
+                    engine.close()
+            finally:
+                server.close()
+
+    def _kill_in_mid_load(self, rig: TransportRig, server: ServerProgram, engine) -> None:  # type: ignore[no-untyped-def]
+        with self.holding(rig) as held:
+            answered: list[object] = []
+
+            def load() -> None:
+                answered.append(engine.load(engine.request(1), engine.target()).result(PATIENCE_S))
+
+            loading = threading.Thread(target=load)
+            loading.start()
+            wait_until(rig.held, "a copy that is held")
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait()
+            if rig.synchronous:
+                held.leave()
+            loading.join(PATIENCE_S)
+            assert answered == [False]
+
+
+def _instances(client: KVClient) -> set[int]:
+    found = status_of(client)["instances"]
+    assert isinstance(found, list)
+    return {instance["instance_id"] for instance in found}

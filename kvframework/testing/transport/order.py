@@ -1,0 +1,131 @@
+"""Owns the transport kit's tests of order: copies against the engine's own work, cancel, and the engine's thread."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.kit import MakeEngine, TransportKit
+from kvframework.testing.transport.node import PATIENCE_S, wait_until
+from kvframework.testing.transport.rig import TransportRig
+
+NHD = PAGED["nhd"]
+
+
+class Order(TransportKit):
+    """What happens before what."""
+
+    def test_a_store_holds_what_was_written_before_its_event(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(NHD)
+        request = engine.request()
+        event = engine.overwrite(later=True)
+        assert engine.store(request, engine.source(), event=event).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+        assert engine.differences() == []
+
+    def test_a_load_comes_after_what_its_event_stands_for(self, make_engine: MakeEngine) -> None:
+        """The blocks are still written by work that the engine had queued: the load is not to be overwritten by it."""
+        engine = make_engine(NHD)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        stored = engine.snapshot()
+        event = engine.overwrite(later=True)
+        assert engine.load(request, engine.target(), event=event).result(PATIENCE_S) is True
+        engine.expect_loaded(stored, engine.source(), engine.target())
+        assert engine.differences() == []
+
+    def test_blocks_are_free_once_their_store_is_done(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(NHD)
+        for _ in range(3):
+            request = engine.request()
+            assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+            stored = engine.snapshot()
+            engine.overwrite()
+            assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+            engine.expect_loaded(stored, engine.source(), engine.target())
+            assert engine.differences() == []
+
+    def test_nothing_is_answered_while_a_copy_stands_still(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        engine = self._needs_asynchronous(rig, make_engine)
+        request = engine.request()
+        with self.holding(rig) as held:
+            future = engine.store(request, engine.source())
+            wait_until(rig.held, "a copy that is held")
+            assert not future.query()
+            assert engine.hit(request) == 0, "nothing is published before it is there"
+            held.leave()
+            assert future.result(PATIENCE_S) is True
+
+    def test_a_submit_does_not_wait_for_copies(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        engine = self._needs_asynchronous(rig, make_engine)
+        requests = [engine.request() for turn in range(8)]
+        assert engine.store(requests[0], engine.source()).result(PATIENCE_S) is True
+        with self.holding(rig) as held:
+            first = engine.store(requests[1], engine.source())
+            wait_until(rig.held, "a copy that is held")
+            took, futures = [], [first]
+            for request in requests[2:]:
+                started = time.perf_counter()
+                futures.append(engine.store(request, engine.source()))
+                took.append(time.perf_counter() - started)
+            # The median: any single one may be interrupted by the machine.
+            assert sorted(took)[len(took) // 2] < self.submit_budget_s
+            held.leave()
+            assert all(future.result(PATIENCE_S) for future in futures)
+
+    def test_a_cancelled_store_is_never_published(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        engine = self._needs_asynchronous(rig, make_engine)
+        request = engine.request()
+        with self.holding(rig) as held:
+            future = engine.store(request, engine.source())
+            wait_until(rig.held, "a copy that is held")
+            future.cancel()
+            with pytest.raises(TimeoutError):
+                future.result(0.2)
+            held.leave()
+            assert future.result(PATIENCE_S) is False
+        # From here on the blocks are the engine's again, at once.
+        engine.overwrite()
+        assert engine.hit(request) == 0
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+        assert engine.differences() == []
+
+    def test_a_cancelled_load_touches_nothing_once_it_is_answered(
+        self, rig: TransportRig, make_engine: MakeEngine
+    ) -> None:
+        engine = self._needs_asynchronous(rig, make_engine)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        with self.holding(rig) as held:
+            future = engine.load(request, engine.target())
+            wait_until(rig.held, "a copy that is held")
+            future.cancel()
+            with pytest.raises(TimeoutError):
+                future.result(0.2)
+            held.leave()
+            assert future.result(PATIENCE_S) is False
+        engine.overwrite()
+        # A load behind it has come past everything that could still be under way.
+        other = engine.request()
+        assert engine.store(other, engine.source()).result(PATIENCE_S) is True
+        assert engine.differences() == []
+
+    def test_a_waiting_transfer_is_cancelled(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        engine = self._needs_asynchronous(rig, make_engine)
+        request = engine.request()
+        event = engine.overwrite(later=True)
+        future = engine.store(request, engine.source(), event=event)
+        future.cancel()
+        assert future.result(PATIENCE_S) is False
+        assert engine.hit(request) == 0
+        assert engine.differences() == []
+
+    def _needs_asynchronous(self, rig: TransportRig, make_engine: MakeEngine):  # type: ignore[no-untyped-def]
+        if rig.synchronous:
+            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
+        return make_engine(NHD)

@@ -1,0 +1,121 @@
+"""Nobody is told that blocks are free while something may still touch them, whatever was late or gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+import kvframework.client.connection
+from kvframework.client import KVClient
+from kvframework.errors import TransportMismatch
+from kvframework.server import Server
+from kvframework.testing.accelerator import SimulatedNode
+from kvframework.testing.accelerator.rig import SimulatedRig
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of
+from kvframework.wire import messages as m
+from tests.devices.rigs import simdev
+from tests.waiting import wait_until
+from tests.wire_client import WireClient
+
+NHD = PAGED["nhd"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
+        yield made
+        assert made.violations() == []
+
+
+@pytest.fixture(scope="module")
+def rig(node: SimulatedNode) -> SimulatedRig:
+    return simdev(str(node.path))
+
+
+@pytest.fixture(scope="module")
+def server(rig: SimulatedRig) -> Iterator[Server]:
+    with serving(rig) as running:
+        yield running
+
+
+@pytest.fixture
+def client(rig: SimulatedRig, server: Server) -> Iterator[KVClient]:
+    with client_of(rig, server.endpoint) as connected:
+        yield connected
+
+
+def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
+    monkeypatch: pytest.MonkeyPatch, rig: SimulatedRig, client: KVClient
+) -> None:
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    monkeypatch.setattr(kvframework.client.connection, "TRANSFER_TIMEOUT_S", 0.2)
+    with rig.holding_copies():
+        late = engine.load(request, engine.target())
+        wait_until(rig.held, PATIENCE_S, "a copy that is held")
+        given_up = time.monotonic() + 0.8
+        while time.monotonic() < given_up:
+            assert not late.query(), "its blocks are still written"
+            time.sleep(0.01)
+    assert late.result(PATIENCE_S) is False
+    engine.overwrite()
+    assert engine.differences() == []
+    engine.close()
+    wait_until(lambda: held_by(status_of(client)) == (0, 0), PATIENCE_S)
+
+
+def test_unregistering_waits_for_copies_that_are_under_way(rig: SimulatedRig, client: KVClient) -> None:
+    engine = KitEngine(rig, client, 2, NHD)
+    request = engine.request()
+    with rig.holding_copies():
+        future = engine.store(request, engine.source())
+        wait_until(rig.held, PATIENCE_S, "a copy that is held")
+        answer = client._connection.request("UNREGISTER_KV_CACHE", m.Unregister(2), timeout=PATIENCE_S)
+        with pytest.raises(TimeoutError):
+            answer.result(0.3)
+        assert rig.open_elsewhere() == 2
+    assert answer.result(PATIENCE_S) == m.Empty()
+    assert rig.open_elsewhere() == 0
+    assert future.query(), "what it had launched is done"
+
+
+def test_memory_is_lent_to_clients_of_this_node_only(rig: SimulatedRig, client: KVClient, server: Server) -> None:
+    engine = KitEngine(rig, client, 3, NHD)
+    instance = engine.worker._instance
+    assert instance is not None
+    payload = m.RegisterKvCache(
+        4,
+        "kit",
+        1,
+        0,
+        engine.registration.namespace,
+        "simdev",
+        engine.registration.layout,
+        instance.transfer.memory_handles(engine.caches),
+    )
+    with WireClient(server.endpoint, liveness=False) as remote, pytest.raises(TransportMismatch, match="on this node"):
+        remote.call("REGISTER_KV_CACHE", payload)
+    with WireClient(server.endpoint) as local:
+        local.call("REGISTER_KV_CACHE", payload)
+        with pytest.raises(TransportMismatch):
+            local.call("REGISTER_KV_CACHE", msgspec.structs.replace(payload, instance_id=5, handles=()))
+    engine.close()
+
+
+def test_other_tensors_than_registered_are_refused(rig: SimulatedRig, client: KVClient) -> None:
+    engine = KitEngine(rig, client, 6, NHD)
+    request = engine.request()
+    same = dict(engine.caches)
+    submit = engine.worker.submit_store
+    assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S) is True
+    name = next(iter(same))
+    moved = {**same, name: rig.empty(same[name].shape, "float32")}
+    with pytest.raises(TransportMismatch, match="not the tensors that were registered"):
+        submit(request, 0, 48, engine.source(), kv_caches=moved)
+    engine.close()

@@ -1,0 +1,251 @@
+"""Copier processes that die, hang or lose their device: who is harmed, who is not, and how all comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvframework.client import KVClient
+from kvframework.devices.server_half import DeviceServerTransport
+from kvframework.errors import DeviceError
+from kvframework.server import Server
+from kvframework.testing.accelerator import SimulatedNode
+from kvframework.testing.accelerator.rig import SimulatedRig
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import (
+    PATIENCE_S,
+    ServerProgram,
+    client_of,
+    held_by,
+    serving,
+    status_of,
+)
+from kvframework.testing.transport.rig import RigSpec
+from tests.devices.rigs import simdev
+from tests.waiting import wait_until
+
+NHD = PAGED["nhd"]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def rigs(node: SimulatedNode) -> list[SimulatedRig]:
+    """One for each device."""
+    return [simdev(str(node.path), device=number, stall_s=1.0) for number in range(2)]
+
+
+@pytest.fixture(scope="module")
+def server(rigs: list[SimulatedRig]) -> Iterator[Server]:
+    with serving(rigs[0]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(rigs: list[SimulatedRig], server: Server) -> Iterator[KVClient]:
+    with client_of(rigs[0], server.endpoint) as connected:
+        yield connected
+
+
+@pytest.fixture
+def pids(server: Server) -> Callable[[], dict[str, int]]:
+    transport = server.engine._transports["simdev"].server
+    assert isinstance(transport, DeviceServerTransport)
+    return transport.copier_pids
+
+
+@pytest.fixture
+def engines(rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode) -> Iterator[list[KitEngine]]:
+    """Two on the first device, one on the second, all at work."""
+    made = [KitEngine(rig, client, number, NHD, seed=number) for number, rig in enumerate([rigs[0], rigs[0], rigs[1]])]
+    for engine in made:
+        works(engine)
+    yield made
+    node.release()
+    for engine in made:
+        engine.close()
+    wait_until(lambda: held_by(status_of(client)) == (0, 0))
+    assert node.violations() == []
+
+
+def works(engine: KitEngine) -> None:
+    """A store and a load of it, bit for bit."""
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    assert engine.differences() == []
+
+
+def comes_back(engine: KitEngine) -> None:
+    """It misses for a while, registers again by itself, and works."""
+    wait_until(lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S), PATIENCE_S, "a store")
+    works(engine)
+
+
+@contextmanager
+def held_copy(node: SimulatedNode, device: str) -> Iterator[None]:
+    before = node.hits("hold")
+    node.inject("hold", device)
+    yield
+    wait_until(lambda: node.hits("hold") > before, what="a copy that is held")
+
+
+def test_a_poisoned_context_harms_no_other_device(
+    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+) -> None:
+    first, second, other = engines
+    before = pids()
+    node.inject("poison", node.devices[0])
+    assert first.store(first.request(), first.source()).result(PATIENCE_S) is False
+    works(other)
+    comes_back(first)
+    comes_back(second)
+    after = pids()
+    assert after[node.devices[1]] == before[node.devices[1]]
+    assert after[node.devices[0]] != before[node.devices[0]]
+    works(other)
+
+
+def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
+    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+) -> None:
+    first, second, other = engines
+    request = first.request()
+    with held_copy(node, node.devices[0]):
+        held = first.store(request, first.source())
+    waiting = second.store(second.request(), second.source())
+    os.kill(pids()[node.devices[0]], signal.SIGKILL)
+    assert held.result(PATIENCE_S) is False
+    assert waiting.result(PATIENCE_S) is False
+    node.release()
+    works(other)
+    comes_back(first)
+    comes_back(second)
+    assert first.hit(request) == 0, "nothing of it was published"
+
+
+def test_a_copier_that_hangs_is_killed(
+    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+) -> None:
+    first, _, other = engines
+    before = pids()
+    with held_copy(node, node.devices[0]):
+        stuck = first.store(first.request(), first.source())
+    assert stuck.result(PATIENCE_S) is False
+    node.release()
+    works(other)
+    comes_back(first)
+    assert pids()[node.devices[0]] != before[node.devices[0]]
+
+
+def test_a_copier_that_is_stopped_is_killed(
+    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+) -> None:
+    first, _, other = engines
+    os.kill(pids()[node.devices[0]], signal.SIGSTOP)
+    assert first.store(first.request(), first.source()).result(PATIENCE_S) is False
+    works(other)
+    comes_back(first)
+
+
+def test_one_copy_that_fails_is_one_miss(
+    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+) -> None:
+    first, second, _ = engines
+    before = pids()
+    request = first.request()
+    node.inject("copy_fails", node.devices[0])
+    assert first.store(request, first.source()).result(PATIENCE_S) is False
+    assert first.hit(request) == 0
+    works(first)
+    works(second)
+    assert pids() == before
+
+
+def test_a_device_that_vanishes_comes_back(
+    engines: list[KitEngine], node: SimulatedNode, rigs: list[SimulatedRig], client: KVClient
+) -> None:
+    first, _, other = engines
+    node.vanish(node.devices[1])
+    try:
+        for _ in range(3):
+            assert other.worker.submit_store(other.request(), 0, 48, other.source()).result(PATIENCE_S) is False
+    except DeviceError:
+        pass  # the engine's own driver may be the first to see it
+    works(first)
+    node.vanish(node.devices[1], back=True)
+    comes_back(other)
+
+
+def test_memory_that_cannot_be_opened_is_refused_at_registration(
+    rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode
+) -> None:
+    engine = KitEngine(rigs[0], client, 50, NHD)
+    engine.close()
+    node.vanish(node.devices[0])
+    with pytest.raises(DeviceError, match="has vanished"):
+        engine.worker.register_kv_caches(engine.caches, block_size=4)
+    node.vanish(node.devices[0], back=True)
+
+    def registers() -> bool:
+        try:
+            engine.worker.register_kv_caches(engine.caches, block_size=4)
+        except DeviceError:
+            return False
+        return True
+
+    wait_until(registers, PATIENCE_S, "the registration")
+    works(engine)
+    engine.close()
+
+
+def test_the_copier_says_to_the_engine_that_it_lives(
+    engines: list[KitEngine], pids: Callable[[], dict[str, int]]
+) -> None:
+    """It holds the engines' liveness sockets, so that they take the server for dead only when the copier is, too."""
+    for pid, count in zip(pids().values(), (2, 1), strict=True):
+        high = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if int(fd.name) >= 1024]
+        assert len(high) == count
+        assert all(os.readlink(fd).startswith("socket:") for fd in high)
+
+
+def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> None:
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    spec = RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
+    program = ServerProgram(spec, endpoint)
+    try:
+        rig = spec.make()
+        with client_of(rig, endpoint) as client:
+            engine = KitEngine(rig, client, 1, NHD)
+            works(engine)
+            copiers = children_of(program.process.pid)
+            assert len(copiers) == 1
+            program.process.kill()
+            wait_until(lambda: not any(lives(pid) for pid in copiers), PATIENCE_S, "the end of the copier")
+            assert rig.open_elsewhere() == 0
+    finally:
+        program.close()
+
+
+def children_of(pid: int) -> list[int]:
+    found = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for each in found for child in each]
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

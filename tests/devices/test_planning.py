@@ -1,0 +1,237 @@
+"""Plans against counting element by element: every layout, any blocks, any skip, and every way to cut a plan."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframework.api import (
+    NO_BLOCK,
+    Allocation,
+    ArenaRange,
+    CopyPlanner,
+    Exported,
+    KVLayout,
+    LayerGroup,
+    canonical_desc,
+    dtype_bytes,
+)
+from kvframework.devices.handles import LentMemory, LentView, lend, read_handles
+from kvframework.errors import BadLayout, RequestError
+
+BASES = [0x7F00_0000_0000, 0x1_0000]
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> tuple[KVLayout, LentMemory]:
+    """Layer groups whose planes and layers lie in any order of axes, in one of two allocations."""
+    groups, views = [], []
+    for _ in range(draw(st.integers(1, 2))):
+        state = draw(st.booleans()) and draw(st.booleans())
+        group = LayerGroup(
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from([2, 4])),
+            draw(st.integers(1, 2)),
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from(["uint8", "float16", "float32"])),
+            planes=draw(st.integers(1, 2)),
+            state=state,
+            num_blocks=9,
+        )
+        planes = []
+        for _plane in range(group.planes):
+            lanes = []
+            for _layer in range(group.num_layers):
+                order = draw(st.permutations(range(4))) if draw(st.booleans()) else [0, 1, 2, 3]
+                counts = (9, group.slots, group.heads, group.head_dim)
+                strides, step = [0] * 4, dtype_bytes(group.dtype)
+                for axis in reversed(order):
+                    strides[axis] = step
+                    step *= counts[axis]
+                place = draw(st.integers(0, 50)) * 4096
+                lanes.append(LentView(draw(st.integers(0, 1)), place, 9, tuple(strides)))
+            planes.append(lanes)
+        groups.append(group)
+        views.append(planes)
+    allocations = [Allocation("d", b"a", 1 << 20), Allocation("d", b"b", 1 << 20)]
+    return KVLayout("paged", tuple(groups), 9), LentMemory("d", allocations, views)
+
+
+def expected(layout, desc, memory, ranges, block_ids, counts, skip):
+    """(device address, arena offset, bytes) of every element that is moved, from the definition."""
+    found = set()
+    for place in ranges:
+        group, views = layout.groups[place.group], memory.views[place.group]
+        size, per = dtype_bytes(group.dtype), counts[place.group]
+        row = desc.groups[place.group].nbytes // (group.planes * group.num_layers)
+        for at in range(per):
+            block = block_ids[place.group][place.chunk * per + at]
+            for slot in range(group.slots):
+                last_token = (
+                    place.chunk * desc.chunk_tokens + at * group.block_size + (slot + 1) * group.slot_tokens - 1
+                )
+                if block == NO_BLOCK or (last_token < skip and not group.state):
+                    continue
+                for lane, view in enumerate(view for plane in views for view in plane):
+                    for head in range(group.heads):
+                        for dim in range(group.head_dim):
+                            index = (block, slot, head, dim)
+                            inner = sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+                            address = BASES[view.allocation] + view.offset + inner
+                            element = (((at * group.slots) + slot) * group.heads + head) * group.head_dim + dim
+                            found.add((address, place.offset + lane * row + element * size, size))
+    return found
+
+
+def elements(batches):
+    """The same of planned batches, cut into elements of one byte."""
+    moved = []
+    for batch in batches:
+        addresses, offsets, run = batch.fragments()
+        assert len(addresses) == len(offsets) == batch.count
+        assert batch.nbytes == run * batch.count
+        for address, offset in zip(addresses, offsets, strict=True):
+            moved += [(address + byte, offset + byte) for byte in range(run)]
+    assert len(moved) == len(set(moved)), "nothing is moved twice"
+    return set(moved)
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=memories(), skip=st.integers(0, 15), data=st.data())
+def test_a_plan_moves_exactly_the_elements_of_the_transfer(made, skip, data) -> None:
+    layout, memory = made
+    desc = canonical_desc(layout, 8)
+    counts = [group.object_blocks(desc.chunk_tokens) for group in layout.groups]
+    ids = [
+        data.draw(st.lists(st.sampled_from([*range(9), NO_BLOCK]), min_size=count * 2, max_size=count * 2, unique=True))
+        if count * 2 <= 9
+        else data.draw(st.permutations(range(9)))[: count * 2]
+        for count in counts
+    ]
+    places = [(chunk, group) for chunk in range(2) for group in range(len(counts))]
+    chosen = data.draw(st.lists(st.sampled_from(places), unique=True, min_size=1))
+    ranges = [
+        ArenaRange(chunk, group, 10_000 * number, desc.groups[group].nbytes)
+        for number, (chunk, group) in enumerate(chosen)
+    ]
+    planner = CopyPlanner(layout.groups, desc, memory.opened_at(BASES), merged=data.draw(st.booleans()))
+    batches = planner.plan(ranges, ids, counts, skip)
+    wanted = {
+        (address + byte, offset + byte)
+        for address, offset, size in expected(layout, desc, memory, ranges, ids, counts, skip)
+        for byte in range(size)
+    }
+    assert elements(batches) == wanted
+    limit = data.draw(st.integers(1, 500))
+    cut = [piece for batch in batches for piece in batch.split(limit)]
+    assert elements(cut) == wanted
+    for piece in cut:
+        cells = len(piece.lane_addresses) * len(piece.place_addresses)
+        assert piece.nbytes <= limit or cells == 1
+
+
+class Tensor:
+    """As much of a tensor as `lend` asks for."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.shape, self._address, self._strides = shape, address, strides
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+LAYOUT = KVLayout("paged", (LayerGroup(3, 4, 2, 8, "float16", planes=1),), 6)
+DESC = canonical_desc(LAYOUT, 8)
+SHAPE, STRIDES = (6, 4, 2, 8), (64, 16, 8, 1)
+
+
+def lent(addresses: list[int], device_of=lambda _address: "gpu-1") -> tuple[str, tuple[bytes, ...], list[int]]:
+    exported: list[int] = []
+
+    def export(address: int) -> Exported:
+        exported.append(address)
+        base = address - address % 100_000
+        return Exported(Allocation(device_of(address), b"h%d" % base, 100_000), address - base)
+
+    views = [[[Tensor(address, SHAPE, STRIDES) for address in addresses]]]
+    return *lend(views, LAYOUT, export), exported
+
+
+def test_several_tensors_of_one_allocation_export_it_once() -> None:
+    device, handles, exported = lent([200_512, 201_280, 300_000])
+    assert (device, exported) == ("gpu-1", [200_512, 300_000])
+    memory = read_handles(handles, LAYOUT, DESC)
+    assert [each.handle for each in memory.allocations] == [b"h200000", b"h300000"]
+    assert [(view.allocation, view.offset) for view in memory.views[0][0]] == [(0, 512), (0, 1280), (1, 0)]
+    assert memory.views[0][0][0].strides == (128, 32, 16, 2)
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    with pytest.raises(BadLayout, match="2 devices"):
+        lent([100_000, 200_000, 300_000], lambda address: f"gpu-{address // 200_000}")
+
+
+def _changed(**fields: object) -> tuple[bytes, ...]:
+    """The handles of three tensors, the last view changed."""
+    _, handles, _ = lent([200_512, 201_280, 300_000])
+    view = msgspec.msgpack.decode(handles[-1], type=LentView)
+    return (*handles[:-1], msgspec.msgpack.encode(msgspec.structs.replace(view, **fields)))
+
+
+@pytest.mark.parametrize(
+    "handles",
+    [
+        (),
+        (b"\xc1",),
+        (b"", *_changed()),
+        _changed()[:-1],
+        _changed()[1:],
+        _changed(allocation=2),
+        _changed(allocation=-1),
+        _changed(offset=-2),
+        _changed(offset=100_000 - 64),
+        _changed(blocks=5),
+        _changed(strides=(1 << 40, 32, 16, 2)),
+        _changed(strides=(128, 32, -16, 2)),
+        (*_changed(), msgspec.msgpack.encode(["x", 1])),
+    ],
+)
+def test_handles_that_do_not_fit_the_layout_are_refused(handles: tuple[bytes, ...]) -> None:
+    with pytest.raises(RequestError):
+        read_handles(handles, LAYOUT, DESC)
+
+
+def test_memory_that_has_no_fixed_place_is_refused() -> None:
+    layout = msgspec.structs.replace(LAYOUT, num_blocks=0)
+    with pytest.raises(BadLayout, match="0 blocks"):
+        read_handles(_changed(), layout, DESC)
+
+
+def test_a_plan_refuses_what_is_not_registered() -> None:
+    planner = CopyPlanner(LAYOUT.groups, DESC, read_handles(_changed(), LAYOUT, DESC).opened_at([0, 0]))
+    length = DESC.groups[0].nbytes
+    good = [ArenaRange(0, 0, 0, length)]
+    assert sum(batch.nbytes for batch in planner.plan(good, [[0, 5]], [2])) == length
+    for ranges, ids, counts in (
+        (good, [[0, 6]], [2]),
+        (good, [[0, 1]], [1]),
+        (good, [[0, 1], [0]], [2]),
+        ([ArenaRange(1, 0, 0, length)], [[0, 1]], [2]),
+        ([ArenaRange(0, 1, 0, length)], [[0, 1]], [2]),
+        ([ArenaRange(0, 0, 0, length - 1)], [[0, 1]], [2]),
+    ):
+        with pytest.raises(RequestError):
+            planner.plan(ranges, ids, counts)
+
+
+def test_a_plan_of_whole_blocks_in_order_is_few_long_fragments() -> None:
+    planner = CopyPlanner(LAYOUT.groups, DESC, read_handles(_changed(), LAYOUT, DESC).opened_at([0, 0]))
+    ranges = [ArenaRange(chunk, 0, chunk * 10_000, DESC.groups[0].nbytes) for chunk in range(2)]
+    (batch,) = planner.plan(ranges, [[2, 3, 4, 5]], [2])
+    assert (batch.steps, batch.run) == ((), 2 * 128)
+    assert (len(batch.lane_addresses), len(batch.place_addresses)) == (3, 2)

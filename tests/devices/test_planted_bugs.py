@@ -1,0 +1,44 @@
+"""Every planted bug is found by the test of the kit that is there for it, and that test alone would do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+CONTENT = "test_what_is_stored_comes_back_in_other_blocks"
+# bug -> the test that is to find it, and what the failure is to say
+BUGS = {
+    "off_by_one": (f"{CONTENT}[nhd]", "first at"),
+    "wrong_stride": (f"{CONTENT}[hnd]", "first at"),
+    "ignores_skip": ("test_skipped_tokens_are_not_written[nhd-7]", "first at"),
+    "forgets_the_event": ("test_a_store_holds_what_was_written_before_its_event", "assert"),
+    "records_too_late": ("test_a_store_holds_what_was_written_before_its_event", "assert False is True"),
+    "frees_early": ("test_nothing_is_answered_while_a_copy_stands_still", "assert"),
+    "copies_after_cancel": ("test_a_cancelled_load_touches_nothing_once_it_is_answered", "DID NOT RAISE"),
+    "keeps_memory_open": ("test_after_the_end_of_an_instance_nothing_is_open", "once the memory is closed"),
+    "waits_for_the_copy": ("test_a_submit_does_not_wait_for_copies", "assert"),
+}
+
+
+@pytest.fixture(scope="module")
+def outcome() -> str:
+    """What pytest says of all bugs, each with its test."""
+    file = "tests/devices/planted_kit.py"
+    chosen = [f"{file}::Test_{bug}::{test}" for bug, (test, _) in BUGS.items()]
+    options = ["-q", "-rfE", "-p", "no:cacheprovider", "--tb=no", "-c", os.devnull, "--rootdir", "."]
+    command = [sys.executable, "-m", "pytest", *options, *chosen]
+    environment = {**os.environ, "COLUMNS": "400"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    return run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_kit_finds_it(outcome: str, bug: str) -> None:
+    test, word = BUGS[bug]
+    line = re.search(rf"^FAILED .*::Test_{bug}::{re.escape(test)} - (.*)$", outcome, re.MULTILINE)
+    assert line, outcome
+    assert re.search(word, line[1]), line[1]

@@ -1,0 +1,20 @@
+"""`cpu_gather` obeys the contract of every transport."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from kvframework.testing import TransportConformance
+from kvframework.testing.transport import RigSpec
+
+pytestmark = pytest.mark.torch
+
+
+class TestCpuGather(TransportConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> RigSpec:
+        arguments = {"transport": "cpu_gather", "directory": str(tmp_path_factory.mktemp("rig"))}
+        return RigSpec("kvframework.testing.transport.torch_rig:TorchRig", arguments)
