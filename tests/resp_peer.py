@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
-from types import TracebackType
+
+from tests.tcp_peer import TcpPeer
 
 
-class RespPeer:
-    """Listens on 127.0.0.1. Every connection gets `script` once, after its first command that is none of the login's;
-    `hangs_up` says whether the peer closes then. Change both at any time."""
+class RespPeer(TcpPeer):
+    """Every connection gets `script` once, after its first command that is none of the login's; `hangs_up` says whether
+    the peer closes then. Change both at any time."""
 
     def __init__(self, script: bytes = b"", *, hangs_up: bool = True, login: bytes = b"+OK\r\n") -> None:
+        super().__init__()
         self.script = script
         self.hangs_up = hangs_up
         self.login = login
         self.connections = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.05)
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._listen)]
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def __enter__(self) -> RespPeer:
-        self._threads[0].start()
+        super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
-
-    def _listen(self) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                sock, _ = self._listener.accept()
-                self.connections += 1
-                thread = threading.Thread(target=self._serve, args=(sock,))
-                self._threads.append(thread)
-                thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def serve(self, sock: socket.socket) -> None:
+        self.connections += 1
         answered = False
         with sock:
             sock.settimeout(0.05)
-            while not self._stop.is_set():
+            while not self.stopping:
                 try:
                     received = sock.recv(1 << 16)
                     if not received:

@@ -93,7 +93,7 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """FOUND, MISSING or FAILED for each key."""
+        """FOUND, MISSING, FAILED or, where that shows without reading it, DAMAGED for each key."""
 
     @abstractmethod
     def get_into(

@@ -89,6 +89,9 @@ class L2Store:
 
     def contains(self, keys: Sequence[PackedKey]) -> list[bool]:
         outcomes = self._each("contains", keys, lambda deadline: self._tier.contains(keys, deadline=deadline))
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is Outcome.DAMAGED:
+                self._discard(key, "it is none that was stored here")
         return [outcome is Outcome.FOUND for outcome in outcomes]
 
     def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:

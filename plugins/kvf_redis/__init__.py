@@ -1,4 +1,5 @@
-"""The `redis` L2 tier: one Redis server, shared between nodes. Runs in the server process, in its storage threads.
+"""The `redis` L2 tier: one Redis server, Sentinel or Cluster, shared between nodes. Runs in the server process, in its
+storage threads.
 
 Importing this module does not import redis-py, so that a list of plugins stays cheap.
 """
@@ -29,7 +30,7 @@ def kvf_tiers() -> list[TierProvider[RedisOptions]]:
     return [
         TierProvider(
             name="redis",
-            summary="one Redis server over TCP, TLS or a Unix socket",
+            summary="Redis: one server, Sentinel or Cluster, over TCP, TLS or a Unix socket",
             options=RedisOptions,
             capabilities=frozenset({"shared", "ttl"}),
             probe=_probe,

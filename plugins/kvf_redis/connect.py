@@ -1,4 +1,4 @@
-"""Owns how a connection is set up: URL, credentials, TLS and login by redis-py; what comes out is a `Wire`.
+"""Owns how a connection is set up: redis-py does TLS, login and questions of topology; what comes out is a `Wire`.
 
 No error text, repr or chained exception of this module holds a password or the URL.
 """
@@ -6,131 +6,112 @@ No error text, repr or chained exception of this module holds a password or the 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+from redis.connection import SSLConnection
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from kvf_redis.options import RedisOptions
+from kvf_redis.places import Place
 from kvf_redis.wire import Wire
-from kvframework.errors import ConfigFieldError, TierError
+from kvframework.errors import TierError
 
-# Of redis-py's pools and retries, or decided here; a URL shared with other programs may hold them.
-_NOT_OURS = frozenset(
-    (
-        "decode_responses",
-        "health_check_interval",
-        "max_connections",
-        "retry_on_error",
-        "retry_on_timeout",
-        "socket_connect_timeout",
-        "socket_timeout",
-        "timeout",
-    )
-)
+T = TypeVar("T")
 
 _LONGEST_WAIT_S = 3600.0
 _TOO_LATE = ("no answer before the deadline", "")
-_URL_HINT = "percent-encode a password in it, or name an environment variable in password_env"
 
 
-class Server:
-    """Where the server is and how to log in. Immutable; `connect` may be called by several threads."""
+class NoAnswer(TierError):
+    """A server said nothing at all until the deadline."""
 
-    def __init__(self, options: RedisOptions, *, where: str) -> None:
-        """Does not connect. Raises `ConfigFieldError` for a URL or a variable that is of no use."""
-        settings = _settings(options, where)
-        self._class: type[Any] = settings.pop("connection_class", Connection)
-        self._settings = {name: value for name, value in settings.items() if name not in _NOT_OURS}
-        self._settings["protocol"] = 2  # no pushed messages between replies
+
+class Connector:
+    """How to log in to any server of one kind. Immutable; its calls may come from several threads.
+
+    Each call blocks until its deadline at most, but for the resolver, which knows no deadline, and raises `TierError`,
+    `NoAnswer` if that was a silent server.
+    """
+
+    def __init__(
+        self,
+        connection_class: type[Any],
+        settings: Mapping[str, Any],
+        password: Callable[[], str | bytes | None],
+        *,
+        where: str,
+    ) -> None:
+        """`settings` are those of redis-py's `connection_class`, without place, password and timeouts."""
+        self._class = connection_class
+        self._settings = settings
+        self._password = password
         self._where = where
-        self._check_settings()
 
     def __repr__(self) -> str:
-        return f"Server({self.location!r})"
+        return f"Connector({self._class.__name__})"
 
-    @property
-    def location(self) -> str:
-        """For error texts: host and port, or the socket's path."""
-        if self._class is UnixDomainSocketConnection:
-            return str(self._settings.get("path"))
-        return f"{self._settings.get('host', 'localhost')}:{self._settings.get('port', 6379)}"
+    def connect(self, place: Place | None, deadline: float) -> Wire:
+        """A new connection, logged in. `place` is None for a Unix socket, whose path is among the settings."""
 
-    def connect(self, deadline: float) -> Wire:
-        """Connects and logs in; blocks until `deadline` at most, but for the resolver, which knows no deadline.
+        def wire(connection: Any) -> Wire | None:
+            if connection.can_read(timeout=0):
+                return None
+            return Wire(connection._sock, connection.disconnect, vectored=self._class is not SSLConnection)
 
-        Raises `TierError`.
-        """
+        connected = self._logged_in("cannot connect", place, deadline, wire, keep=True)
+        if connected is None:
+            raise TierError(
+                "cannot connect: bytes came that nobody asked for",
+                where=self._place_text(place),
+                hint="is url the address of a Redis server?",
+            )
+        return connected
+
+    def ask(self, place: Place, *words: str, read: Callable[[Any], T], deadline: float) -> T:
+        """What `read` makes of the reply to a command, over a connection of its own."""
+
+        def reply(connection: Any) -> T:
+            connection.send_command(*words)
+            return read(connection.read_response())
+
+        return self._logged_in(f"cannot ask {' '.join(words)}", place, deadline, reply, keep=False)
+
+    def _logged_in(
+        self, failure: str, place: Place | None, deadline: float, use: Callable[[Any], T], *, keep: bool
+    ) -> T:
+        """The connection outlives the call if `keep`, and `use` gave something. `failure` begins an error's text."""
         remaining = min(deadline - time.monotonic(), _LONGEST_WAIT_S)
         if remaining <= 0:
-            raise TierError("the deadline has passed", where=f"{self._where}: {self.location}")
-        connection = self._class(socket_timeout=remaining, socket_connect_timeout=remaining, **self._settings)
-        # redis-py grants the timeout to each step of the login; this grants it once.
+            raise TierError("the deadline has passed", where=self._place_text(place))
+        settings = {**self._settings, "password": self._password()}
+        if place is not None:
+            settings.update(place._asdict())
+        connection = self._class(socket_timeout=remaining, socket_connect_timeout=remaining, **settings)
+        # redis-py grants the timeout to each step; this grants it once.
         watchdog = threading.Timer(remaining, _cut, [connection])
         watchdog.daemon = True
         watchdog.start()
+        result = None
         try:
             connection.connect()
-            if connection.can_read(timeout=0):
-                failure = ("bytes came that nobody asked for", "")
-            else:
-                return Wire(connection._sock, connection.disconnect, vectored=self._class is not SSLConnection)
+            result = use(connection)
         except Exception as error:  # noqa: BLE001  redis-py's parser raises anything when the peer sends garbage
-            failure = _explain(error) if time.monotonic() < deadline else _TOO_LATE
+            fact, hint = _explain(error) if time.monotonic() < deadline else _TOO_LATE
+        else:
+            return result
         finally:
             watchdog.cancel()
-        connection.disconnect()
-        fact, hint = failure
-        raise TierError(f"cannot connect: {fact}", where=f"{self._where}: redis at {self.location}", hint=hint)
+            if result is None or not keep:
+                connection.disconnect()
+        kind = NoAnswer if (fact, hint) == _TOO_LATE else TierError
+        raise kind(f"{failure}: {fact}", where=self._place_text(place), hint=hint)
 
-    def _check_settings(self) -> None:
-        try:
-            self._class(**self._settings)
-        except (TypeError, ValueError, RedisError):
-            pass
-        else:
-            return
-        raise ConfigFieldError(
-            "url has a parameter that redis-py does not accept", where=f"{self._where}.url", hint=_URL_HINT
-        )
-
-
-def _settings(options: RedisOptions, where: str) -> dict[str, Any]:
-    settings: dict[str, Any] | None = None
-    # urlsplit and redis-py quote parts of the URL in their errors, so these must not even become a context.
-    with contextlib.suppress(ValueError):
-        if not _is_ambiguous(options.url):
-            settings = dict(parse_url(options.url))  # type: ignore[no-untyped-call]
-    if settings is None:
-        raise ConfigFieldError(
-            "url is none that redis-py understands",
-            where=f"{where}.url",
-            available="redis://host:6379/0, rediss://host:6379/0, unix:///path/redis.sock?db=0",
-            hint=_URL_HINT,
-        )
-    if options.username:
-        settings["username"] = options.username
-    if options.password_env:
-        password = os.environ.get(options.password_env)
-        if not password:
-            raise ConfigFieldError(
-                f"the environment variable {options.password_env} is not set or empty", where=f"{where}.password_env"
-            )
-        settings["password"] = password
-    return settings
-
-
-def _is_ambiguous(url: str) -> bool:
-    """An "@" behind the host means that a password with "/", "?" or "#" in it was not percent-encoded."""
-    parts = urlsplit(url)
-    behind = parts.query + parts.fragment + ("" if parts.scheme == "unix" else parts.path)
-    return "@" in behind
+    def _place_text(self, place: Place | None) -> str:
+        return f"{self._where}: redis at {place or self._settings.get('path')}"
 
 
 def _cut(connection: Any) -> None:
@@ -141,9 +122,9 @@ def _cut(connection: Any) -> None:
 
 
 def _explain(error: BaseException) -> tuple[str, str]:
-    """Fact and hint. The text of a server's error may repeat the password, so only its code is told."""
+    """Fact and hint. The text of a server's error may repeat the password, so only its kind is told."""
     if isinstance(error, AuthenticationError):
-        return "the server refuses the user name or password", "check username, password_env and url"
+        return "the server refuses the user name or password", "check username, password_env, password_file and url"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TimeoutError):
@@ -151,10 +132,15 @@ def _explain(error: BaseException) -> tuple[str, str]:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror, ""
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, ResponseError):
-        return "the server refuses the login or the database", "check username, password_env and db in url"
+    if isinstance(error, NoPermissionError):
+        return "this user may not do that", "see the commands that the tier needs in its README"
     if isinstance(error, BusyLoadingError):
         return "the server is loading its data", "it works once that is done"
+    if isinstance(error, ResponseError):
+        return (
+            "the server refuses the login, the database or the question",
+            "check username, the password, db in url, and topology",
+        )
     if isinstance(error, RedisConnectionError):
         return "the server closed or refused the connection", ""
-    return f"no login as Redis knows it ({type(error).__name__})", "is url the address of a Redis server?"
+    return f"no answer as Redis gives it ({type(error).__name__})", "is url the address of a Redis server?"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
+from kvf_redis.commands import Command
 from kvf_redis.wire import Wire
 from kvframework.api import Buffer
 
@@ -13,31 +14,24 @@ MAX_BYTES = 8 << 20
 MAX_COMMANDS = 256
 
 
-def fly(
-    wire: Wire,
-    costs: Sequence[int],
-    command: Callable[[int], Iterable[Buffer]],
-    read: Callable[[int], None],
-    deadline: float,
-) -> None:
-    """Sends one command for each of `costs` (its bytes, or those of its reply) and reads the replies in order.
+def fly(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
+    """Sends the commands and reads their replies in order. What it raises ends the flight; then those that are
+    `answered` were.
 
-    `command(i)` gives the buffers of command i, borrowed until they are sent; `read(i)` consumes its reply. At least
-    one command is under way, whatever it costs. More are sent only when half of the bound is free, so that small ones
-    travel together.
+    At least one command is under way, whatever it costs. More are sent only when half of the bound is free, so that
+    small ones travel together.
     """
-    sent = done = in_flight = 0
-    while done < len(costs):
+    sent = in_flight = 0
+    for done, command in enumerate(commands):
         buffers: list[Buffer] = []
         if in_flight <= MAX_BYTES // 2 and sent - done <= MAX_COMMANDS // 2:
-            while sent < len(costs) and sent - done < MAX_COMMANDS:
-                if sent > done and in_flight + costs[sent] > MAX_BYTES:
+            while sent < len(commands) and sent - done < MAX_COMMANDS:
+                if sent > done and in_flight + commands[sent].cost > MAX_BYTES:
                     break
-                buffers.extend(command(sent))
-                in_flight += costs[sent]
+                buffers.extend(commands[sent].buffers())
+                in_flight += commands[sent].cost
                 sent += 1
         if buffers:
             wire.send(buffers, deadline)
-        read(done)
-        in_flight -= costs[done]
-        done += 1
+        command.receive(wire, deadline)
+        in_flight -= command.cost

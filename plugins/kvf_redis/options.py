@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api import Options, SecretUrl
+from kvframework.api import ByteSize, Options, SecretUrl
 
 _YEAR_S = 365 * 24 * 3600
+
+# Redis closes the connection at a longer value (proto-max-bulk-len), which would fail the whole batch.
+MOST_VALUE_BYTES = ByteSize(512 << 20)
+LEAST_VALUE_BYTES = ByteSize(64 << 10)
 
 
 class RedisOptions(Options, frozen=True):
@@ -18,16 +22,48 @@ class RedisOptions(Options, frozen=True):
         SecretUrl,
         Meta(
             min_length=1,
-            description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0",
+            description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0; with a "
+            "topology: the first node of the cluster, or the first sentinel",
         ),
     ]
+    topology: Annotated[
+        Literal["single", "sentinel", "cluster"], Meta(description="one server, Redis Sentinel or Redis Cluster")
+    ] = "single"
+    nodes: Annotated[
+        list[str], Meta(description='more nodes of the cluster, or more sentinels: ["host:port", ...]')
+    ] = []  # noqa: RUF012  msgspec gives each its own
+    master_name: Annotated[str, Meta(description="what the sentinels call the master; for topology sentinel")] = ""
     username: Annotated[str, Meta(description="ACL user; takes precedence over the one in url")] = ""
     password_env: Annotated[
         str, Meta(description="environment variable that holds the password; takes precedence over the one in url")
     ] = ""
+    password_file: Annotated[
+        str,
+        Meta(
+            description="file that holds the password, read for each new connection, so that it may be rotated; takes "
+            "precedence over the one in url"
+        ),
+    ] = ""
+    sentinel_password_env: Annotated[
+        str, Meta(description="environment variable that holds the password of the sentinels themselves")
+    ] = ""
+    tls_ca: Annotated[str, Meta(description="certificates to trust, a PEM file; empty: those of the system")] = ""
+    tls_cert: Annotated[str, Meta(description="the client's certificate, a PEM file")] = ""
+    tls_key: Annotated[str, Meta(description="the client's private key, a PEM file")] = ""
     prefix: Annotated[str, Meta(description="comes before the 72 bytes of every key")] = "kvf:"
     ttl_s: Annotated[
         int,
         Meta(ge=0, le=10 * _YEAR_S, description="keys expire this long after they were last stored or used; 0: never"),
     ] = 0
-    connections: Annotated[int, Meta(ge=1, le=64, description="connections at most; a call uses one")] = 2
+    max_value_bytes: Annotated[ByteSize, Meta(description="larger values are stored in pieces; 64 KiB to 512 MiB")] = (
+        MOST_VALUE_BYTES
+    )
+    connections: Annotated[
+        int, Meta(ge=1, le=64, description="connections to each server at most; a call uses one")
+    ] = 2
+
+    def __post_init__(self) -> None:
+        if not LEAST_VALUE_BYTES <= self.max_value_bytes <= MOST_VALUE_BYTES:
+            raise ValueError(
+                f"max_value_bytes is between {LEAST_VALUE_BYTES} and {MOST_VALUE_BYTES}, found {self.max_value_bytes}"
+            )

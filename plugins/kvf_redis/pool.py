@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from kvf_redis.wire import Wire
@@ -18,6 +19,7 @@ class Pool:
         self._size = size
         self._where = where
         self._changed = threading.Condition()
+        self._queue: deque[object] = deque()  # who waits for a connection
         self._idle: list[Wire] = []
         self._lent: set[Wire] = set()
         self._connecting = 0
@@ -65,37 +67,61 @@ class Pool:
     def closed(self) -> bool:
         return self._closed
 
+    def drop_idle(self) -> None:
+        """Closes what is idle: it would be as dead as the connection that has just failed. Never blocks."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for wire in idle:
+            wire.close()
+
+    def close_unused(self) -> bool:
+        """Closes the pool if nothing is lent; whether it did. Never blocks."""
+        with self._changed:
+            if self._lent or self._connecting:
+                return False
+            self._closed = True
+        self.drop_idle()
+        return True
+
     def close(self) -> None:
         """Closes what is idle and cuts what is lent: calls in flight fail. Idempotent; never blocks."""
         with self._changed:
             self._closed = True
-            idle, self._idle = self._idle, []
             for wire in self._lent:
                 wire.cut()
             self._changed.notify_all()
-        for wire in idle:
-            wire.close()
+        self.drop_idle()
 
     def _reserve(self, deadline: float) -> Wire | None:
-        """An idle connection, or None for the right to make one."""
+        """An idle connection, or None for the right to make one. First come, first served: a thread that gives a
+        connection back and wants it again at once would else starve the others."""
         with self._changed:
-            while True:
-                if self._closed:
-                    raise self._is_closed()
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise TierError("the deadline has passed before a connection was free", where=self._where)
-                if self._idle:
-                    wire = self._idle.pop()
-                    if wire.is_quiet():
-                        self._lent.add(wire)
-                        return wire
-                    wire.close()
-                elif len(self._lent) + self._connecting < self._size:
-                    self._connecting += 1
-                    return None
-                else:
-                    self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+            turn = object()
+            self._queue.append(turn)
+            try:
+                while True:
+                    if self._closed:
+                        raise self._is_closed()
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0:
+                        raise TierError("the deadline has passed before a connection was free", where=self._where)
+                    if self._queue[0] is not turn or not self._available():
+                        self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+                    elif not self._idle:
+                        self._connecting += 1
+                        return None
+                    else:
+                        wire = self._idle.pop()
+                        if wire.is_quiet():
+                            self._lent.add(wire)
+                            return wire
+                        wire.close()
+            finally:
+                self._queue.remove(turn)
+                self._changed.notify_all()
+
+    def _available(self) -> bool:
+        return bool(self._idle) or len(self._lent) + self._connecting < self._size
 
     def _is_closed(self) -> TierError:
         return TierError("the tier is closed", where=self._where)

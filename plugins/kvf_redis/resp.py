@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Redis answers a longer value (proto-max-bulk-len) by closing the connection, which would fail the whole batch.
-MAX_VALUE_BYTES = 512 << 20
+from kvf_redis.places import Place
 
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\S*):([0-9]{1,5})(?: .*)?")
 
 # What these errors say holds for one key; any other error is about the server or the connection.
-_ABOUT_ONE_KEY = frozenset({"WRONGTYPE", "OOM"})
+_ABOUT_ONE_KEY = frozenset({"WRONGTYPE", "OOM", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"})
 
 
 class ProtocolSurprise(Exception):
@@ -23,7 +23,7 @@ class Refused(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.code = text.partition(" ")[0]
+        self.code = error_code(text)
 
 
 class Reply(NamedTuple):
@@ -32,6 +32,14 @@ class Reply(NamedTuple):
     kind: str
     number: int = 0
     text: str = ""
+
+
+class Redirect(NamedTuple):
+    """What a member of a cluster says of a key that it does not serve. The host is "" if it is the member's own."""
+
+    ask: bool
+    slot: int
+    place: Place
 
 
 def command(*words: bytes) -> bytes:
@@ -69,6 +77,23 @@ def holds(reply: Reply, kind: str) -> bool:
         return True
     if reply.kind != "-":
         raise ProtocolSurprise(f"expected a reply of type {kind!r}, found {reply.kind!r}")
-    if reply.text.partition(" ")[0] not in _ABOUT_ONE_KEY:
+    if error_code(reply.text) not in _ABOUT_ONE_KEY:
         raise Refused(reply.text)
     return False
+
+
+def error_code(text: str) -> str:
+    """The first word of an error."""
+    return text.partition(" ")[0]
+
+
+def parse_redirect(text: str) -> Redirect | None:
+    """The text of a MOVED or ASK error; None for any other."""
+    match = _REDIRECT.fullmatch(text)
+    if match is None:
+        return None
+    verb, slot, host, port = match.groups()
+    if int(slot) >= 1 << 14 or not 0 < int(port) < 1 << 16:
+        return None
+    # "?" stands for a host name that the member was told to announce and does not know
+    return Redirect(verb == "ASK", int(slot), Place("" if host == "?" else host.strip("[]"), int(port)))

@@ -11,14 +11,17 @@ import contextlib
 import errno
 import select
 import socket
+import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvf_redis.resp import ProtocolSurprise, Reply, parse_line
 from kvframework.api import Buffer
 
 _IOV_MAX = 1024
 _BUFFER_BYTES = 16 << 10
+_RECORD_BYTES = 16 << 10
+_SMALL_BYTES = 4 << 10
 _LONGEST_WAIT_S = 3600.0
 
 
@@ -36,13 +39,13 @@ class Wire:
         self.spoilt = False  # set by who leaves replies unread: the connection is then not used again
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Sends all of `buffers`, without joining them. Borrows them until it returns."""
-        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        """Sends all of `buffers`, without joining what is large. Borrows them until it returns."""
         if not self._vectored:
-            for view in views:
+            for record in _records(buffers):
                 self._arm(deadline)
-                self._sock.sendall(view)
+                self._sock.sendall(record)
             return
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         first = 0
         while first < len(views):
             self._arm(deadline)
@@ -66,14 +69,17 @@ class Wire:
         self._start = at + 2
         return parse_line(line)
 
-    def value_into(self, parts: Sequence[memoryview], deadline: float) -> None:
-        """Receives a value that is exactly as long as `parts` (1-D bytes, writable) together. Borrows them."""
+    def value_into(self, parts: Sequence[memoryview], nbytes: int, deadline: float) -> None:
+        """Receives a value of `nbytes` into the beginning of `parts` (1-D bytes, writable), which together are at least
+        as long. Borrows them."""
         for part in parts:
-            at = min(self._end - self._start, part.nbytes)
+            wanted = min(nbytes, part.nbytes)
+            at = min(self._end - self._start, wanted)
             part[:at] = self._store[self._start : self._start + at]
             self._start += at
-            while at < part.nbytes:
-                at += self._receive(part[at:], deadline)
+            while at < wanted:
+                at += self._receive(part[at:wanted], deadline)
+            nbytes -= wanted
         self._end_of_value(deadline)
 
     def drain(self, nbytes: int, deadline: float) -> None:
@@ -88,9 +94,11 @@ class Wire:
 
     def is_quiet(self) -> bool:
         """False if an idle connection has bytes in it or was closed by the peer. Never blocks."""
+        if self.spoilt or self._start != self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            return False
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
-        return self._start == self._end and not self.spoilt and not poller.poll(0)
+        return not poller.poll(0)
 
     def cut(self) -> None:
         """Ends the connection under a thread that may be using it, which then gets an `OSError`. Never blocks."""
@@ -128,3 +136,19 @@ class Wire:
         if remaining <= 0:
             raise TimeoutError(errno.ETIMEDOUT, "the deadline has passed")
         self._sock.settimeout(min(remaining, _LONGEST_WAIT_S))
+
+
+def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    """What TLS sends at once: small neighbours are joined, each of which would else be a record of its own."""
+    joined = bytearray()
+    for buffer in buffers:
+        small = len(buffer) < _SMALL_BYTES
+        if joined and (not small or len(joined) + len(buffer) > _RECORD_BYTES):
+            yield joined
+            joined = bytearray()
+        if small:
+            joined += buffer
+        else:
+            yield buffer
+    if joined:
+        yield joined

@@ -87,3 +87,19 @@ def test_failures_count_only_in_a_row() -> None:
         breaker.failed(0.0)
         breaker.succeeded()
     assert breaker.state == "closed"
+
+
+def test_a_call_that_proves_nothing_leaves_the_decision_to_the_next() -> None:
+    breaker = Breaker(threshold=2, backoff_s=1.0)
+    for now in (0.0, 0.5):
+        breaker.undecided()
+        breaker.failed(now)
+    assert breaker.state == "open", "it does not interrupt a row of failures"
+    assert breaker.allow(1.5)
+    breaker.undecided()
+    assert breaker.state == "half-open"
+    assert breaker.wait_s(1.5) == 0
+    assert breaker.allow(1.5)
+    assert not breaker.allow(1.5)
+    breaker.failed(1.5)
+    assert breaker.wait_s(1.5) == 2.0

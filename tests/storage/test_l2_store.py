@@ -129,6 +129,17 @@ def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> N
     assert store.counters["read_failed"] == (outcome is Outcome.FAILED)
 
 
+def test_damage_that_shows_without_reading_is_deleted_too() -> None:
+    class Answering(MemoryTier):
+        def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+            return [Outcome.DAMAGED, Outcome.FOUND, Outcome.FAILED]
+
+    tier = Answering(dict.fromkeys(K[:3], b"value"))
+    store = store_of(tier)
+    assert store.contains(K[:3]) == [False, True, False]
+    assert (list(tier.values), store.counters["corrupt"]) == (K[1:3], 1)
+
+
 def test_without_a_codec_no_second_copy_of_an_object_is_made() -> None:
     """The tier of this test keeps a copy; what is measured is what the store itself needs."""
 

@@ -1,0 +1,144 @@
+"""Owns one server as the tier uses it: its connections, and what a failed flight means. Runs in the caller's thread."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from kvf_redis.commands import Command, Oversized, Ping
+from kvf_redis.connect import NoAnswer
+from kvf_redis.flight import fly
+from kvf_redis.pool import Pool
+from kvf_redis.resp import ProtocolSurprise, Refused, error_code
+from kvf_redis.wire import Wire
+from kvframework.errors import TierError
+
+_HINTS = {
+    "NOAUTH": "name a variable with the password in password_env, or a file in password_file",
+    "NOPERM": "allow the commands in the tier's README on the prefix's keys for this user",
+    "READONLY": "url names a replica: name the primary, or the sentinels",
+    "MOVED": 'url names a member of a cluster: set topology = "cluster"',
+    "ASK": 'url names a member of a cluster: set topology = "cluster"',
+    "CROSSSLOT": 'url names a member of a cluster: set topology = "cluster"',
+    "CLUSTERDOWN": "slots are not served: see `redis-cli cluster info`",
+    "LOADING": "the server is starting: it works once its data is loaded",
+    "MISCONF": "the server cannot save to disk: see its log",
+}
+
+
+class Router(ABC):
+    """Brings commands to the servers that hold their keys. Thread-safe."""
+
+    @abstractmethod
+    def run(self, commands: Sequence[Command], deadline: float) -> None:
+        """Carries the commands out and sets their outcomes; blocks until `deadline` at most.
+
+        Commands to one key are carried out in their order. Raises `TierError` if none of them could be.
+        """
+
+    @abstractmethod
+    def ping(self, deadline: float) -> None:
+        """Raises `TierError` if no server answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends calls in flight. Idempotent; never blocks."""
+
+
+class Node:
+    """One server, or whatever `connect` connects to."""
+
+    def __init__(self, connect: Callable[[float], Wire], connections: int, *, where: str) -> None:
+        self._where = where
+        self._pool = Pool(connect, connections, where=where)
+
+    def carry(self, commands: Sequence[Command], deadline: float) -> TierError | None:
+        """Carries the commands out. After the error that it returns some may not be `answered`.
+
+        A connection is dropped after any error, timeout or surprise, and those that lie idle with it. The error has no
+        traceback or context, whose frames would keep the caller's buffers.
+        """
+        waiting = commands
+        while waiting:
+            try:
+                wire = self._pool.acquire(deadline)
+            except TierError as error:
+                return rebuilt(error)
+            failure = self._fly(wire, waiting, deadline)
+            if failure is not None:
+                self._pool.drop_idle()
+                return failure
+            waiting = [command for command in waiting if not command.answered]
+        return None
+
+    def close_unused(self) -> bool:
+        """Closes the node if no call uses it; whether it did."""
+        return self._pool.close_unused()
+
+    def close(self) -> None:
+        """Ends calls in flight. Idempotent; never blocks."""
+        self._pool.close()
+
+    def _fly(self, wire: Wire, commands: Sequence[Command], deadline: float) -> TierError | None:
+        silent = False
+        try:
+            fly(wire, commands, deadline)
+        except Oversized:
+            self._pool.discard(wire)
+            return None  # the other commands go by another connection
+        except (OSError, ProtocolSurprise, Refused) as error:
+            fact, hint = _explain(error)
+            silent = isinstance(error, TimeoutError) and not commands[0].answered
+            self._pool.discard(wire)
+        except BaseException:
+            self._pool.discard(wire)
+            raise
+        else:
+            self._pool.release(wire)
+            return None
+        if self._pool.closed:
+            return TierError("the tier is closed", where=self._where)
+        return (NoAnswer if silent else TierError)(fact, where=self._where, hint=hint)
+
+
+class OneNode(Router):
+    """Everything goes to one server; what is not answered there fails the call."""
+
+    def __init__(self, node: Node, *, where: str) -> None:
+        self._node = node
+        self._where = where
+
+    def run(self, commands: Sequence[Command], deadline: float) -> None:
+        failure = self._node.carry(commands, deadline)
+        if failure is None:
+            failure = next((answered_error(each, self._where) for each in commands if each.error), None)
+        if failure is not None:
+            raise failure
+
+    def ping(self, deadline: float) -> None:
+        self.run([Ping()], deadline)
+
+    def close(self) -> None:
+        self._node.close()
+
+
+def answered_error(command: Command, where: str) -> TierError:
+    """What a server said of a key that it cannot serve."""
+    return TierError(
+        f"the server answers: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
+    )
+
+
+def rebuilt(error: TierError) -> TierError:
+    """The same error, without traceback and context."""
+    return type(error)(error.fact, where=error.where, hint=error.hint)
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    if isinstance(error, TimeoutError):
+        return "no answer before the deadline", ""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__, ""
+    if isinstance(error, Refused):
+        return f"the server answers: {error}", _HINTS.get(error.code, "")
+    return f"protocol surprise: {error}", "is url the address of a Redis server?"

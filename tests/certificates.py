@@ -1,0 +1,25 @@
+"""A certificate for tests, made by the `openssl` command for the occasion."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Certificate(NamedTuple):
+    """PEM files. Signed by itself, so it is also what the other side must trust."""
+
+    certificate: Path
+    key: Path
+
+
+def make_certificate(directory: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> Certificate:
+    """For servers and clients with these names."""
+    made = Certificate(directory / "cert.pem", directory / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", f"subjectAltName={names}"]
+    command += ["-keyout", str(made.key), "-out", str(made.certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return made
