@@ -1,5 +1,5 @@
-"""What holds for every test: what an environment lacks is skipped with a reason, and a run in the background is like
-one in the foreground."""
+"""What holds for every test: what an environment lacks is skipped with a reason, soaks run only when asked for, and a
+run in the background is like one in the foreground."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="a long soak: ask for it by -m slow"))
     for marker, packages in NEEDS.items():
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
         if missing:

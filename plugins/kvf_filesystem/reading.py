@@ -19,12 +19,12 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)  # a symbolic link, a socket
 
 
 def look(root: Root, key: PackedKey) -> Outcome:
-    """FOUND, MISSING, or FAILED if something else stands in the file's place. Raises `OSError`."""
+    """FOUND, MISSING, or DAMAGED if something else stands in the file's place. Raises `OSError`."""
     try:
         found = os.stat(path_of(key), dir_fd=root.fd, follow_symlinks=False)
     except FileNotFoundError:
         return Outcome.MISSING
-    return Outcome.FOUND if stat.S_ISREG(found.st_mode) else Outcome.FAILED
+    return Outcome.FOUND if stat.S_ISREG(found.st_mode) else Outcome.DAMAGED
 
 
 def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> Outcome:

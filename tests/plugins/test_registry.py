@@ -46,7 +46,7 @@ def test_an_entry_point_may_name_an_object_in_a_module(site: Path) -> None:
 
 def test_first_party_plugins_are_offered_like_anybodys() -> None:
     registry = PluginRegistry()
-    assert registry.names("tier") == ["pinned", "redis"]
+    assert registry.names("tier") == ["filesystem", "pinned", "redis"]
     assert registry.resolve("eviction", "lru").kind == "eviction"
     assert registry.resolve("hasher", "sha256").kind == "hasher"
 
@@ -56,10 +56,10 @@ def test_an_absent_plugin_says_what_is_there_and_what_was_probably_meant() -> No
     with pytest.raises(PluginNotFound) as caught:
         registry.resolve("tier", "rediss", where="kvf.toml: [[l2]] #1")
     assert caught.value.where == "kvf.toml: [[l2]] #1"
-    assert caught.value.available == "pinned, redis"
+    assert caught.value.available == "filesystem, pinned, redis"
     assert caught.value.hint == "did you mean 'redis'?"
-    with pytest.raises(PluginNotFound, match=r"entry point codec\.zstd"):
-        registry.resolve("codec", "zstd")
+    with pytest.raises(PluginNotFound, match=r"entry point codec\.lz4"):
+        registry.resolve("codec", "lz4")
 
 
 def test_a_name_of_another_kind_is_pointed_at() -> None:

@@ -1,0 +1,189 @@
+"""A folder as L2 of a real server: killed in mid write, full, read-only, garbled underneath, at its capacity."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvf_filesystem.form import HEAD_BYTES, path_of
+from kvf_filesystem.root import MARKER
+from kvframework.wire import messages as m
+from tests.server_process import ServerProcess
+from tests.tiers import remountable_server
+from tests.tiers.damage import KINDS, damage_in_folder
+from tests.tiers.engine import Engine
+from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
+from tests.tiers.prompts import object_key, prompt
+from tests.tiers.small_disk import remount, small_disk
+from tests.waiting import wait_until
+
+WIDE = 256  # objects of 1 MiB, which are written past the page cache where that is possible
+MIB = 1 << 20
+
+
+def settings(folder: Path, **table: object) -> list[str]:
+    chosen = {"use": "filesystem", "path": folder, **table}
+    return [f"l2.0.{name}={value}" for name, value in chosen.items()]
+
+
+def values_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("??/*") if not path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("hidden", [8, WIDE])
+def test_a_server_killed_in_mid_write_back_finds_what_it_wrote(
+    tmp_path: Path, seed: int, kills: int, hidden: int
+) -> None:
+    chance = random.Random(f"{seed}/kills")
+    folder, prompts = tmp_path / "kv", [prompt([number]) for number in range(128)]
+    with ServerProcess(*settings(folder, timeout_s=20), capacity="192MiB") as server:
+        for number in range(kills):
+            with Engine(server.endpoint, hidden=hidden) as engine:
+                before = count(engine.client, "stored")
+                for each in prompts:
+                    engine.store(each)
+                await_count(engine.client, "stored", before + chance.randrange(1, 100))
+                written = count(engine.client, "stored") - before
+                left = tier(engine.client)["write_pending"]
+            server.kill9()
+            assert written > 0
+            server.start()
+            with Engine(server.endpoint, hidden=hidden) as engine:
+                found = sum(engine.load(each) for each in prompts)
+                # Counted with them: the record of the namespace.
+                assert found >= written - 1, f"kill {number}: {written} written, {left} left, {found} found"
+                assert count(engine.client, "corrupt") == count(engine.client, "errors") == 0
+                wait_until(lambda: not list(folder.glob("??/.*.tmp")), 20, "the end of temporary files")
+                engine.client.call("CLEAR", m.Clear(l2=True))
+                await_rest(engine.client)
+
+
+def test_a_full_disk_fails_no_store_and_writes_again_once_there_is_room(tmp_path: Path) -> None:
+    with small_disk("4m") as disk, ServerProcess(*settings(disk / "kv")) as server, Engine(server.endpoint) as engine:
+        kept = prompt(range(8))
+        engine.store(kept)
+        await_written(engine.client)
+        others = disk / "others"
+        with others.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        for number in range(1, 40):
+            each = prompt(range(1000 * number, 1000 * number + 4))
+            assert engine.store(each).stored == len(each)
+            assert engine.load(each) == len(each)
+        await_written(engine.client)
+        full = tier(engine.client)
+        assert full["store_failed"] > 0
+        assert full["state"] == "closed", "a full disk can still be read"
+        assert full["usage"]["capacity_bytes"] <= 4 * MIB
+        assert not list((disk / "kv").glob("??/.*.tmp"))
+
+        others.unlink()
+        fresh = prompt(range(50_000, 50_008))
+        engine.store(fresh)
+        await_written(engine.client)
+        engine.clear()
+        assert engine.load(fresh) == len(fresh)
+        assert count(engine.client, "corrupt") == 0
+
+
+def test_a_disk_that_becomes_read_only_is_read_and_written_again_later() -> None:
+    script = remountable_server.__file__
+    with (
+        small_disk("16m") as disk,
+        ServerProcess(*settings(disk / "kv"), script=script) as server,
+        Engine(server.endpoint) as engine,
+    ):
+        kept, lost, fresh = (prompt(range(first, first + 8)) for first in (0, 100, 200))
+        engine.store(kept)
+        await_written(engine.client)
+        os.kill(server.pid, signal.SIGUSR1)
+        wait_until(lambda: not _is_open(server.pid, disk / "kv" / MARKER), 20, "the marker to be let go")
+        remount(disk, "ro")
+        try:
+            assert engine.store(lost).stored == len(lost)
+            await_state(engine.client, "down")
+            assert "Read-only" in tier(engine.client)["last_error"]
+            assert engine.load(lost) == len(lost), "L1 has it"
+        finally:
+            remount(disk, "rw")
+        await_written(engine.client)
+        engine.store(fresh)
+        await_written(engine.client)
+        assert tier(engine.client)["state"] == "closed"
+        engine.clear()
+        assert [engine.load(each) for each in (kept, lost, fresh)] == [8, 8, 8]
+
+
+def test_a_folder_that_is_deleted_underneath_is_made_good(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(f"{seed}/folder")
+    folder = tmp_path / "kv"
+    prompts = {kind: prompt([1000 * number + chunk for chunk in range(6)]) for number, kind in enumerate(KINDS)}
+    with ServerProcess(*settings(folder)) as server, Engine(server.endpoint) as engine:
+        for each in prompts.values():
+            engine.store(each)
+        await_written(engine.client)
+        engine.clear()
+        # So that what is read next does not come to lie where it lay before.
+        engine.store(prompt([10**6]))
+        for kind, each in prompts.items():
+            at = chance.randrange(1, 5)
+            keys = [object_key(engine.namespace, digest) for digest in each.digests]
+            damage_in_folder(folder, kind, keys[at], keys[5], chance)
+            before = count(engine.client, "corrupt")
+            wrong = 2 if kind == "swapped" else 1
+            assert engine.load(each) == at, kind
+            assert not os.path.lexists(folder / path_of(keys[at])), kind
+            assert count(engine.client, "corrupt") - before == wrong, kind
+            engine.store(each)
+        await_written(engine.client)
+        for path in values_in(folder):
+            if chance.random() < 0.5:
+                path.unlink()
+        engine.clear()
+        assert 0 < sum(engine.load(each) for each in prompts.values()) < 6 * len(prompts)
+        for each in prompts.values():
+            engine.store(each)
+        await_written(engine.client)
+        engine.clear()
+        assert [engine.load(each) for each in prompts.values()] == [6] * len(prompts)
+        assert tier(engine.client)["state"] == "closed"
+        await_rest(engine.client)
+
+
+def test_what_was_used_longest_ago_leaves_a_folder_at_its_capacity(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    table = settings(folder, capacity="4MiB", high_watermark=0.9, low_watermark=0.5)
+    with ServerProcess(*table, capacity="2MiB") as server, Engine(server.endpoint) as engine:
+        prompts = [prompt(range(1000 * number, 1000 * number + 10)) for number in range(20)]
+        for each in prompts[:10]:
+            engine.store(each)
+            await_written(engine.client)
+        assert count(engine.client, "evicted") == 0
+        assert tier(engine.client)["usage"]["capacity_bytes"] == 4 * MIB
+        used_before = values_in(folder)[0].stat().st_mtime
+        assert engine.load(prompts[0]) == 10
+        path = folder / path_of(object_key(engine.namespace, prompts[0].digests[0]))
+        wait_until(lambda: path.stat().st_mtime > used_before + 0.5, 30, "a use that the folder knows of")
+        for each in prompts[10:14]:
+            engine.store(each)
+            await_written(engine.client)
+            assert sum(file.stat().st_size - HEAD_BYTES for file in values_in(folder)) <= 0.9 * 4 * MIB
+        assert count(engine.client, "evicted") >= 50, "down to the low watermark"
+        usage = tier(engine.client)["usage"]
+        assert 0 < usage["used_bytes"] <= 0.9 * usage["capacity_bytes"]
+        engine.clear()
+        assert engine.load(prompts[0]) == 10, "it was used again"
+        assert engine.load(prompts[13]) == 10
+        assert [engine.load(each) for each in prompts[1:5]] == [0] * 4
+
+
+def _is_open(pid: int, path: Path) -> bool:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return any(os.path.exists(link) and os.readlink(link) == str(path) for link in links)
