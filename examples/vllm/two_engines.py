@@ -49,9 +49,7 @@ def main() -> None:
             stack.enter_context(engine(directory, arguments.model, endpoint, port, arguments.engine))
         answers = [ask(port, arguments.model, prompt) for port in ports]
     for name, (seconds, cached, tokens) in zip("AB", answers, strict=True):
-        print(
-            f"engine {name}: {cached} of {arguments.tokens} tokens cached, answer after {seconds:.3f} s: {tokens}"
-        )
+        print(f"engine {name}: {cached} of {arguments.tokens} tokens cached, answer after {seconds:.3f} s: {tokens}")
     if answers[0][2] != answers[1][2]:
         sys.exit("the answers differ")
 

@@ -1,0 +1,167 @@
+"""Owns one worker's registration with the server: at the engine's start, or as soon as there is a server.
+
+Engine side; a thread of its own waits for a server that is not there yet, the connection's supervisor registers again
+after restarts.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvf_vllm.identity import Identity
+from kvf_vllm.layouts import GroupFacts, block_tensors, group_of_each, layout_options
+from kvf_vllm.options import VllmOptions
+from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StoreOp
+from kvframework.api import MessagingFuture, Registration
+from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+class AttachedInstance:
+    """See `kvf_vllm.worker.Instance`. The client and the tensors are borrowed until `close`."""
+
+    def __init__(
+        self,
+        client: KVClient,
+        options: VllmOptions,
+        *,
+        identity: Identity,
+        groups: Sequence[GroupFacts],
+        packing: str,
+        rank: int,
+        world_size: int,
+        num_blocks: int,
+    ) -> None:
+        self._client = client
+        self._groups = tuple(groups)
+        self._num_blocks = num_blocks
+        self._timeout_s = options.connect_timeout_s
+        self._adapter = WorkerAdapter(
+            client,
+            instance_id=secrets.randbits(62),
+            model_name=identity.model_name,
+            world_size=world_size,
+            rank=rank,
+            transport=options.transport,
+            transport_options=options.transport_options,
+            layout="opaque",
+            layout_options=layout_options(packing, groups),
+            revision=identity.revision,
+            quantization=identity.quantization,
+            packing=packing,
+        )
+        self._served: Served | None = None
+        self._group_of_each: tuple[int, ...] = ()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def served(self) -> Served | None:
+        return self._served
+
+    def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Registers; without a server, or if it refuses, logs why and goes on trying in the background. Waits at most
+        the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
+        self._tensors = tensors = block_tensors(self._groups, kv_caches, self._num_blocks)
+        deadline = time.monotonic() + self._timeout_s
+        error = self._tried(tensors, lambda: deadline - time.monotonic())
+        if error is None:
+            return
+        log.warning("no KV is loaded or stored until there is a server that accepts this engine: %s", error)
+        self._thread = threading.Thread(
+            target=self._keep_trying, args=(tensors, str(error)), name="kvf-vllm-attach", daemon=True
+        )
+        self._thread.start()
+
+    def load(self, op: LoadOp) -> MessagingFuture[bool]:
+        return self._adapter.submit_retrieve(
+            self._request(op), op.start, op.end, self._by_layer_group(op.block_ids), skip_first_n_tokens=op.skip
+        )
+
+    def store(self, op: StoreOp) -> MessagingFuture[bool]:
+        return self._adapter.submit_store(self._request(op), op.start, op.end, self._by_layer_group(op.block_ids))
+
+    def load_bytes(self, op: LoadOp) -> int:
+        return self._nbytes(op.end - op.start - op.skip)
+
+    def store_bytes(self, op: StoreOp) -> int:
+        return self._nbytes(op.end - op.start)
+
+    def collect(self) -> None:
+        """Lets go of transfers that have ended. Never blocks."""
+        self._adapter.get_finished()
+        self._adapter.take_failed_blocks()
+
+    def close(self) -> None:
+        """Unregisters, if the server is there. No transfer may be under way. Idempotent."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(self._timeout_s + 1.0)
+        self._adapter.close()
+
+    def _tried(self, tensors: Mapping[str, torch.Tensor], left_s: Callable[[], float]) -> Exception | None:
+        """Registers; why it did not work, None if it did."""
+        try:
+            if not self._client.wait_up(max(left_s(), 0.0)):
+                self._client.raise_down()
+            registration = self._adapter.register_kv_caches(tensors, block_size=self._groups[0].block_size)
+        except KVFrameworkError as error:
+            return error
+        # A broken plugin must not stop the engine either.
+        except Exception as error:
+            log.exception("registering with the server failed")
+            return error
+        self._group_of_each = group_of_each(registration.layout, self._groups)
+        identity = self._adapter.identity
+        self._served = Served(
+            identity.model_name, registration.namespace, registration.desc.chunk_tokens, identity.world_size
+        )
+        log.info(
+            "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
+            self._client.endpoint, registration.desc.chunk_tokens,
+            registration.desc.nbytes / registration.desc.chunk_tokens / 1024, registration.namespace.hex(),
+        )  # fmt: skip
+        return None
+
+    def _keep_trying(self, tensors: Mapping[str, torch.Tensor], told: str) -> None:
+        while not self._closed.is_set():
+            error = self._tried(tensors, lambda: 0.5)
+            if error is None:
+                return
+            if not isinstance(error, ServerGone):
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("still no KV is loaded or stored: %s", error)
+                self._closed.wait(RETRY_S)
+
+    def _registration(self) -> Registration:
+        registration = self._adapter.registration
+        if registration is None:
+            raise NotRegistered("this worker is not registered")
+        return registration
+
+    def _nbytes(self, tokens: int) -> int:
+        desc = self._registration().desc
+        return tokens * desc.nbytes // desc.chunk_tokens
+
+    def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
+        chunk = self._registration().desc.chunk_tokens
+        return RequestHashes(
+            self._client.hasher, chunk, request_id=op.request_id, cache_salt=op.salt, digests=op.digests
+        )
+
+    def _by_layer_group(self, block_ids: GroupBlocks) -> list[Sequence[int]]:
+        return [block_ids[group] for group in self._group_of_each]

@@ -1,0 +1,287 @@
+"""Owns vLLM's view of the connector: `KvFrameworkConnector`, thin over `SchedulerSide` and `WorkerSide`. vLLM makes one
+of each role, in the scheduler's process and in every worker's, and calls it from that process's engine thread.
+
+Selected by vLLM's own option, see docs/engines/vllm.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvf_vllm.attach import AttachedInstance
+from kvf_vllm.events import BlocksRemoved, BlocksStored
+from kvf_vllm.facts import check_parallel, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.identity import identify
+from kvf_vllm.layouts import GroupFacts
+from kvf_vllm.logs import join_log
+from kvf_vllm.lookups import ServerLookups
+from kvf_vllm.metrics import Counted, Shown
+from kvf_vllm.options import VllmOptions, parse_options
+from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.steps import StepPlan, StepReport
+from kvf_vllm.supported import check_version
+from kvf_vllm.worker import WorkerSide
+from kvframework.client import KVClient
+from kvframework.errors import ConfigFieldError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+class Plan(KVConnectorMetadata):  # type: ignore[misc]
+    """A `StepPlan` on vLLM's way from the scheduler to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A `StepReport` on vLLM's way from the workers to the scheduler."""
+
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: Report) -> Report:
+        return Report(self.report.merge(other.report))
+
+
+class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See `KVConnectorBase_V1`. Raises `VersionMismatch`, `ConfigFieldError`, `BadLayout` or `TransportMismatch` for an
+    engine that it cannot serve; a server that is not there costs recompute only."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_version(vllm.__version__)
+        join_log("vllm")
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = parse_options(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigFieldError(
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: requests whose KV is lost would fail",
+                where="kv_transfer_config", available="recompute", hint='set "kv_load_failure_policy": "recompute"',
+            )  # fmt: skip
+        check_parallel(vllm_config.parallel_config)
+        self._groups = groups_of(kv_cache_config)
+        if self._options.load == "sync" and len(self._groups) > 1:
+            raise ConfigFieldError(
+                f"this model has {len(self._groups)} KV cache groups, which vLLM can only load asynchronously",
+                where="kvframework.load", available="async",
+            )  # fmt: skip
+        self._client: KVClient | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._instance: AttachedInstance | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._client = _connect(self._options, "vllm scheduler")
+            self._scheduler = SchedulerSide(
+                ServerLookups(self._client),
+                self._groups,
+                self._options,
+                workers=vllm_config.parallel_config.world_size,
+                loads=transfer.is_kv_consumer,
+                stores=transfer.is_kv_producer,
+                event_block_size=_event_block_size(vllm_config, kv_cache_config),
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config, caches = self._vllm_config, self._kv_cache_config
+        rank, world_size, stores = rank_of(config.parallel_config, caches)
+        first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
+        self._client = _connect(self._options, f"vllm worker {rank}")
+        self._instance = AttachedInstance(
+            self._client,
+            self._options,
+            identity=identify(model_of(config), model=self._options.model, weights=self._options.weights),
+            groups=self._groups,
+            packing=packing_of(config, caches, first_axis),
+            rank=rank,
+            world_size=world_size,
+            num_blocks=caches.num_blocks,
+        )
+        self._worker = WorkerSide(
+            self._instance,
+            worker=config.parallel_config.rank,
+            is_async=self._options.load == "async",
+            stores=stores,
+            block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
+        )
+        self._instance.attach(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+        if self._worker is not None:
+            self._worker.before_step(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._get_connector_metadata().plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.store(self._get_connector_metadata().plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None or self._instance is None:
+            return KVConnectorTransferResults()
+        received, failed = self._worker.finished_loads()
+        self._instance.collect()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        report = self._worker.take_report() if self._worker is not None else None
+        return Report(report) if report else None
+
+    # the scheduler's side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling().allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        tables = scheduler_output.kv_connector_block_state
+        return Plan(
+            self._scheduling().plan_step(
+                scheduler_output.num_scheduled_tokens,
+                tables.get_block_ids if tables is not None else lambda _request_id: None,
+                _new_blocks(scheduler_output, self._groups),
+            )
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, Report):
+            self._scheduling().heard(meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks that are still read are fenced when they are given to others.
+        self._scheduling().finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        self._scheduling().reset()
+        return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return [_published(event) for event in self._scheduling().events.take()]
+
+    # both
+
+    def get_kv_connector_stats(self) -> Counted | None:
+        side = self._scheduler or self._worker
+        counted = side.tally.take() if side is not None else {}
+        return Counted(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counted:
+        return Counted(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[Any]]
+    ) -> Shown:
+        return Shown(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+        if self._instance is not None:
+            self._instance.close()
+        if self._client is not None:
+            self._client.close()
+        self._scheduler = self._worker = self._instance = self._client = None
+
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called on the worker's connector, or after shutdown"
+        return self._scheduler
+
+
+def _connect(options: VllmOptions, name: str) -> KVClient:
+    return KVClient(
+        options.endpoint or None,
+        name=name,
+        connect_timeout_s=options.connect_timeout_s,
+        control_timeout_s=options.control_timeout_s,
+    )
+
+
+def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]:
+    """The blocks that requests were given since the last step and will write to."""
+    cached = scheduler_output.scheduled_cached_reqs
+    given = [(request.block_ids, request.num_computed_tokens) for request in scheduler_output.scheduled_new_reqs]
+    for request_id, table, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        # A resumed request is given its whole table, others what was added to it.
+        given.append((table or (), computed if request_id in cached.resumed_req_ids else 0))
+    return {
+        block
+        for table, computed in given
+        for group, ids in zip(groups, table, strict=False)
+        for block in ids[computed // group.block_size :]
+    }
+
+
+def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """The tokens of each of vLLM's block hashes, 0 if nobody wants events."""
+    events = vllm_config.kv_events_config
+    if events is None or not events.enable_kv_cache_events:
+        return 0
+    return int(kv_cache_config.hash_block_size or vllm_config.cache_config.block_size)
+
+
+def _published(event: BlocksStored | BlocksRemoved) -> KVCacheEvent:
+    """vLLM's event. Its medium is CPU, whatever tier of the server the blocks lie in by now."""
+    hashes = [maybe_convert_block_hash(each) for each in event.hashes]
+    if isinstance(event, BlocksRemoved):
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=maybe_convert_block_hash(event.parent) if event.parent is not None else None,
+        token_ids=list(event.tokens),
+        block_size=event.block_size,
+        lora_id=None,
+        medium=MEDIUM_CPU,
+        lora_name=None,
+    )

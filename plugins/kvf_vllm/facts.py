@@ -1,0 +1,133 @@
+"""Owns what is read out of vLLM's configuration: the KV cache groups, the order of bytes inside a block, the model's
+name. vLLM's classes are told by their names, so that nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvf_vllm.identity import ModelFacts
+from kvf_vllm.layouts import GroupFacts, packing_name
+from kvframework.errors import BadLayout, TransportMismatch
+
+# Attention that needs all tokens before a position, as far as which blocks are kept is concerned.
+_FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+_WINDOW = frozenset({"SlidingWindowSpec"})
+# What of a layer's cache spec and of the layer says how bytes lie in a block.
+_SPEC_FACTS = (
+    "num_kv_heads", "num_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "cache_dtype_str",
+    "state_content_bytes", "tokens_per_state", "page_size_bytes", "model_version", "alignment",
+)  # fmt: skip
+
+
+def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
+    """The KV cache groups, in vLLM's order. Raises `BadLayout` for a kind of cache that cannot be kept yet."""
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = _layer_specs(group.kv_cache_spec)
+        names = {type(spec).__name__ for spec in specs.values()} or {type(group.kv_cache_spec).__name__}
+        windows = (
+            {int(getattr(spec, "sliding_window", None) or 0) for spec in specs.values()} if names <= _WINDOW else {0}
+        )
+        if (
+            not (names <= _FULL or names <= _WINDOW)
+            or len(windows) != 1
+            or not getattr(group, "enable_kv_transfer", True)
+        ):
+            raise BadLayout(
+                f"KV cache group {index} holds {', '.join(sorted(names))}", where="kvf_vllm",
+                available=", ".join(sorted(_FULL | _WINDOW)), hint="run this model without the connector",
+            )  # fmt: skip
+        # vLLM's window counts the position itself.
+        window = max(windows.pop() - 1, 0)
+        groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), window))
+    return tuple(groups)
+
+
+def check_parallel(parallel: Any) -> None:
+    """Raises `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens, or whose
+    workers hold different layers."""
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise TransportMismatch(
+                f"{name} is {getattr(parallel, name)}", where="kvf_vllm", available="1; tensor and data parallelism",
+                hint="run without the connector, or split the model otherwise",
+            )  # fmt: skip
+
+
+def rank_of(parallel: Any, kv_cache_config: Any) -> tuple[int, int, bool]:
+    """(rank, world size, whether this worker stores) among workers with KV of their own. Tensor-parallel workers that
+    hold the same KV (MLA) are one rank: the first of them stores, all of them load."""
+    replicas = max(int(getattr(kv_cache_config, "kv_tp_replicas", 1)), 1)
+    return parallel.rank // replicas, max(parallel.world_size // replicas, 1), parallel.rank % replicas == 0
+
+
+def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int]) -> str:
+    """The packing of a worker's blocks, by what its attention layers say. Raises `BadLayout` if they are not there."""
+    layers = vllm_config.compilation_config.static_forward_context
+    facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
+    backends, isas, dtypes, sizes = set(), set(), set(), set()
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        for name, spec in _specs_by_layer(group).items():
+            layer = layers.get(name)
+            backend = getattr(layer, "attn_backend", None)
+            if backend is None:
+                raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
+            # Layers count by their place: their names are the model's business.
+            facts[f"{index}.{len(facts)}"] = [
+                backend.get_name(),
+                str(getattr(layer, "isa", "")),
+                str(getattr(layer, "kv_cache_dtype", "")),
+                num_blocks_on_first_axis[name] // kv_cache_config.num_blocks if name in num_blocks_on_first_axis else 1,
+                *(str(getattr(spec, each, "")) for each in _SPEC_FACTS),
+            ]
+            backends.add(backend.get_name())
+            isas.add(str(getattr(layer, "isa", "")))
+            dtypes.add(str(spec.dtype).removeprefix("torch."))
+            sizes.add(int(spec.block_size))
+    return packing_name("+".join(sorted(backends)), "+".join(sorted(isas)), "+".join(sorted(dtypes)), min(sizes), facts)
+
+
+def model_of(vllm_config: Any) -> ModelFacts:
+    """What names the model. Looks for its files in the local cache; downloads nothing."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    return ModelFacts(
+        name=str(model.model),
+        revision=str(model.revision or ""),
+        quantization=str(model.quantization or ""),
+        load_format=str(getattr(load.load_format, "value", load.load_format)),
+        seed=int(model.seed or 0),
+        config=model.hf_config.to_dict(),
+        settings={
+            "dtype": str(model.dtype),
+            "code_revision": model.code_revision or "",
+            "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+        },
+        directory=_directory(str(model.model), model.revision, load.download_dir),
+    )
+
+
+def _layer_specs(spec: Any) -> dict[str, Any]:
+    """By layer; a spec that stands for a whole group under ""."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return dict(inner) if inner is not None else {"": spec}
+
+
+def _specs_by_layer(group: Any) -> dict[str, Any]:
+    specs = _layer_specs(group.kv_cache_spec)
+    return {name: specs.get(name, specs.get("")) for name in group.layer_names}
+
+
+def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    if Path(model).is_file():
+        return Path(model).parent
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception:  # noqa: BLE001 - whatever it is, the files are not here
+        return None

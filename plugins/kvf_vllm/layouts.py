@@ -1,0 +1,118 @@
+"""Owns how vLLM's KV memory is declared to the framework: as opaque blocks under a name for all that two engines must
+have in common to read each other's blocks. Pure, by vLLM's own names; nothing is guessed from shapes.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvf_vllm.steps import GroupBlocks
+from kvframework.api import NO_BLOCK, KVLayout
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+# vLLM's block pool never gives this block out: it stands where a window has given a block away.
+NULL_BLOCK = 0
+# The order of bytes inside a block that the supported releases of vLLM use.
+_ERA = "vllm1"
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One KV cache group of vLLM: layers under one block table. `window` is the number of tokens before a position that
+    are needed there (one less than vLLM's, which counts the position itself), 0 for all."""
+
+    layers: tuple[str, ...]
+    block_size: int
+    window: int = 0
+
+
+def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Mapping[str, object]) -> str:
+    """Names the order of bytes inside a block. `facts` is everything else that it depends on: cache layout, and of each
+    layer heads, head sizes, quantisation and so on."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-pack").hexdigest()
+    return "/".join((_ERA, backend, *([isa] if isa else []), dtype, f"b{block_size}", digest))
+
+
+def layout_options(packing: str, groups: Sequence[GroupFacts]) -> dict[str, object]:
+    """The options of the layout `opaque` for these groups."""
+    return {
+        "packing": packing,
+        "groups": [
+            {
+                "layers": [glob.escape(layer) for layer in group.layers],
+                "block_axis": 0,
+                "block_size": group.block_size,
+                "window": group.window,
+            }
+            for group in groups
+        ],
+    }
+
+
+def block_tensors(
+    groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> dict[str, torch.Tensor]:
+    """The layers' tensors, group by group, with vLLM's blocks on the first axis: views, where a backend cuts blocks
+    into smaller ones. Layers that use the KV of another are left out.
+
+    Raises `BadLayout` for a layer that is missing, or whose blocks are not vLLM's.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for group in groups:
+        places = set()
+        for name in group.layers:
+            tensor = kv_caches.get(name)
+            if tensor is None:
+                raise BadLayout(f"vLLM gave no KV tensor for layer {name}", available=", ".join(list(kv_caches)[:8]))
+            if not num_blocks or tensor.shape[0] % num_blocks:
+                raise BadLayout(
+                    f"the first axis of shape {tuple(tensor.shape)} does not count blocks", where=f"layer {name}",
+                    available=f"a multiple of {num_blocks} blocks",
+                )  # fmt: skip
+            place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+            if place in places:
+                continue
+            places.add(place)
+            split = tensor.shape[0] // num_blocks
+            found[name] = tensor if split == 1 else tensor.unflatten(0, (num_blocks, split))  # type: ignore[no-untyped-call]
+    return found
+
+
+def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, ...]:
+    """For each layer group of the registered layout the KV cache group of vLLM that it belongs to: layers of one group
+    that differ in size are several layer groups with one block table."""
+    by_layer = {name: index for index, group in enumerate(groups) for name in group.layers}
+    return tuple(by_layer[group.layer_names[0]] for group in layout.groups)
+
+
+def whole_prompt_loadable(groups: Sequence[GroupFacts]) -> bool:
+    """Whether KV of a whole prompt is of use: vLLM then computes the last token again, and a window may have let go of
+    what that token sees."""
+    return not any(group.window for group in groups)
+
+
+def blocks_between(groups: Sequence[GroupFacts], table: GroupBlocks, start: int, end: int) -> list[list[int]]:
+    """The block ids of tokens `[start, end)`, which are multiples of every block size."""
+    return [
+        list(ids[start // group.block_size : end // group.block_size]) for group, ids in zip(groups, table, strict=True)
+    ]
+
+
+def storable(groups: Sequence[GroupFacts], block_ids: list[list[int]], tokens: int) -> list[list[int]] | None:
+    """The same with `NO_BLOCK` for what a window has given away; None if there is no table for all `tokens`, or a block
+    is missing where all are needed."""
+    found = []
+    for group, ids in zip(groups, block_ids, strict=True):
+        if len(ids) * group.block_size != tokens or (not group.window and NULL_BLOCK in ids):
+            return None
+        found.append([NO_BLOCK if block == NULL_BLOCK else block for block in ids])
+    return found

@@ -1,0 +1,70 @@
+"""Owns the scheduler's questions to the server: one request's digests, its lookups and their tickets.
+
+Scheduler process, scheduler thread. No call waits longer than the client's control timeout; failures are misses.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvf_vllm.steps import Served
+from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter
+from kvframework.errors import KVFrameworkError
+
+
+class LookupService(Protocol):
+    """What the scheduler side asks."""
+
+    def serve(self, served: Served) -> None:
+        """How the workers name content. Before it, nothing else is called."""
+
+    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
+        """An empty digest list, None as long as the server has never been reached."""
+
+    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
+
+    def poll(self, result: LookupResult) -> LookupResult: ...
+
+    def free(self, result: LookupResult) -> None: ...
+
+
+class ServerLookups:
+    """Over a `KVClient`, which it borrows."""
+
+    def __init__(self, client: KVClient) -> None:
+        self._client = client
+        self._served: Served | None = None
+        self._adapter: SchedulerAdapter | None = None
+
+    def serve(self, served: Served) -> None:
+        self._served = served
+        self._adapter = SchedulerAdapter(
+            self._client,
+            model_name=served.model_name,
+            namespace=served.namespace,
+            chunk_tokens=served.chunk_tokens,
+            world_size=served.world_size,
+        )
+
+    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
+        # Only `usable` promises that nothing waits for a first handshake.
+        if self._served is None or not self._client.usable:
+            return None
+        try:
+            hasher = self._client.hasher
+        except KVFrameworkError:
+            return None
+        return RequestHashes(hasher, self._served.chunk_tokens, request_id=request_id, cache_salt=salt)
+
+    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
+        return self._serving().lookup(request, start, end)
+
+    def poll(self, result: LookupResult) -> LookupResult:
+        return self._serving().poll(result)
+
+    def free(self, result: LookupResult) -> None:
+        self._serving().free(result)
+
+    def _serving(self) -> SchedulerAdapter:
+        assert self._adapter is not None, "lookups come after serve()"
+        return self._adapter

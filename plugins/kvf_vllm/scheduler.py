@@ -1,0 +1,299 @@
+"""Owns the scheduler side: which tokens of a request are loaded, which chunks are stored when, and which stores must
+end before their blocks are written.
+
+A pure state machine; vLLM's scheduler thread drives it, and only `LookupService` does I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvf_vllm.events import Announcements, BlocksStored
+from kvf_vllm.layouts import GroupFacts, blocks_between, storable, whole_prompt_loadable
+from kvf_vllm.lookups import LookupService
+from kvf_vllm.options import VllmOptions
+from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, wish_of
+from kvf_vllm.search import PrefixSearch
+from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.tally import Tally
+from kvframework.client import RequestHashes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Tracked:
+    """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
+    planned, `hit_end` what the last answer to vLLM promised, `loading` how many workers still load, `miss` why the last
+    answer was none."""
+
+    request: EngineRequest
+    wish: Wish
+    search: PrefixSearch
+    hashes: RequestHashes | None = None
+    fed: int = 0
+    stored: int = 0
+    start: int = 0
+    hit_end: int = 0
+    loading: int = 0
+    failed: bool = False
+    miss: str = ""
+
+
+@dataclass
+class _Unfinished:
+    """A store that not all workers have ended: they may still read its blocks."""
+
+    blocks: set[int]
+    workers: int
+    stored: int
+    event: BlocksStored | None
+
+
+class SchedulerSide:
+    """`workers` is how many report; `loads` and `stores` are vLLM's role for this engine; with an `event_block_size`
+    (that of vLLM's block hashes) there are `events`. For one thread."""
+
+    def __init__(
+        self,
+        service: LookupService,
+        groups: Sequence[GroupFacts],
+        options: VllmOptions,
+        *,
+        workers: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        event_block_size: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = Tally()
+        self.events = Announcements(event_block_size)
+        self._service = service
+        self._groups = tuple(groups)
+        self._options = options
+        self._workers = workers
+        self._loads = loads
+        self._stores = stores
+        self._clock = clock
+        self._is_async = options.load == "async" or len(self._groups) > 1
+        self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
+        self._served: Served | None = None
+        self._heard: dict[int, Served | None] = {}
+        self._first_asked: float | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._planned_loads: list[LoadOp] = []
+        self._unfinished: dict[int, _Unfinished] = {}
+        self._next_store = 0
+        self._generation = ""
+
+    # what vLLM's scheduler asks
+
+    def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
+        """vLLM's `get_num_new_matched_tokens`: tokens beyond `computed` that can be loaded and whether that happens
+        between steps; None to be asked again."""
+        tracked = self._track(request)
+        tracked.miss = ""
+        if not (self._loads and tracked.wish.load):
+            return self._no_hit(tracked, tracked.wish.reason or "opted_out")
+        if tracked.failed:
+            return self._no_hit(tracked, "load_failed")
+        if self._served is None:
+            return (None, False) if self._awaits_workers() else self._no_hit(tracked, "no_server")
+        hashes = self._hashed(tracked)
+        if hashes is None:
+            return self._no_hit(tracked, "no_server")
+        chunk = self._served.chunk_tokens
+        start = computed // chunk * chunk
+        end = min(request.num_tokens - (0 if self._whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
+        if end <= computed:
+            tracked.search.release()
+            return self._no_hit(tracked, "too_short" if not computed else "held_locally")
+        hit_end = tracked.search.hit_end(hashes, start, end)
+        if hit_end is None:
+            return None, False
+        self.events.looked_up(request.block_hashes, hit_end, end)
+        external = hit_end - computed
+        if external < max(self._options.min_hit_tokens, 1):
+            return self._no_hit(tracked, "not_stored" if external < 1 else "too_few")
+        tracked.start, tracked.hit_end = start, hit_end
+        return external, self._is_async
+
+    def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
+        """vLLM's `update_state_after_alloc`: the request got its blocks, `table` is all of them."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.loading:
+            return
+        if not external or tracked.hashes is None:
+            tracked.search.release()
+            if tracked.miss:
+                self.tally.missed(tracked.miss)
+                tracked.miss = ""
+            return
+        start, end = tracked.start, tracked.hit_end
+        self._planned_loads.append(
+            LoadOp(
+                request.request_id,
+                start,
+                end,
+                end - external - start,
+                tracked.hashes.digests(end),
+                tracked.hashes.cache_salt,
+                blocks_between(self._groups, table, start, end),
+            )
+        )
+        tracked.loading = self._workers
+        if tracked.stored >= start:
+            tracked.stored = max(tracked.stored, end)
+        self.tally.count("hit_requests")
+        self.tally.count("hit_tokens", external)
+        self.tally.took("lookup", tracked.search.found_after_s)
+
+    def plan_step(
+        self,
+        scheduled: Mapping[str, int],
+        tables: Callable[[str], GroupBlocks | None],
+        new_blocks: Iterable[int] = (),
+    ) -> StepPlan:
+        """What the workers do in this step, vLLM's `build_connector_meta`. `scheduled` says how many tokens of each
+        request are computed; `tables` gives a request's blocks; `new_blocks` were given out since the last step."""
+        loads, self._planned_loads = self._planned_loads, []
+        written = set(new_blocks)
+        for load in loads:
+            for group, ids in zip(self._groups, load.block_ids, strict=True):
+                written.update(ids[load.skip // group.block_size :])
+        fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
+        stores: list[StoreOp] = []
+        if self._stores and self._served is not None:
+            for request_id, tokens in scheduled.items():
+                tracked = self._tracked.get(request_id)
+                if tracked is not None and tracked.wish.store:
+                    stores += self._plan_store(tracked, tokens, tables)
+        return StepPlan(loads, stores, fence)
+
+    def heard(self, report: StepReport) -> None:
+        """What the workers say after a step."""
+        if report.served:
+            self._learn(report.served)
+        for number, count in report.ended.items():
+            store = self._unfinished.get(number)
+            if store is None:
+                continue
+            store.workers -= count
+            store.stored += report.stored[number]
+            if store.workers <= 0:
+                del self._unfinished[number]
+                if store.event is not None and store.stored >= self._workers:
+                    self.events.stored(store.event)
+        for request_id in report.failed:
+            if request_id in self._tracked:
+                tracked = self._tracked[request_id]
+                # Asked again, it might fail again, and so on without end.
+                tracked.failed = True
+                tracked.stored = min(tracked.stored, tracked.start)
+        for request_id, start in report.unstored.items():
+            if request_id in self._tracked:
+                tracked = self._tracked[request_id]
+                tracked.stored = min(tracked.stored, start)
+        for request_id, count in report.loaded.items():
+            if request_id in self._tracked:
+                tracked = self._tracked[request_id]
+                tracked.loading = max(tracked.loading - count, 0)
+                if not tracked.loading:
+                    tracked.search.release()
+
+    def finished(self, request: EngineRequest) -> None:
+        """vLLM's `request_finished`, aborts included. A load under way goes on, with a pin of its own: vLLM keeps the
+        blocks until the workers have told its end."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None:
+            tracked.search.release()
+
+    def reset(self) -> None:
+        """From now on this engine finds nothing of before: the weights may have changed. What the server has stays, it
+        belongs to others too."""
+        self._generation = secrets.token_hex(8)
+        self.events.forget()
+        for tracked in self._tracked.values():
+            tracked.search.release()
+            # Their KV may be of both kinds.
+            tracked.wish = Wish(False, False, reason="reset")
+
+    def close(self) -> None:
+        """Lets go of all tickets."""
+        for tracked in self._tracked.values():
+            tracked.search.release()
+        self._tracked.clear()
+
+    def _track(self, request: EngineRequest) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
+            tracked = self._tracked[request.request_id] = _Tracked(request, wish_of(request), search)
+        return tracked
+
+    def _learn(self, told: Mapping[int, Served | None]) -> None:
+        self._heard.update(told)
+        known = {each for each in self._heard.values() if each is not None}
+        if (
+            self._served is None
+            and len(known) == 1
+            and len(self._heard) == self._workers
+            and None not in self._heard.values()
+        ):
+            self._served = known.pop()
+            self._service.serve(self._served)
+        elif len(known) > 1:
+            log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
+
+    def _awaits_workers(self) -> bool:
+        """Whether the workers have not yet said, in their first step, whether there is a server."""
+        now = self._clock()
+        if self._first_asked is None:
+            self._first_asked = now
+        return len(self._heard) < self._workers and now - self._first_asked < self._options.lookup_deadline_s
+
+    def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
+        """The request's digests of all tokens that are known now."""
+        assert self._served is not None
+        if tracked.hashes is None:
+            salt = salted(tracked.wish.salt, self._generation)
+            tracked.hashes = self._service.hashes(tracked.request.request_id, salt)
+        if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
+            tokens = tracked.request.all_token_ids[tracked.fed :]
+            extras = chunk_extras(tracked.request, self._served.chunk_tokens) if tracked.request.mm_features else None
+            tracked.hashes.extend(tokens, extras)
+            tracked.fed += len(tokens)
+        return tracked.hashes
+
+    def _plan_store(
+        self, tracked: _Tracked, scheduled: int, tables: Callable[[str], GroupBlocks | None]
+    ) -> Iterable[StoreOp]:
+        assert self._served is not None
+        request, chunk = tracked.request, self._served.chunk_tokens
+        # Drafted tokens may be rejected: only those that are known count.
+        end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
+        if end <= tracked.stored:
+            return
+        hashes, table = self._hashed(tracked), tables(request.request_id)
+        if hashes is None or table is None:
+            return
+        start = tracked.stored
+        block_ids = storable(self._groups, blocks_between(self._groups, table, start, end), end - start)
+        tracked.stored = end
+        if block_ids is None:
+            self.tally.count("unstorable_chunks")
+            return
+        number, self._next_store = self._next_store, self._next_store + 1
+        blocks = {block for ids in block_ids for block in ids}
+        event = self.events.of(request.block_hashes, request.all_token_ids, start, end)
+        self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
+        yield StoreOp(number, request.request_id, start, end, hashes.digests(end), hashes.cache_salt, block_ids)
+
+    def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
+        tracked.search.give_up()
+        tracked.miss = reason
+        return 0, False

@@ -1,0 +1,72 @@
+"""Owns one request's way to what the server has of its prompt: asking, asking again, waiting for L2 up to a deadline,
+and the ticket that pins what was found. A pure state machine over `LookupService`; takes a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvf_vllm.lookups import LookupService
+from kvframework.client import LookupResult, RequestHashes
+
+# A request may be asked about at every step for as long as there is no room for it.
+POLL_S = 0.002
+MISS_HOLDS_S = 0.5
+# Well before the server's default of 60 s ends a ticket.
+TICKET_HOLDS_S = 20.0
+
+
+class PrefixSearch:
+    """At most one ticket at a time. `release` ends it. `found_after_s` is how long the last answer took."""
+
+    def __init__(self, service: LookupService, *, deadline_s: float, clock: Callable[[], float]) -> None:
+        self.found_after_s = 0.0
+        self._service = service
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._result: LookupResult | None = None
+        self._start = 0
+        self._asked_at = 0.0
+        self._polled_at = 0.0
+
+    def hit_end(self, hashes: RequestHashes, start: int, end: int) -> int | None:
+        """The token up to which the server has all chunks from `start` (a multiple of the chunk), None while L2 is
+        being asked: ask again. What it has stays pinned until `release` or another `start`."""
+        now = self._clock()
+        if self._result is None or self._start != start or self._is_stale(now):
+            self.release()
+            self._start, self._asked_at, self._polled_at = start, now, now
+            self._result = self._service.lookup(hashes, start, end)
+            self.found_after_s = self._clock() - now
+        if self._result.pending:
+            if now - self._asked_at < self._deadline_s:
+                if now - self._polled_at >= POLL_S:
+                    self._polled_at = now
+                    self._result = self._service.poll(self._result)
+                if self._result.pending:
+                    return None
+                self.found_after_s = self._clock() - self._asked_at
+            else:
+                # What L1 has will do. A load that goes on fills L1 for those who come later.
+                self._result = self._service.poll(self._result)
+                self._result = LookupResult(self._result.hit_tokens, self._result.ticket)
+                if not self._result.hit_tokens:
+                    self.give_up()
+        return start + self._result.hit_tokens
+
+    def give_up(self) -> None:
+        """Lets go of what was found and takes it for a miss, for as long as a miss holds. Idempotent."""
+        if self._result is not None:
+            result, self._result = self._result, LookupResult(0)
+            if result.ticket:
+                self._service.free(result)
+
+    def release(self) -> None:
+        """Lets go of what was found; whoever asks next asks the server. Idempotent."""
+        self.give_up()
+        self._result = None
+
+    def _is_stale(self, now: float) -> bool:
+        assert self._result is not None
+        holds = TICKET_HOLDS_S if self._result.hit_tokens or self._result.pending else MISS_HOLDS_S
+        return now - self._asked_at >= max(holds, self._deadline_s if self._result.pending else 0.0)

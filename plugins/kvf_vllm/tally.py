@@ -1,0 +1,89 @@
+"""Owns the connector's counters: their names, what they mean, and how those of several workers become one. Pure.
+
+Each side counts for itself; vLLM takes what was counted since the last step, carries it to its own front end, logs a
+summary and shows it in its `/metrics`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+PREFIX = "kvframework:"
+REASON = "miss_requests"
+
+COUNTERS: dict[str, str] = {
+    "hit_requests": "requests for which the server had tokens that vLLM had not",
+    "hit_tokens": "tokens of these",
+    REASON: "requests without such tokens, by reason",
+    "loaded_tokens": "tokens loaded, of each worker",
+    "loaded_bytes": "bytes loaded, of all workers",
+    "failed_loads": "loads that failed, whose tokens were computed",
+    "stored_tokens": "tokens stored or found to be stored, of each worker",
+    "stored_bytes": "bytes of these, of all workers",
+    "failed_stores": "stores of which something was not stored",
+    "cancelled_stores": "stores that were ended because vLLM needed their blocks",
+    "unstorable_chunks": "runs of chunks that were not stored because vLLM had given blocks of them away",
+    "errors": "transfers that could not be started; vLLM's log has the reason",
+}
+SECONDS: dict[str, str] = {
+    "lookup": "from the first question about a request to its hit, L2 included",
+    "load": "from the start of a load to its end",
+    "store": "from the start of a store to its end",
+}
+
+
+class Tally:
+    """Counts until somebody takes them. For one thread."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._seconds: dict[str, list[float]] = {}
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """`name` out of `COUNTERS`."""
+        assert name in COUNTERS, name
+        self.counts[name] += amount
+
+    def missed(self, reason: str) -> None:
+        self.counts[f"{REASON}|{reason}"] += 1
+
+    def took(self, name: str, seconds: float) -> None:
+        """`name` out of `SECONDS`."""
+        assert name in SECONDS, name
+        self._seconds.setdefault(name, []).append(seconds)
+
+    def take(self) -> dict[str, Any]:
+        """All that was counted since the last call, as plain data; {} if nothing was."""
+        found: dict[str, Any] = dict(self.counts)
+        if self._seconds:
+            found["seconds"] = self._seconds
+        self.counts, self._seconds = Counter(), {}
+        return found
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What two took, as one."""
+    counts = Counter({name: value for name, value in one.items() if name != "seconds"})
+    counts.update({name: value for name, value in other.items() if name != "seconds"})
+    seconds = {
+        name: [*one.get("seconds", {}).get(name, ()), *other.get("seconds", {}).get(name, ())]
+        for name in {**one.get("seconds", {}), **other.get("seconds", {})}
+    }
+    return {**counts, **({"seconds": seconds} if seconds else {})}
+
+
+def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
+    """For one line in vLLM's log: counts as they are, bytes in MiB, of durations the mean in milliseconds."""
+    found: dict[str, int | float] = {}
+    for name, value in data.items():
+        if name == "seconds":
+            continue
+        if name.endswith("_bytes"):
+            found[name.removesuffix("_bytes") + "_MiB"] = round(value / (1 << 20), 1)
+        else:
+            found[name.replace("|", ".")] = value
+    for name, each in data.get("seconds", {}).items():
+        found[f"{name}_ms_mean"] = round(1000 * sum(each) / max(len(each), 1), 2)
+    return found

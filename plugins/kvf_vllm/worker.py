@@ -1,0 +1,206 @@
+"""Owns the worker side: the loads and stores of one step, what became of them, and that a store has ended before its
+blocks are written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
+
+With an engine-driven transport every transfer is done when it is submitted; with a server-driven one it ends later.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.tally import Tally
+from kvframework.api import MessagingFuture
+from kvframework.errors import KVFrameworkError
+
+log = logging.getLogger(__name__)
+
+# A transfer's own deadline ends it long before; this is for a transport that forgot its own.
+LAST_RESORT_S = 120.0
+_DONE = {"load": "loaded", "store": "stored"}
+
+
+class Instance(Protocol):
+    """This worker's registration with the server, which comes and goes."""
+
+    @property
+    def served(self) -> Served | None:
+        """How content is named, None as long as no server has accepted this worker."""
+
+    def load(self, op: LoadOp) -> MessagingFuture[bool]: ...
+
+    def store(self, op: StoreOp) -> MessagingFuture[bool]: ...
+
+    def load_bytes(self, op: LoadOp) -> int: ...
+
+    def store_bytes(self, op: StoreOp) -> int: ...
+
+
+class WorkerSide:
+    """`stores` False: this worker holds the same KV as another one, which stores it. `block_size` is that of an engine
+    with one KV cache group, whose failed loads can be told by their blocks. For one thread."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        *,
+        worker: int = 0,
+        is_async: bool = True,
+        stores: bool = True,
+        block_size: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tally = Tally()
+        self._instance = instance
+        self._worker = worker
+        self._is_async = is_async
+        self._stores = stores
+        self._block_size = block_size
+        self._clock = clock
+        self._loading: dict[str, tuple[LoadOp, MessagingFuture[bool], float]] = {}
+        self._storing: dict[int, tuple[StoreOp, MessagingFuture[bool], float]] = {}
+        self._report = StepReport()
+        self._told: list[Served | None] = []
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._is_spoiled = False
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Ends the stores whose blocks are about to be written. Waits for them."""
+        self._is_spoiled = False
+        for number in plan.fence:
+            entry = self._storing.get(number)
+            if entry is None:
+                continue
+            if not entry[1].query():
+                self.tally.count("cancelled_stores")
+            self._end(entry[1])
+        self._settle_stores()
+
+    def load(self, plan: StepPlan) -> None:
+        """Starts the loads; synchronous ones are over when this returns."""
+        for op in plan.loads:
+            self._loading[op.request_id] = (op, self._submitted(lambda op=op: self._instance.load(op)), self._clock())  # type: ignore[misc]
+        if not self._is_async:
+            for _, future, _ in self._loading.values():
+                self._wait(future)
+        self._settle_loads()
+
+    def store(self, plan: StepPlan) -> None:
+        """Starts the stores of what the step has computed. If a load that the step was to use has failed, what it
+        computed may be wrong: nothing is stored then."""
+        for op in plan.stores:
+            if self._is_spoiled or self._instance.served is None:
+                self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
+                self._report.ended[op.number] += 1
+                continue
+            future = (
+                self._submitted(lambda op=op: self._instance.store(op))  # type: ignore[misc]
+                if self._stores
+                else MessagingFuture.resolved(True)
+            )
+            self._storing[op.number] = (op, future, self._clock())
+        self._settle_stores()
+
+    def finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads between steps have ended since the last call, and those of them that failed and can only
+        be told by request. Never blocks."""
+        self._settle_loads()
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return received, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load failed since the last call, of an engine with one KV cache group."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> StepReport:
+        """What the scheduler is to know since the last call."""
+        self._settle_stores()
+        served = self._instance.served
+        if self._told != [served]:
+            self._told = [served]
+            self._report.served[self._worker] = served
+        report, self._report = self._report, StepReport()
+        return report
+
+    def close(self) -> None:
+        """Waits until no transfer touches the engine's memory."""
+        for _, future, _ in [*self._loading.values(), *self._storing.values()]:
+            self._end(future)
+
+    def _submitted(self, submit: Callable[[], MessagingFuture[bool]]) -> MessagingFuture[bool]:
+        try:
+            return submit()
+        # Whatever fails, the engine goes on without the cache.
+        except Exception as error:
+            self.tally.count("errors")
+            log.exception(
+                "a transfer was not started: %s", error if isinstance(error, KVFrameworkError) else type(error)
+            )
+            return MessagingFuture.resolved(False)
+
+    def _settle_loads(self) -> None:
+        for request_id, (op, future, started) in list(self._loading.items()):
+            if not future.query():
+                continue
+            del self._loading[request_id]
+            self._report.loaded[request_id] += 1
+            if self._is_async:
+                self._received.add(request_id)
+            if _succeeded(future):
+                self._count("load", self._instance.load_bytes(op), op.end - op.start - op.skip, started)
+                continue
+            self.tally.count("failed_loads")
+            self._report.failed.add(request_id)
+            self._is_spoiled = self._is_spoiled or not self._is_async
+            if self._block_size:
+                self._failed_blocks.update(op.block_ids[0][op.skip // self._block_size :])
+            else:
+                self._failed.add(request_id)
+
+    def _settle_stores(self) -> None:
+        for number, (op, future, started) in list(self._storing.items()):
+            if not future.query():
+                continue
+            del self._storing[number]
+            self._report.ended[number] += 1
+            succeeded = _succeeded(future)
+            self._report.stored[number] += succeeded
+            if not self._stores:
+                continue
+            if succeeded:
+                self._count("store", self._instance.store_bytes(op), op.end - op.start, started)
+            else:
+                self.tally.count("failed_stores")
+
+    def _count(self, what: str, nbytes: int, tokens: int, started: float) -> None:
+        self.tally.count(f"{_DONE[what]}_bytes", nbytes)
+        self.tally.count(f"{_DONE[what]}_tokens", tokens)
+        self.tally.took(what, self._clock() - started)
+
+    def _wait(self, future: MessagingFuture[bool]) -> None:
+        try:
+            future.result(LAST_RESORT_S)
+        except KVFrameworkError:
+            self._end(future)
+
+    def _end(self, future: MessagingFuture[bool]) -> None:
+        """Returns once the transfer touches the blocks no more."""
+        if future.query():
+            return
+        future.cancel()
+        try:
+            future.result(LAST_RESORT_S)
+        except KVFrameworkError as error:
+            if not future.query():
+                log.error("a transfer did not end within %s s: %s", LAST_RESORT_S, error)
+
+
+def _succeeded(future: MessagingFuture[bool]) -> bool:
+    return future.exception() is None and future.result(0)

@@ -1,0 +1,142 @@
+"""One vLLM engine in this process: answers prompts and tells what it saw as one JSON line each on stdout.
+
+Run as `python -m tests.vllm.engine JSON`; the argument says all, see `Order`. stderr has vLLM's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+# What is told to the connectors of `tests.vllm.faults` by the environment.
+STEPS = "KVF_TEST_STEPS"
+SERVER_PID = "KVF_TEST_SERVER_PID"
+
+
+@dataclass
+class Ask:
+    """One request, answered before the next. `reset`: drops vLLM's own prefix cache first. `wait_file`: waits until it
+    is there, after announcing on stdout that it waits."""
+
+    prompt: list[int]
+    tokens: int = 32
+    reset: bool = False
+    params: dict[str, Any] = field(default_factory=dict)
+    salt: str = ""
+    wait_file: str = ""
+
+
+@dataclass
+class Order:
+    model: str
+    asks: list[Ask]
+    endpoint: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    connector: str = "tests.vllm.faults:Watched"
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1])
+    order = Order(**{**given, "asks": [Ask(**ask) for ask in given["asks"]]})
+    events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    # Whatever a library or a child process prints goes to the log.
+    os.dup2(2, 1)
+
+    def tell(**fields: Any) -> None:
+        events.write(json.dumps(fields) + "\n")
+        events.flush()
+
+    started = time.perf_counter()
+    llm = make_engine(order)
+    from vllm import SamplingParams
+
+    tell(event="ready", seconds=time.perf_counter() - started)
+    for ask in order.asks:
+        if ask.wait_file:
+            tell(event="waiting")
+            deadline = time.monotonic() + 300
+            while not os.path.exists(ask.wait_file):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        if ask.reset:
+            llm.reset_prefix_cache()
+        extra = {"extra_args": {"kv_transfer_params": ask.params}} if ask.params else {}
+        params = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True, detokenize=False, **extra)
+        prompt = {"prompt_token_ids": ask.prompt, **({"cache_salt": ask.salt} if ask.salt else {})}
+        before, steps = _counters(), _steps()
+        begun = time.perf_counter()
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        wall = time.perf_counter() - begun
+        after = _counters()
+        tell(
+            event="answer",
+            tokens=list(output.outputs[0].token_ids),
+            cached=output.num_cached_tokens,
+            ttft=output.metrics.first_token_latency if output.metrics else None,
+            wall=wall,
+            computed=sum(_steps()[len(steps) :]) - (ask.tokens - 1),
+            counters={name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)},
+        )
+    llm.llm_engine.engine_core.shutdown()
+
+
+def make_engine(order: Order) -> Any:
+    """The engine; with an endpoint, with the connector."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": order.model,
+        "dtype": "float32",
+        "max_model_len": 8192,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 29,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+        **order.engine,
+    }
+    if order.endpoint:
+        module, name = order.connector.split(":")
+        settings["kv_transfer_config"] = {
+            "kv_connector": name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kvframework.endpoint": order.endpoint, **order.options},
+        }
+    return LLM(**settings)
+
+
+def _steps() -> list[int]:
+    """The tokens that each step has computed so far, as `tests.vllm.faults.Watched` writes them down."""
+    path = Path(os.environ.get(STEPS, ""))
+    return [int(line) for line in path.read_text().split()] if path.is_file() else []
+
+
+def _counters() -> dict[str, float]:
+    """What `/metrics` would show: counters, gauges, and the sums of histograms, by name and labels."""
+    from prometheus_client import REGISTRY
+
+    found: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name.endswith(("_created", "_bucket", "_count")):
+                continue
+            labels = {key: text for key, text in sample.labels.items() if key not in ("model_name", "engine")}
+            name = sample.name.removesuffix("_total").removesuffix("_sum")
+            name += "".join(f"|{key}={text}" for key, text in sorted(labels.items()))
+            found[name] = found.get(name, 0) + sample.value
+    return found
+
+
+def encode(order: Order) -> str:
+    return json.dumps(asdict(order))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The connector under test with something wrong on purpose, selected like any connector. Runs in vLLM's processes; the
+environment says what there is to do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from kvf_vllm.connector import KvFrameworkConnector
+from kvframework.client import KVClient
+from tests.vllm.engine import SERVER_PID, STEPS
+
+
+class Watched(KvFrameworkConnector):
+    """Writes down how many tokens each step computes."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            with Path(os.environ[STEPS]).open("a") as steps:
+                steps.write(f"{scheduler_output.total_num_scheduled_tokens}\n")
+        return super().build_connector_meta(scheduler_output)
+
+
+class WrongKv(Watched):
+    """What was loaded is changed before it is used."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for op in self._get_connector_metadata().plan.loads:
+            for tensor in self._instance._tensors.values():
+                for blocks in op.block_ids:
+                    tensor[blocks] = -tensor[blocks]
+
+
+class ServerDiesBeforeLoad(Watched):
+    """Between the lookup that promised a hit and the load."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._get_connector_metadata().plan.loads:
+            _kill_server()
+        super().start_load_kv(forward_context, **kwargs)
+
+
+class ServerDiesDuringLoad(Watched):
+    """When the bytes have been copied, and before the server says that they were right."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        commit = KVClient.commit_retrieve
+
+        def killed_first(client: KVClient, lease: str) -> bool:
+            _kill_server()
+            return commit(client, lease)
+
+        KVClient.commit_retrieve = killed_first  # type: ignore[method-assign]
+        try:
+            super().start_load_kv(forward_context, **kwargs)
+        finally:
+            KVClient.commit_retrieve = commit  # type: ignore[method-assign]
+
+
+def _kill_server() -> None:
+    pid = int(os.environ[SERVER_PID])
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    # Until it is reaped it may still look alive; its sockets are closed once it is a zombie.
+    while Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X"):
+            return

@@ -1,0 +1,106 @@
+"""Models with random weights by seed and a local tokenizer, made once into a directory. Nothing is downloaded.
+
+Needs torch and transformers; run as `python -m tests.vllm.model DIR SIZE`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# layers, hidden size, attention heads, KV heads, head size
+SIZES = {
+    "tiny": (4, 256, 8, 4, 32),
+    "small": (4, 512, 8, 4, 64),
+    "mid": (8, 1024, 16, 4, 64),
+}
+VOCABULARY = 32000
+WINDOW = 512
+
+
+def make(directory: Path, size: str) -> Path:
+    """A Llama, or for "window" a small Gemma 3 with sliding-window layers. Made only if it is not there."""
+    if (directory / "done").exists():
+        return directory
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(1234)
+    model = AutoModelForCausalLM.from_config(_gemma() if size == "window" else _llama(*SIZES[size])).float()
+    model.save_pretrained(directory)
+    _tokenizer(directory)
+    (directory / "done").write_text(json.dumps({"parameters": sum(weight.numel() for weight in model.parameters())}))
+    return directory
+
+
+def prompt(tokens: int, *, seed: int = 0) -> list[int]:
+    """Token ids that differ with the seed from the first one on."""
+    import random
+
+    source = random.Random(seed)
+    return [source.randrange(300, VOCABULARY) for _ in range(tokens)]
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+
+
+def _gemma() -> Any:
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+        query_pre_attn_scalar=64,
+    )
+
+
+def _tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1, **{character: index + 2 for index, character in enumerate(alphabet)}}
+    # Every id that a random model may produce has a text of its own.
+    for index in range(len(vocabulary), VOCABULARY):
+        vocabulary[f"<t{index}>"] = index
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), sys.argv[2])

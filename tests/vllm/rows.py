@@ -1,0 +1,298 @@
+"""What the connector is measured and proven by: each row a new engine process of vLLM with the same prompt.
+
+`python -m tests.vllm.rows --size mid` prints the table. The rows are also the tests of `test_rows.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from kvf_hashers.sha256 import Sha256
+from kvframework.client import RequestHashes
+from tests.redis_server import RedisServer
+from tests.server_process import ServerProcess
+from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode
+from tests.vllm.model import make, prompt
+from tests.waiting import wait_until
+
+CHUNK = 256
+_START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine saw of one prompt. `computed`: prefill tokens; -1 where nobody counted."""
+
+    tokens: list[int]
+    cached: int
+    computed: int
+    ttft: float
+    wall: float
+    counters: dict[str, float]
+    log: str = ""
+
+
+@dataclass
+class Bench:
+    """Where the rows run."""
+
+    model: Path
+    directory: Path
+    prompt: list[int]
+    new_tokens: int = 32
+    options: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, length: int | None = None, **fields: Any) -> Ask:
+        return Ask(self.prompt[:length], tokens=self.new_tokens, **fields)
+
+    def run(
+        self,
+        server: ServerProcess | None,
+        *asks: Ask,
+        connector: str = "Watched",
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[Answer]:
+        """A new engine process, one answer for each of `asks`."""
+        order = Order(
+            str(self.model), list(asks), endpoint=server.endpoint if server else "", options=self.options,
+            engine=self.engine, connector=f"tests.vllm.faults:{connector}",
+        )  # fmt: skip
+        steps = Path(tempfile.mkstemp(dir=self.directory, prefix="steps-")[1])
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            # Engines with and without a connector would get another number of threads each.
+            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1"),
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+            STEPS: str(steps),
+            SERVER_PID: str(server.pid) if server and server.process else "0",
+        }
+        log = steps.with_suffix(".log")
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.engine", "-"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+            )  # fmt: skip
+            try:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write(encode(order))
+                process.stdin.close()
+                answers = list(self._answers(process.stdout, on_wait))
+                status = process.wait(60)
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+        text = log.read_text()
+        assert status == 0, text[-6000:]
+        return [replace(answer, log=text, computed=answer.computed if server else -1) for answer in answers]
+
+    def _answers(self, stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Answer]:
+        for line in stream:
+            event = msgspec.json.decode(line.encode())
+            if event["event"] == "waiting" and on_wait is not None:
+                on_wait()
+            if event["event"] == "answer":
+                yield Answer(
+                    **{key: event[key] for key in ("tokens", "cached", "computed", "ttft", "wall", "counters")}
+                )
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    answer: Answer
+    cold: Answer
+
+    @property
+    def same(self) -> int:
+        """How many tokens from the first one on are those of the cold run."""
+        pairs = zip(self.answer.tokens, self.cold.tokens, strict=True)
+        return next((index for index, (one, other) in enumerate(pairs) if one != other), len(self.cold.tokens))
+
+
+def server_for(*settings: str, capacity: str = "1GiB") -> ServerProcess:
+    return ServerProcess(*settings, capacity=capacity)
+
+
+def written_back(server: ServerProcess) -> None:
+    """Returns once all that L1 holds is in L2."""
+    with server.client() as client:
+        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, 60, "the write-back")
+
+
+def digest_of(tokens: list[int], chunk: int) -> bytes:
+    """The digest of one chunk of a prompt."""
+    request = RequestHashes(Sha256(), CHUNK, request_id="")
+    request.extend(tokens)
+    return request.digests((chunk + 1) * CHUNK)[-32:]
+
+
+@contextlib.contextmanager
+def filesystem_server(bench: Bench) -> Iterator[tuple[ServerProcess, Path]]:
+    folder = Path(tempfile.mkdtemp(dir=bench.directory, prefix="l2-"))
+    with server_for("l2.0.use=filesystem", f"l2.0.path={folder}", "l2.0.timeout_s=10") as server:
+        yield server, folder
+
+
+@contextlib.contextmanager
+def redis_server(bench: Bench) -> Iterator[tuple[ServerProcess, RedisServer]]:
+    folder = Path(tempfile.mkdtemp(dir=bench.directory, prefix="redis-"))
+    with (
+        RedisServer(folder) as redis,
+        server_for("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.timeout_s=10") as server,
+    ):
+        yield server, redis
+
+
+def restarted(server: ServerProcess) -> None:
+    """The server anew, with nothing in L1."""
+    written_back(server)
+    server.stop()
+    server.start()
+
+
+# the rows
+
+
+def cold(bench: Bench) -> Answer:
+    return bench.run(None, bench.ask())[0]
+
+
+def local_hit(bench: Bench) -> Answer:
+    return bench.run(None, bench.ask(), bench.ask())[1]
+
+
+def store_and_load(bench: Bench) -> tuple[Answer, Answer]:
+    """A cold engine that stores, and another one that loads."""
+    with server_for() as server:
+        return bench.run(server, bench.ask())[0], bench.run(server, bench.ask())[0]
+
+
+def load_from_disk(bench: Bench) -> Answer:
+    with filesystem_server(bench) as (server, _):
+        bench.run(server, bench.ask())
+        restarted(server)
+        return bench.run(server, bench.ask())[0]
+
+
+def load_from_redis(bench: Bench) -> Answer:
+    with redis_server(bench) as (server, _):
+        bench.run(server, bench.ask())
+        restarted(server)
+        return bench.run(server, bench.ask())[0]
+
+
+def local_and_external(bench: Bench, local: int) -> Answer:
+    """The first `local` tokens are in vLLM's own cache, the others come from the server."""
+    with server_for() as server:
+        bench.run(server, bench.ask())
+        return bench.run(server, bench.ask(local), bench.ask())[1]
+
+
+def one_lost(bench: Bench, chunk: int) -> Answer:
+    """One object is gone from L2, and L1 is empty."""
+    with filesystem_server(bench) as (server, folder):
+        bench.run(server, bench.ask())
+        restarted(server)
+        name = digest_of(bench.prompt, chunk).hex()
+        (lost,) = [path for path in folder.rglob("*") if path.name.endswith(name)]
+        lost.unlink()
+        return bench.run(server, bench.ask())[0]
+
+
+def corrupted_in_redis(bench: Bench, chunk: int) -> Answer:
+    """One object has other bytes in Redis, and L1 is empty."""
+    with redis_server(bench) as (server, redis):
+        bench.run(server, bench.ask())
+        restarted(server)
+        digest = digest_of(bench.prompt, chunk)
+        with redis.client() as client:
+            found = [key for key in client.scan_iter(count=1000) if digest in key]
+            assert found
+            for key in found:
+                middle = int(client.strlen(key)) // 2
+                before = client.getrange(key, middle, middle)
+                client.setrange(key, middle, bytes([before[0] ^ 0xFF]))
+        answer = bench.run(server, bench.ask())[0]
+        with server.client() as client:
+            assert client.status()["l2"][0]["corrupt"], client.status()["l2"]
+        return answer
+
+
+def server_dies(bench: Bench, connector: str) -> Answer:
+    with server_for() as server:
+        bench.run(server, bench.ask())
+        answer = bench.run(server, bench.ask(), connector=connector)[0]
+        assert server.process is not None
+        assert server.process.wait(10) == -9
+        server.process = None
+        return answer
+
+
+def wrong_kv(bench: Bench) -> Answer:
+    """The control: KV that is not the prompt's must change what the engine says."""
+    with server_for() as server:
+        bench.run(server, bench.ask())
+        return bench.run(server, bench.ask(), connector="WrongKv")[0]
+
+
+def all_rows(bench: Bench) -> Iterator[Row]:
+    first = cold(bench)
+    yield Row("cold, no connector", first, first)
+    yield Row("local prefix hit", local_hit(bench), first)
+    stored, loaded = store_and_load(bench)
+    yield Row("cold, storing", stored, first)
+    yield Row("load in a new process", loaded, first)
+    yield Row("load after a restart, from disk", load_from_disk(bench), first)
+    yield Row("load after a restart, from Redis", load_from_redis(bench), first)
+    third = len(bench.prompt) // 3 // 128 * 128
+    yield Row(f"{third} tokens local, the rest loaded", local_and_external(bench, third), first)
+    yield Row("one object lost", one_lost(bench, 5), first)
+    yield Row("one object corrupted in Redis", corrupted_in_redis(bench, 5), first)
+    yield Row("server killed before the load", server_dies(bench, "ServerDiesBeforeLoad"), first)
+    yield Row("server killed during the load", server_dies(bench, "ServerDiesDuringLoad"), first)
+    yield Row("wrong KV (must differ)", wrong_kv(bench), first)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="mid")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
+    parser.add_argument("--load", default="async")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvf-rows-") as directory:
+        bench = Bench(
+            make(arguments.models / arguments.size, arguments.size), Path(directory), prompt(arguments.tokens),
+            arguments.new_tokens, {"kvframework.load": arguments.load},
+        )  # fmt: skip
+        print(f"| {'row':36} | TTFT s | prefill tokens computed | tokens equal to cold |")
+        print(f"|{'-' * 38}|-------:|------------------------:|---------------------:|")
+        started = time.monotonic()
+        for row in all_rows(bench):
+            computed = row.answer.computed if row.answer.computed >= 0 else arguments.tokens - row.answer.cached
+            same = f"{row.same} of {len(row.cold.tokens)}"
+            print(f"| {row.name:36} | {row.answer.ttft:6.3f} | {computed:23} | {same:>20} |", flush=True)
+        print(f"{time.monotonic() - started:.0f} s in all", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

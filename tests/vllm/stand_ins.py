@@ -1,0 +1,139 @@
+"""A vLLM request and a lookup service for tests of the state machines, without vLLM and without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvf_hashers.sha256 import Sha256
+from kvf_vllm.layouts import GroupFacts
+from kvf_vllm.options import VllmOptions
+from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.steps import LoadOp, Served, StepReport, StoreOp
+from kvframework.api import DIGEST_BYTES, MessagingFuture
+from kvframework.client import LookupResult, RequestHashes
+
+BLOCK = 4
+CHUNK = 8
+SERVED = Served("m", b"n" * 16, CHUNK, 1)
+ONE_GROUP = (GroupFacts(("layer",), BLOCK),)
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: object | None = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: object | None = None
+    pooling_params: object | None = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """One for each whole block, for what lies before its end."""
+        return [bytes(str(self.all_token_ids[:end]), "ascii") for end in range(BLOCK, self.num_tokens + 1, BLOCK)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeServer:
+    """Knows digests by salt. `pending` answers come before a lookup is settled; `tickets` are not freed yet."""
+
+    def __init__(self) -> None:
+        self.served: Served | None = None
+        self.known: set[tuple[str, bytes]] = set()
+        self.pending = 0
+        self.tickets: set[str] = set()
+        self.asked: list[tuple[int, int]] = []
+        self.polls = 0
+        self.reachable = True
+        self._waiting: dict[str, int] = {}
+
+    def serve(self, served: Served) -> None:
+        self.served = served
+
+    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
+        if not self.reachable:
+            return None
+        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt)
+
+    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
+        self.asked.append((start, end))
+        hit = 0
+        while start + hit < end and (request.cache_salt, digest(request.digests(end), start + hit)) in self.known:
+            hit += CHUNK
+        if not hit and not self.pending:
+            return LookupResult(0)
+        ticket = f"t{len(self.asked)}"
+        self.tickets.add(ticket)
+        self._waiting[ticket] = hit
+        return LookupResult(0 if self.pending else hit, ticket, self.pending > 0)
+
+    def poll(self, result: LookupResult) -> LookupResult:
+        self.polls += 1
+        self.pending = max(self.pending - 1, 0)
+        return result if self.pending else LookupResult(self._waiting[result.ticket], result.ticket)
+
+    def free(self, result: LookupResult) -> None:
+        self.tickets.remove(result.ticket)
+
+    def stored(self, op: StoreOp) -> None:
+        """Takes in what a worker stores."""
+        for at in range(op.start, op.end, CHUNK):
+            self.known.add((op.salt, digest(op.digests, at)))
+
+
+def digest(digests: bytes, token: int) -> bytes:
+    """The digest of the chunk that begins at `token`."""
+    at = token // CHUNK * DIGEST_BYTES
+    return digests[at : at + DIGEST_BYTES]
+
+
+def scheduler(
+    server: FakeServer, *, groups: tuple[GroupFacts, ...] = ONE_GROUP, clock: Clock | None = None, **options: Any
+) -> SchedulerSide:
+    """With one worker that the server has accepted."""
+    roles = {name: options.pop(name) for name in ("loads", "stores", "workers", "event_block_size") if name in options}
+    side = SchedulerSide(server, groups, VllmOptions(**options), clock=clock or Clock(), **roles)
+    side.heard(StepReport(served=dict.fromkeys(range(roles.get("workers", 1)), SERVED)))
+    return side
+
+
+class FakeInstance:
+    """A worker's registration; `answer` makes the future of each transfer."""
+
+    def __init__(self, answer: Callable[[], MessagingFuture[bool]] = lambda: MessagingFuture.resolved(True)) -> None:
+        self.served: Served | None = SERVED
+        self.answer = answer
+        self.loads: list[LoadOp] = []
+        self.stores: list[StoreOp] = []
+
+    def load(self, op: LoadOp) -> MessagingFuture[bool]:
+        self.loads.append(op)
+        return self.answer()
+
+    def store(self, op: StoreOp) -> MessagingFuture[bool]:
+        self.stores.append(op)
+        return self.answer()
+
+    def load_bytes(self, op: LoadOp) -> int:
+        return op.end - op.start - op.skip
+
+    def store_bytes(self, op: StoreOp) -> int:
+        return op.end - op.start

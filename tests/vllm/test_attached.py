@@ -1,0 +1,243 @@
+"""A worker's registration and its transfers against a real server process, with tensors as vLLM lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvf_vllm.attach import AttachedInstance  # noqa: E402
+from kvf_vllm.identity import Identity  # noqa: E402
+from kvf_vllm.layouts import GroupFacts, block_tensors  # noqa: E402
+from kvf_vllm.lookups import ServerLookups  # noqa: E402
+from kvf_vllm.options import VllmOptions  # noqa: E402
+from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
+from kvf_vllm.steps import StepPlan  # noqa: E402
+from kvf_vllm.worker import WorkerSide  # noqa: E402
+from kvframework.api import NO_BLOCK  # noqa: E402
+from kvframework.client import KVClient  # noqa: E402
+from kvframework.errors import BadLayout  # noqa: E402
+from tests.server_process import ServerProcess  # noqa: E402
+from tests.vllm.stand_ins import FakeRequest  # noqa: E402
+from tests.waiting import wait_until  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+BLOCKS, HEADS, BLOCK, DIM = 32, 2, 16, 8
+CHUNK = 32
+HYBRID = (GroupFacts(("l.0", "l.1"), BLOCK), GroupFacts(("w.0",), BLOCK, window=20))
+PLAIN = HYBRID[:1]
+OPTIONS = VllmOptions(connect_timeout_s=1.0, control_timeout_s=2.0)
+
+
+class Engine:
+    """One vLLM engine's connector, without vLLM: both sides, and tensors of several groups over the same memory."""
+
+    def __init__(self, server: ServerProcess, groups: tuple[GroupFacts, ...] = PLAIN, packing: str = "p") -> None:
+        # A layer of every group lies in the same memory, as hybrid models have it; block ids differ.
+        layers = max(len(group.layers) for group in groups)
+        self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
+        self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
+        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, control_timeout_s=2.0) for _ in range(2)]
+        self.instance = AttachedInstance(
+            self.clients[0], OPTIONS, identity=Identity("m", "r", ""), groups=groups, packing=packing, rank=0,
+            world_size=1, num_blocks=BLOCKS,
+        )  # fmt: skip
+        self.instance.attach(self.kv)
+        self.clients[1].wait_up(5 if server.process else 0.1)
+        self.worker = WorkerSide(self.instance, block_size=BLOCK if len(groups) == 1 else 0)
+        self.scheduler = SchedulerSide(ServerLookups(self.clients[1]), groups, OPTIONS)
+        self.step(StepPlan())
+
+    def step(self, plan: StepPlan) -> tuple[set[str], set[str]]:
+        self.worker.before_step(plan)
+        self.worker.load(plan)
+        self.worker.store(plan)
+        finished = self.worker.finished_loads()
+        self.instance.collect()
+        self.scheduler.heard(self.worker.take_report())
+        return finished
+
+    def compute(self, request: FakeRequest, table: list[list[int]]) -> None:
+        """All tokens of a request that are not computed yet, in one step."""
+        tokens = request.num_tokens - request.num_computed_tokens
+        self.step(self.scheduler.plan_step({request.request_id: tokens}, lambda _request_id: table))
+        request.num_computed_tokens += tokens
+
+    def match(self, request: FakeRequest, computed: int = 0) -> int:
+        found: list[int | None] = []
+
+        def settled() -> bool:
+            found.append(self.scheduler.matched_tokens(request, computed)[0])
+            return found[-1] is not None
+
+        wait_until(settled, 10, "the lookup")
+        assert found[-1] is not None
+        return found[-1]
+
+    def load(self, request: FakeRequest, table: list[list[int]], external: int) -> tuple[set[str], set[str]]:
+        self.scheduler.allocated(request, table, external)
+        return self.step(self.scheduler.plan_step({}, lambda _request_id: None))
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+        self.instance.close()
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(f"server.chunk_size={CHUNK}") as process:
+        yield process
+
+
+@pytest.fixture
+def make(server: ServerProcess) -> Iterator[Any]:
+    engines: list[Engine] = []
+
+    def made(*args: Any, **kwargs: Any) -> Engine:
+        engines.append(Engine(server, *args, **kwargs))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.close()
+
+
+def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:
+    first, other = make(), make()
+    tokens = list(range(3 * CHUNK))
+    request = FakeRequest("a", tokens)
+    assert first.match(request) == 0
+    first.compute(request, [[5, 4, 9, 8, 1, 2]])
+    again = FakeRequest("b", tokens)
+    assert other.match(again) == 3 * CHUNK
+    before = other.memory.clone()
+    assert other.load(again, [[10, 11, 12, 13, 14, 15]], 3 * CHUNK) == ({"b"}, set())
+    assert torch.equal(other.memory[:, 10:16], first.memory[:, [5, 4, 9, 8, 1, 2]])
+    untouched = [block for block in range(BLOCKS) if not 10 <= block < 16]
+    assert torch.equal(other.memory[:, untouched], before[:, untouched])
+    assert other.worker.tally.counts["loaded_tokens"] == 3 * CHUNK
+    assert other.worker.tally.counts["loaded_bytes"] == first.worker.tally.counts["stored_bytes"]
+    assert other.worker.tally.counts["loaded_bytes"] == before[:, 10:16].numel() * 4
+
+
+def test_local_blocks_are_not_written(make: Any) -> None:
+    first, other = make(), make()
+    tokens = list(range(2 * CHUNK))
+    request = FakeRequest("a", tokens)
+    first.match(request)
+    first.compute(request, [[1, 2, 3, 4]])
+    again = FakeRequest("b", tokens)
+    # vLLM has the first block itself: half a chunk.
+    assert other.match(again, BLOCK) == 2 * CHUNK - BLOCK
+    local = other.memory[:, 7].clone()
+    other.load(again, [[7, 8, 9, 10]], 2 * CHUNK - BLOCK)
+    assert torch.equal(other.memory[:, 7], local)
+    assert torch.equal(other.memory[:, 8:11], first.memory[:, 2:5])
+
+
+def test_groups_with_a_window_move_what_the_window_needs(make: Any) -> None:
+    first, other = make(HYBRID), make(HYBRID)
+    tokens = list(range(3 * CHUNK + 1))
+    request = FakeRequest("a", tokens)
+    first.match(request)
+    # The window group has given its first blocks away.
+    first.compute(request, [[1, 2, 3, 4, 5, 6, 7], [0, 0, 20, 21, 22, 23, 24]])
+    again = FakeRequest("b", tokens)
+    assert other.match(again) == 3 * CHUNK
+    other.load(again, [[10, 11, 12, 13, 14, 15], [0, 0, 0, 0, 25, 26]], 3 * CHUNK)
+    assert torch.equal(other.memory[:, 10:16], first.memory[:, 1:7])
+    # One layer: the other one's memory under these block ids belongs to nobody.
+    assert torch.equal(other.memory[0, 25:27], first.memory[0, 22:24])
+
+
+def test_another_packing_never_mixes(make: Any) -> None:
+    first, other = make(), make(packing="q")
+    request = FakeRequest("a", list(range(CHUNK)))
+    first.match(request)
+    first.compute(request, [[1, 2]])
+    assert other.match(FakeRequest("b", list(range(CHUNK)))) == 0
+    assert make().match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
+
+
+def test_what_is_lost_between_lookup_and_load_is_computed(make: Any, server: ServerProcess) -> None:
+    first = make()
+    request = FakeRequest("a", list(range(CHUNK)))
+    first.match(request)
+    first.compute(request, [[1, 2]])
+    again = FakeRequest("b", list(range(CHUNK)))
+    assert first.match(again) == CHUNK
+    server.kill9()
+    assert first.load(again, [[8, 9]], CHUNK) == ({"b"}, set())
+    assert first.worker.take_failed_blocks() == {8, 9}
+    assert first.match(again) == 0
+
+
+def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
+    server.stop()
+    engine = Engine(server)
+    try:
+        assert caplog.text.count("no KV is loaded or stored until there is a server") == 1
+        request = FakeRequest("a", list(range(CHUNK)))
+        assert engine.match(request) == 0
+        engine.compute(request, [[1, 2]])
+        server.start()
+
+        def served() -> bool:
+            engine.step(StepPlan())
+            return engine.instance.served is not None and engine.clients[1].usable
+
+        wait_until(served, 30, "the registration")
+        later = FakeRequest("b", list(range(CHUNK)))
+        assert engine.match(later) == 0
+        engine.compute(later, [[3, 4]])
+        assert engine.match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
+    finally:
+        engine.close()
+
+
+def test_a_restarted_server_is_used_again(make: Any, server: ServerProcess) -> None:
+    engine = make()
+    server.kill9()
+    request = FakeRequest("a", list(range(CHUNK)))
+    wait_until(lambda: not engine.clients[0].usable, 10, "the loss of the server")
+    assert engine.match(request) == 0
+    engine.compute(request, [[1, 2]])
+    server.start()
+    wait_until(lambda: all(client.usable for client in engine.clients), 30, "the reconnect")
+    later = FakeRequest("b", list(range(CHUNK)))
+    assert engine.match(later) == 0
+    engine.compute(later, [[3, 4]])
+    assert engine.match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
+
+
+def test_tensors_that_are_not_as_declared_are_refused() -> None:
+    tensor = torch.zeros(BLOCKS, 2)
+    with pytest.raises(BadLayout, match="no KV tensor"):
+        block_tensors(PLAIN, {"l.0": tensor}, BLOCKS)
+    with pytest.raises(BadLayout, match="does not count blocks"):
+        block_tensors(PLAIN, {"l.0": tensor, "l.1": tensor[1:]}, BLOCKS)
+
+
+def test_a_layer_that_uses_the_kv_of_another_is_left_out_and_cut_blocks_are_joined() -> None:
+    memory = torch.arange(BLOCKS * 4 * 3).view(BLOCKS * 4, 3)
+    found = block_tensors(PLAIN, {"l.0": memory, "l.1": memory}, BLOCKS)
+    assert list(found) == ["l.0"]
+    assert found["l.0"].shape == (BLOCKS, 4, 3)
+    assert torch.equal(found["l.0"][2].reshape(-1), torch.arange(2 * 12, 3 * 12))
+
+
+def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
+    engine = make(HYBRID)
+    request = FakeRequest("a", list(range(2 * CHUNK)))
+    engine.match(request)
+    plan = engine.scheduler.plan_step({"a": 2 * CHUNK}, lambda _request_id: [[1, 2, 3, 4], [0, 0, 0, 9]])
+    assert [op.block_ids[1] for op in plan.stores] == [[NO_BLOCK, NO_BLOCK, NO_BLOCK, 9]]
+    engine.step(plan)
+    assert engine.worker.tally.counts["failed_stores"] == 0

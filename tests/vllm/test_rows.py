@@ -1,0 +1,159 @@
+"""The connector in vLLM itself: each row is a new engine process, and its greedy tokens are those of a cold engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.redis_server import free_port
+from tests.vllm import rows
+from tests.vllm.model import make, prompt
+from tests.vllm.rows import Answer, Bench
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+# Correctness does not need the large model: `python -m tests.vllm.rows` has the figures.
+SIZE = os.environ.get("KVF_VLLM_SIZE", "tiny")
+TOKENS = 2048
+CHUNK = rows.CHUNK
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
+    directory = tmp_path_factory.mktemp("rows")
+    return Bench(make(cache / SIZE, SIZE), directory, prompt(TOKENS), 16)
+
+
+@pytest.fixture(scope="module")
+def cold(bench: Bench) -> Answer:
+    return rows.cold(bench)
+
+
+def lines(answer: Answer) -> list[str]:
+    """The connector's own lines of warning and error in the engine's log."""
+    return [
+        line
+        for line in answer.log.splitlines()
+        if re.search(r"(WARNING|ERROR).*\[(kvf_\w+|kvframework)", line) or re.search(r"(WARNING|ERROR).*no KV is", line)
+    ]
+
+
+def test_a_new_engine_loads_what_another_has_stored(bench: Bench, cold: Answer) -> None:
+    stored, loaded = rows.store_and_load(bench)
+    assert (stored.tokens, stored.cached, stored.computed) == (cold.tokens, 0, TOKENS)
+    assert stored.counters["kvframework:stored_tokens"] == TOKENS
+    assert stored.counters["kvframework:miss_requests|reason=not_stored"] == 1
+    assert (loaded.tokens, loaded.cached, loaded.computed) == (cold.tokens, TOKENS, 1)
+    assert loaded.counters["kvframework:hit_tokens"] == loaded.counters["kvframework:loaded_tokens"] == TOKENS
+    assert loaded.counters["kvframework:load_seconds"] > 0
+    assert not lines(stored) + lines(loaded)
+    assert "registered with the server at ipc://" in stored.log
+
+
+def test_a_synchronous_load_leaves_a_chunk_to_compute(bench: Bench, cold: Answer) -> None:
+    bench = Bench(**{**vars(bench), "options": {"kvframework.load": "sync"}})
+    _, loaded = rows.store_and_load(bench)
+    assert (loaded.tokens, loaded.computed) == (cold.tokens, CHUNK)
+
+
+@pytest.mark.parametrize("row", [rows.load_from_disk, rows.load_from_redis])
+def test_kv_outlives_the_server(bench: Bench, cold: Answer, row: object) -> None:
+    answer = row(bench)  # type: ignore[operator]
+    assert (answer.tokens, answer.computed) == (cold.tokens, 1)
+
+
+def test_local_and_external_hits_are_mixed(bench: Bench, cold: Answer) -> None:
+    # Five blocks: two chunks and a half.
+    answer = rows.local_and_external(bench, 5 * 128)
+    assert (answer.tokens, answer.computed) == (cold.tokens, 1)
+    assert answer.counters["kvframework:hit_tokens"] == TOKENS - 5 * 128
+
+
+@pytest.mark.parametrize("row", [rows.one_lost, rows.corrupted_in_redis])
+def test_what_is_lost_or_wrong_in_l2_is_computed(bench: Bench, cold: Answer, row: object) -> None:
+    answer = row(bench, 5)  # type: ignore[operator]
+    assert (answer.tokens, answer.cached, answer.computed) == (cold.tokens, 5 * CHUNK, TOKENS - 5 * CHUNK)
+
+
+@pytest.mark.parametrize("connector", ["ServerDiesBeforeLoad", "ServerDiesDuringLoad"])
+def test_a_server_that_is_killed_costs_recompute(bench: Bench, cold: Answer, connector: str) -> None:
+    answer = rows.server_dies(bench, connector)
+    assert (answer.tokens, answer.computed) == (cold.tokens, TOKENS)
+    assert answer.counters["kvframework:failed_loads"] == 1
+
+
+def test_kv_that_is_wrong_would_be_seen(bench: Bench, cold: Answer) -> None:
+    answer = rows.wrong_kv(bench)
+    assert answer.computed == 1
+    assert answer.tokens != cold.tokens
+
+
+def test_a_server_that_is_not_there_costs_one_line(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        server.stop()
+        answer = bench.run(server, bench.ask())[0]
+    assert (answer.tokens, answer.computed) == (cold.tokens, TOKENS)
+    assert len(lines(answer)) == 1, lines(answer)
+    assert "kvframework serve" in answer.log
+
+
+def test_opting_out_salts_and_generated_tokens(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        long = Bench(**{**vars(bench), "new_tokens": CHUNK + 8})
+        first = long.run(
+            server,
+            long.ask(params={"kvframework.store": False}),
+            long.ask(reset=True),
+            long.ask(reset=True, params={"kvframework.load": False}),
+            long.ask(reset=True, salt="tenant"),
+            long.ask(reset=True),
+        )
+        assert [answer.computed for answer in first] == [TOKENS, TOKENS, TOKENS, TOKENS, 1]
+        assert len({tuple(answer.tokens) for answer in first}) == 1
+        # A conversation goes on: its own answer has been stored as it was generated.
+        turn = Bench(**{**vars(bench), "prompt": [*bench.prompt, *first[0].tokens]})
+        (answer,) = turn.run(server, turn.ask())
+        assert answer.cached == TOKENS + CHUNK
+        assert answer.tokens == turn.run(None, turn.ask())[0].tokens
+
+
+def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
+    window = Bench(make(bench.model.parent / "window", "window"), tmp_path, prompt(TOKENS + 100, seed=3), 16)
+    cold = rows.cold(window)
+    stored, loaded = rows.store_and_load(window)
+    assert stored.tokens == loaded.tokens == cold.tokens
+    assert (stored.computed, loaded.computed) == (TOKENS + 100, 100)
+    assert rows.wrong_kv(window).tokens != cold.tokens
+    assert rows.server_dies(window, "ServerDiesBeforeLoad").tokens == cold.tokens
+
+
+def test_routers_are_told_what_is_stored(bench: Bench) -> None:
+    port = free_port()
+    events = {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv",
+    }  # fmt: skip
+    listening = Bench(**{**vars(bench), "engine": {"kv_events_config": events}})
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket, rows.server_for() as server:
+        socket.setsockopt(zmq.SUBSCRIBE, b"kv")
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        listening.run(server, listening.ask())
+        batches = []
+        while socket.poll(1000):
+            batches.append(msgspec.msgpack.decode(socket.recv_multipart()[2]))
+    stored = [event for batch in batches for event in batch[1] if event["type"] == "BlockStored"]
+    by_medium = {medium: [event for event in stored if event["medium"] == medium] for medium in ("GPU", "CPU")}
+    blocks = {
+        medium: [each for event in events for each in event["block_hashes"]] for medium, events in by_medium.items()
+    }
+    assert len(blocks["CPU"]) == TOKENS // 128
+    # A router finds them by the same hashes as vLLM's own.
+    assert set(blocks["CPU"]) <= set(blocks["GPU"])
+    assert [token for event in by_medium["CPU"] for token in event["token_ids"]] == bench.prompt

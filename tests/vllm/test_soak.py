@@ -1,0 +1,27 @@
+"""Two engines behind one server, conversations at the same time, requests broken off: no wrong token, no leak."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import soak
+from tests.vllm.model import make
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def test_conversations_with_two_engines(tmp_path: Path) -> None:
+    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
+    seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "120"))
+    seen = soak.run(make(cache / "tiny", "tiny"), tmp_path, seconds)
+    assert seen["answers"] >= soak.CONVERSATIONS * soak.TURNS
+    assert seen["broken off"]
+    connector = seen["connector"]
+    assert connector["kvframework:hit_tokens_total"]
+    assert not connector["kvframework:errors_total"]
+    for before, after in seen["engines' memory MiB before and after"]:
+        assert after - before < 150, seen

@@ -1,0 +1,160 @@
+"""The worker side of the connector as a state machine: loads, stores, what is told of them, and fences."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvf_vllm.steps import LoadOp, StepPlan, StepReport, StoreOp
+from kvf_vllm.worker import WorkerSide
+from kvframework.api import MessagingFuture
+from kvframework.errors import BadBlockIds
+from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance
+
+LOAD = LoadOp("a", 0, 16, 4, b"", "", [[1, 2, 3, 4]])
+
+
+def store(number: int = 0, request_id: str = "a", start: int = 0) -> StoreOp:
+    return StoreOp(number, request_id, start, start + 8, b"", "", [[5, 6]])
+
+
+def answers(*results: bool | MessagingFuture[bool]) -> FakeInstance:
+    """An instance whose transfers end so, in order."""
+    left = [each if isinstance(each, MessagingFuture) else MessagingFuture.resolved(each) for each in results]
+    return FakeInstance(lambda: left.pop(0))
+
+
+def test_a_load_between_steps_is_told_once_it_has_ended() -> None:
+    future: MessagingFuture[bool] = MessagingFuture()
+    worker = WorkerSide(answers(future), block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD]))
+    assert worker.finished_loads() == (set(), set())
+    assert worker.take_report().loaded == {}
+    future.set_result(True)
+    assert worker.finished_loads() == ({"a"}, set())
+    assert worker.take_report().loaded == {"a": 1}
+    assert worker.finished_loads() == (set(), set())
+    assert worker.take_failed_blocks() == set()
+    assert worker.tally.counts == {"loaded_bytes": 12, "loaded_tokens": 12}
+
+
+def test_a_failed_load_names_the_blocks_that_it_was_to_fill() -> None:
+    worker = WorkerSide(answers(False), block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD]))
+    assert worker.finished_loads() == ({"a"}, set())
+    # The first block was vLLM's own.
+    assert worker.take_failed_blocks() == {2, 3, 4}
+    assert worker.take_failed_blocks() == set()
+    report = worker.take_report()
+    assert (report.failed, report.loaded) == ({"a"}, {"a": 1})
+
+
+def test_with_several_groups_a_failed_load_is_told_by_its_request() -> None:
+    worker = WorkerSide(answers(False))
+    worker.load(StepPlan(loads=[LOAD]))
+    assert worker.finished_loads() == ({"a"}, {"a"})
+    assert worker.take_failed_blocks() == set()
+
+
+def test_a_synchronous_load_is_over_when_the_step_begins() -> None:
+    future: MessagingFuture[bool] = MessagingFuture()
+    worker = WorkerSide(answers(future), is_async=False, block_size=BLOCK)
+    threading.Timer(0.05, lambda: future.set_result(True)).start()
+    worker.load(StepPlan(loads=[LOAD]))
+    assert future.query()
+    assert worker.finished_loads() == (set(), set())
+    assert worker.take_report().loaded == {"a": 1}
+
+
+def test_what_a_step_computed_from_a_failed_load_is_not_stored() -> None:
+    instance = answers(False, True)
+    worker = WorkerSide(instance, is_async=False, block_size=BLOCK)
+    worker.before_step(StepPlan())
+    worker.load(StepPlan(loads=[LOAD]))
+    worker.store(StepPlan(stores=[store(3, start=16), store(4, "b", 8)]))
+    assert not instance.stores
+    report = worker.take_report()
+    assert report.unstored == {"a": 16, "b": 8}
+    assert report.ended == {3: 1, 4: 1}
+    worker.before_step(StepPlan())
+    worker.store(StepPlan(stores=[store(5)]))
+    assert [op.number for op in instance.stores] == [5]
+
+
+def test_a_load_between_steps_that_fails_spoils_nothing() -> None:
+    instance = answers(False, True)
+    worker = WorkerSide(instance, block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD]))
+    worker.store(StepPlan(stores=[store(request_id="b")]))
+    assert instance.stores
+
+
+def test_a_store_is_ended_before_its_blocks_are_written() -> None:
+    cancelled = threading.Event()
+    future: MessagingFuture[bool] = MessagingFuture(cancelled.set)
+    other: MessagingFuture[bool] = MessagingFuture(pytest.fail)
+    worker = WorkerSide(answers(future, other), block_size=BLOCK)
+    worker.store(StepPlan(stores=[store(0), store(1)]))
+    assert worker.take_report().ended == {}
+
+    def server() -> None:
+        cancelled.wait(10)
+        future.set_result(False)
+
+    thread = threading.Thread(target=server)
+    thread.start()
+    worker.before_step(StepPlan(fence=[0, 7]))
+    assert future.query(), "the fence waits until the server touches the blocks no more"
+    assert not other.query()
+    thread.join()
+    assert worker.take_report().ended == {0: 1}
+    assert (worker.tally.counts["cancelled_stores"], worker.tally.counts["failed_stores"]) == (1, 1)
+
+
+def test_a_transfer_that_cannot_even_start_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> MessagingFuture[bool]:
+        raise BadBlockIds("block 9 of 4")
+
+    worker = WorkerSide(FakeInstance(refuse), block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD]))
+    worker.store(StepPlan(stores=[store()]))
+    assert worker.take_failed_blocks() == {2, 3, 4}
+    assert worker.tally.counts["errors"] == 2
+    assert "block 9 of 4" in caplog.text
+
+
+def test_the_scheduler_is_told_who_serves_whenever_it_changes() -> None:
+    instance = FakeInstance()
+    instance.served = None
+    worker = WorkerSide(instance, worker=3, block_size=BLOCK)
+    assert worker.take_report().served == {3: None}
+    assert not worker.take_report()
+    instance.served = SERVED
+    assert worker.take_report().served == {3: SERVED}
+    assert not worker.take_report()
+
+
+def test_a_worker_with_the_same_kv_as_another_stores_nothing_and_says_so() -> None:
+    instance = FakeInstance()
+    worker = WorkerSide(instance, stores=False, block_size=BLOCK)
+    worker.store(StepPlan(stores=[store(5)]))
+    worker.load(StepPlan(loads=[LOAD]))
+    assert not instance.stores
+    assert instance.loads
+    assert worker.take_report().ended == {5: 1}
+    assert worker.tally.counts["stored_bytes"] == 0
+
+
+def test_reports_of_several_workers_are_one() -> None:
+    reports = []
+    for index, ok in enumerate([True, False]):
+        worker = WorkerSide(answers(ok, True), worker=index, block_size=BLOCK)
+        worker.load(StepPlan(loads=[LOAD]))
+        worker.store(StepPlan(stores=[store(2)]))
+        worker.finished_loads()
+        reports.append(worker.take_report())
+    merged = reports[0].merge(reports[1])
+    assert merged.served == {0: SERVED, 1: SERVED}
+    assert (merged.loaded, merged.ended, merged.failed) == ({"a": 2}, {2: 2}, {"a"})
+    assert StepReport(unstored={"a": 8, "b": 1}).merge(StepReport(unstored={"a": 4})).unstored == {"a": 4, "b": 1}
