@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--config", help="the kvframework server's TOML")
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt")
-    parser.add_argument("--port", type=int, default=18100, help="of the first engine; the second has the next one")
-    parser.add_argument("engine", nargs="*", help="more arguments of the engines, behind --")
+    parser.add_argument("--ports", type=int, nargs=2, default=[18100, 18101], help="of the two engines")
+    parser.add_argument("--engine", default="", help='more arguments of the engines: --engine="--dtype float32 ..."')
     arguments = parser.parse_args()
     prompt = [1000 + index * 7 % 5000 for index in range(arguments.tokens)]
     with tempfile.TemporaryDirectory(prefix="kvf-") as directory, contextlib.ExitStack() as stack:
@@ -44,10 +45,9 @@ def main() -> None:
                 f"server.endpoint={endpoint}",
             )
         )
-        ports = [arguments.port, arguments.port + 1]
-        for port in ports:
-            stack.enter_context(engine(directory, arguments.model, endpoint, port, arguments.engine))
-        answers = [ask(port, arguments.model, prompt) for port in ports]
+        for port in arguments.ports:
+            stack.enter_context(engine(directory, arguments.model, endpoint, port, shlex.split(arguments.engine)))
+        answers = [ask(port, arguments.model, prompt) for port in arguments.ports]
     for name, (seconds, cached, tokens) in zip("AB", answers, strict=True):
         print(f"engine {name}: {cached} of {arguments.tokens} tokens cached, answer after {seconds:.3f} s: {tokens}")
     if answers[0][2] != answers[1][2]:

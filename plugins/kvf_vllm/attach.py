@@ -80,7 +80,7 @@ class AttachedInstance:
         error = self._tried(tensors, lambda: deadline - time.monotonic())
         if error is None:
             return
-        log.warning("no KV is loaded or stored until there is a server that accepts this engine: %s", error)
+        _warn("no KV is loaded or stored until there is a server that accepts this engine", error)
         self._thread = threading.Thread(
             target=self._keep_trying, args=(tensors, str(error)), name="kvf-vllm-attach", daemon=True
         )
@@ -118,11 +118,7 @@ class AttachedInstance:
             if not self._client.wait_up(max(left_s(), 0.0)):
                 self._client.raise_down()
             registration = self._adapter.register_kv_caches(tensors, block_size=self._groups[0].block_size)
-        except KVFrameworkError as error:
-            return error
-        # A broken plugin must not stop the engine either.
-        except Exception as error:
-            log.exception("registering with the server failed")
+        except Exception as error:  # noqa: BLE001 - not even a broken plugin may stop the engine
             return error
         self._group_of_each = group_of_each(registration.layout, self._groups)
         identity = self._adapter.identity
@@ -144,7 +140,7 @@ class AttachedInstance:
             if not isinstance(error, ServerGone):
                 if str(error) != told:
                     told = str(error)
-                    log.warning("still no KV is loaded or stored: %s", error)
+                    _warn("still no KV is loaded or stored", error)
                 self._closed.wait(RETRY_S)
 
     def _registration(self) -> Registration:
@@ -165,3 +161,8 @@ class AttachedInstance:
 
     def _by_layer_group(self, block_ids: GroupBlocks) -> list[Sequence[int]]:
         return [block_ids[group] for group in self._group_of_each]
+
+
+def _warn(what: str, error: Exception) -> None:
+    """One line for what the framework says itself; the traceback of anything else."""
+    log.warning("%s: %s", what, error, exc_info=None if isinstance(error, KVFrameworkError) else error)

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvf_vllm import attach  # noqa: E402
 from kvf_vllm.attach import AttachedInstance  # noqa: E402
 from kvf_vllm.identity import Identity  # noqa: E402
 from kvf_vllm.layouts import GroupFacts, block_tensors  # noqa: E402
@@ -18,7 +19,7 @@ from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
 from kvf_vllm.steps import StepPlan  # noqa: E402
 from kvf_vllm.worker import WorkerSide  # noqa: E402
 from kvframework.api import NO_BLOCK  # noqa: E402
-from kvframework.client import KVClient  # noqa: E402
+from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.server_process import ServerProcess  # noqa: E402
 from tests.vllm.stand_ins import FakeRequest  # noqa: E402
@@ -198,6 +199,27 @@ def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytes
         assert engine.match(later) == 0
         engine.compute(later, [[3, 4]])
         assert engine.match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
+    finally:
+        engine.close()
+
+
+def test_a_broken_plugin_does_not_stop_the_engine(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register = WorkerAdapter.register_kv_caches
+
+    def broken(*_arguments: object, **_options: object) -> None:
+        raise ImportError("half of a plugin")
+
+    monkeypatch.setattr(WorkerAdapter, "register_kv_caches", broken)
+    monkeypatch.setattr(attach, "RETRY_S", 0.01)
+    engine = Engine(server)
+    try:
+        assert engine.match(FakeRequest("a", list(range(CHUNK)))) == 0
+        assert caplog.text.count("no KV is loaded or stored") == 1
+        assert caplog.text.count("Traceback") == 1
+        monkeypatch.setattr(WorkerAdapter, "register_kv_caches", register)
+        wait_until(lambda: engine.instance.served is not None, 30, "the registration")
     finally:
         engine.close()
 

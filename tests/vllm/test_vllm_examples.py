@@ -67,9 +67,9 @@ def test_two_engines_with_redis(model: str, tmp_path: Path) -> None:
         text = (EXAMPLES / "redis.toml").read_text().replace("redis://127.0.0.1:6379/0", redis.url)
         config.write_text(text.replace("8GiB", "256MiB"))
         printed = python(
-            str(EXAMPLES / "two_engines.py"), model, "--config", str(config), "--port", str(free_port()), "--",
-            "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager",
-            "--kv-cache-memory-bytes", str(1 << 28),
+            str(EXAMPLES / "two_engines.py"), model, "--config", str(config),
+            "--ports", str(free_port()), str(free_port()),
+            f"--engine=--dtype float32 --max-model-len 4096 --enforce-eager --kv-cache-memory-bytes {1 << 28}",
         )  # fmt: skip
         with redis.client() as client:
             assert client.dbsize()

@@ -27,7 +27,8 @@ class ModelTests(TierKit):
         class Machine(TierMachine):
             kit, tier_under_test = self, tier
 
-        run_state_machine_as_test(
+        # Some releases of hypothesis have no types for it.
+        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
             Machine,
             settings=settings(
                 max_examples=self.examples,
