@@ -125,9 +125,11 @@ class ConcurrencyTests(TierKit):
         for key in keys:
             self.store(tier, key, b"value")
         outcomes: list[object] = []
+        at_once = threading.Barrier(3, timeout=self.patience_s)
 
         def delete() -> None:
             for key in keys:
+                at_once.wait()
                 outcomes.extend(tier.delete([key], deadline=self.soon()))
 
         self.in_threads(delete, delete, delete)
