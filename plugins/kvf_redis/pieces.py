@@ -54,7 +54,7 @@ def new_trailer(total: int, piece_bytes: int) -> Trailer | None:
 
 def spans(total: int, piece_bytes: int) -> range:
     """Where each piece begins in the value, if each but the last holds `piece_bytes` of it."""
-    return range(0, total, piece_bytes)
+    return range(0, total, piece_bytes or 1)
 
 
 def piece_key(key: bytes, trailer: Trailer, index: int) -> bytes:

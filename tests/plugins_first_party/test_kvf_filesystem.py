@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -85,6 +86,15 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "kv").read_text() == "mine"
 
 
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/kv"])
+def test_a_path_that_names_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigFieldError, match="names no folder") as raised:
+        open_tier(Path(path))
+    assert raised.value.where == "[[l2]] #1.path"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_others_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_text("mine")
     with pytest.raises(ConfigFieldError, match="files of others"):
@@ -149,7 +159,7 @@ def test_options_have_bounds() -> None:
         {"recount_s": 0},
         {"fan_out": 2},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises((ValueError, msgspec.ValidationError)):
             options(**{"path": "kv", **table})  # type: ignore[arg-type]
 
 

@@ -208,6 +208,7 @@ noise = st.binary(min_size=TRAILER_BYTES - 16, max_size=TRAILER_BYTES - 16).map(
 @given(st.one_of(numbers, noise), st.integers(0, 500))
 @example(Trailer(b"g" * 16, 10, 2).bytes_of(0), 0)
 @example(Trailer(b"g" * 16, 10, 1).bytes_of(0), 9)
+@example(Trailer(b"g" * 16, 0, 1).bytes_of(0), 0)
 @example(Trailer(b"g" * 16, 9, 1).bytes_of(0), 10)
 def test_any_trailer_is_read_without_harm(tail: bytes, nbytes: int) -> None:
     """No other piece is there: FOUND is only a whole value, or one that is all in its first piece."""
