@@ -43,7 +43,7 @@ class CopyKernelHook(BuildHookInterface[Any]):
 
 def _compile(source: Path, library: Path) -> str:
     """Why there is no library, "" if there is."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         return f"there is no C compiler {compiler[0]!r}"
     # Made beside its place: a process that has the former one mapped keeps it.

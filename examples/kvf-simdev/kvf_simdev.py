@@ -103,7 +103,7 @@ class SimCopier(CopierDriver[Event, Stream]):
 
     @translated
     def open(self, allocation: Allocation) -> int:
-        return self._runtime.open_memory(self._device, allocation.handle)
+        return self._runtime.open_memory(self._device, allocation.handle, allocation.nbytes)
 
     @translated
     def close_memory(self, address: int) -> None:

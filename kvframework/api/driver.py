@@ -181,7 +181,7 @@ class CopierDriver(ABC, Generic[E, S]):
     @abstractmethod
     def open(self, allocation: Allocation) -> int:
         """Maps another process's allocation; the address at which it begins here. Raises `DeviceError` for one that is
-        gone, of another device or malformed."""
+        gone, of another device, malformed, or smaller than `nbytes` says: a copy beyond its end would harm others."""
 
     @abstractmethod
     def close_memory(self, address: int) -> None:

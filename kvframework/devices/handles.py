@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 Views = Sequence[Sequence[Sequence["torch.Tensor"]]]
 
 MAX_ALLOCATIONS = 4096
+# No device has more. All sums of addresses stay within 64 bits, whatever a client says.
+MAX_ALLOCATION_BYTES = 1 << 48
 
 
 class LentAllocation(Message, frozen=True, array_like=True, tag="a"):
@@ -112,6 +114,11 @@ def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutD
     if len(flat) != expected or not 1 <= len(allocations) <= MAX_ALLOCATIONS:
         raise RequestError(
             f"{len(flat)} views of {len(allocations)} allocations", where="handles", available=f"{expected} views"
+        )
+    largest = max(allocation.nbytes for allocation in allocations)
+    if largest > MAX_ALLOCATION_BYTES:
+        raise RequestError(
+            f"an allocation of {largest} bytes", where="handles", available=f"at most {MAX_ALLOCATION_BYTES}"
         )
     if len({allocation.device for allocation in allocations}) != 1:
         raise RequestError("the allocations are of several devices", where="handles", available="one device")

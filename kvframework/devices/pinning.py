@@ -5,12 +5,15 @@ In the copier process, in threads of its own.
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvframework.api import CopierDriver
 from kvframework.errors import DeviceError
+
+log = logging.getLogger(__name__)
 
 SLICE_BYTES = 64 << 30
 THREADS = 4
@@ -50,6 +53,11 @@ class Pinning:
             self._driver.pin(start, min(SLICE_BYTES, self._size - start))
         except DeviceError as error:
             self._error = error
+            return
+        except Exception as error:
+            # Else copies would wait for it for ever.
+            log.exception("pinning the arena failed")
+            self._error = DeviceError(f"the arena could not be pinned: {type(error).__name__}: {error}")
             return
         self._done[index] = True
         first_missing = self._done.index(False) if False in self._done else len(self._done)

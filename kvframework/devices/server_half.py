@@ -62,6 +62,8 @@ class DeviceServerTransport(ServerTransport):
         copier = self._copiers.get(memory.device)
         if copier is None:
             if len(self._copiers) >= MAX_DEVICES:
+                self._forget_idle()
+            if len(self._copiers) >= MAX_DEVICES:
                 raise RequestError(f"{MAX_DEVICES} devices are in use", where="handles")
             copier = self._copiers[memory.device] = self._start(memory.device)
         alive_fd = client.hold() if client is not None else None
@@ -74,6 +76,13 @@ class DeviceServerTransport(ServerTransport):
     def close(self) -> None:
         for copier in self._copiers.values():
             copier.close()
+
+    def _forget_idle(self) -> None:
+        """Devices that could not be opened, which may be none, keep no room from others."""
+        for device, copier in list(self._copiers.items()):
+            if copier.idle:
+                del self._copiers[device]
+                copier.close()
 
     def _start(self, device: str) -> CopierSupervisor:
         start = Start(

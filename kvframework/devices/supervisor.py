@@ -102,6 +102,12 @@ class CopierSupervisor:
         self._thread = threading.Thread(target=self._run, name=f"kvf-copier-{start.device[:8]}", daemon=True)
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is neither a process nor an instance: `close` would not wait."""
+        with self._lock:
+            return self.pid is None and not self._instances and not self._pending
+
     # the serving thread, and whoever cancels
 
     def open(
@@ -182,7 +188,7 @@ class CopierSupervisor:
         self._backoff.started(time.monotonic())
         try:
             process = self._spawn()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  the thread has to go on: it answers those who wait
             self._backoff.ended(time.monotonic())
             self._fail_all(DeviceLost(f"the copier of {self.device} cannot be started: {error}"))
             return
@@ -256,10 +262,11 @@ class CopierSupervisor:
                 if fd is not None:
                     try:
                         sent = socket.send_fds(sock, [unsent], [fd])
-                    except BlockingIOError:
+                    except OSError:
+                        # Back, also if the other end is gone: it is closed with what else was not sent.
                         unsent.clear()
                         self._outbox.appendleft((data, fd))
-                        return True
+                        raise
                     os.close(fd)
                     del unsent[:sent]
         except BlockingIOError:

@@ -36,8 +36,15 @@ class CodecTable:
     def pack(self, name: str, data: memoryview) -> tuple[str, Sequence[memoryview]]:
         """The packed form and the codec's name; as it is, and `none`, where packing does not make it smaller."""
         codec = None if name == NO_CODEC else self.get(name)
-        if codec is not None:
-            packed = codec.encode(data)
-            if sum(part.nbytes for part in packed) < data.nbytes:
-                return name, packed
+        packed = self._encoded(name, codec, data) if codec is not None else None
+        if packed is not None and sum(part.nbytes for part in packed) < data.nbytes:
+            return name, packed
         return NO_CODEC, [data]
+
+    def _encoded(self, name: str, codec: Codec, data: memoryview) -> Sequence[memoryview] | None:
+        """None if the codec fails: the value goes as it is, and keeps back none of those beside it."""
+        try:
+            return codec.encode(data)
+        except Exception as error:  # noqa: BLE001  whatever a plugin raises
+            log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
+            return None

@@ -27,6 +27,8 @@ R = TypeVar("R")
 SCAN_S = 60.0
 CHECK_EVERY_S = 5.0
 DELETE_AT_ONCE = 256
+# Names of codecs that are told in the log: they are whatever somebody wrote into the store.
+MAX_FOREIGN = 64
 
 
 class L2Store:
@@ -123,8 +125,7 @@ class L2Store:
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
-        nbytes = sum(part.nbytes for each in parts for part in each)
-        self._make_room(nbytes)
+        self._make_room([sum(part.nbytes for part in each) for each in parts])
         outcomes = self._each("put", keys, lambda deadline: self._tier.put(keys, parts, deadline=deadline))
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
@@ -195,11 +196,15 @@ class L2Store:
         except ValueError as error:
             self._discard(key, str(error))
             return False
+        except Exception as error:  # noqa: BLE001  a bug of the codec says nothing about this value or the others
+            self.count(codec_failed=1)
+            log.error("tier %s: a value could not be unpacked, a miss: %r (key %s)", self.name, error, key.hex())
+            return False
         return True
 
     def _pass_over(self, codec: str) -> None:
         self.count(foreign_codec=1)
-        if codec not in self._foreign:
+        if codec not in self._foreign and len(self._foreign) < MAX_FOREIGN:
             self._foreign.add(codec)
             log.warning("tier %s: values packed by codec %r are misses: it is not in [codecs] allow", self.name, codec)
 
@@ -211,12 +216,12 @@ class L2Store:
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Deletes what was used longest ago, if `nbytes` more would fill the tier beyond its high watermark."""
+    def _make_room(self, sizes: Sequence[int]) -> None:
+        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark."""
         if not self.capabilities >= {"capacity", "scan"}:
             return
         with self._making_room:
-            excess = self._watermarks.excess(self._ask_usage(), nbytes)
+            excess = self._watermarks.excess(self._ask_usage(), sizes)
             if not excess:
                 return
             leaving = self._call(

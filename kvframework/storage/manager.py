@@ -160,7 +160,7 @@ class StorageManager:
         def finish(record: NamespaceRecord | None) -> None:
             try:
                 if record is not None:
-                    self.records.add(namespace, record)
+                    self.records.add(namespace, record, learned=True)
             finally:
                 on_done()
 

@@ -33,6 +33,7 @@ class NamespaceRecords:
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
         self._fingerprints: dict[bytes, bytes] = {}
+        self._learned: set[bytes] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -42,12 +43,18 @@ class NamespaceRecords:
         with self._lock:
             return self._records.get(namespace)
 
-    def add(self, namespace: bytes, record: NamespaceRecord) -> None:
+    def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
         """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if the record is too
-        long."""
+        long.
+
+        `learned`: it came from L2, where anybody may have written it, so it gives way to what an engine registers.
+        """
         with self._lock:
             known = self._records.get(namespace)
-            if known is not None and known != record:
+            doubtful = namespace in self._learned
+            if known is not None and learned and (doubtful or known == record):
+                return
+            if known is not None and known != record and not doubtful:
                 raise NamespaceMismatch(
                     f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
                     f"shapes {[group.shape for group in known.desc.groups]}",
@@ -60,6 +67,8 @@ class NamespaceRecords:
             if len(self._records) >= MAX_NAMESPACES:
                 oldest = next(iter(self._records))
                 del self._records[oldest], self._fingerprints[oldest]
+                self._learned.discard(oldest)
+            (self._learned.add if learned else self._learned.discard)(namespace)
             self._records[namespace] = record
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 

@@ -17,9 +17,10 @@ class Watermarks:
     high: float = 0.95
     low: float = 0.85
 
-    def excess(self, usage: TierUsage, nbytes: int) -> int:
-        """Bytes to delete before `nbytes` more are written, 0 if there is room."""
-        wanted = usage.used_bytes + nbytes
+    def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
+        """Bytes to delete before values of `sizes` are written, 0 if there is room. For one that the whole tier could
+        not hold, nothing needs to leave."""
+        wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= self.high * usage.capacity_bytes)
         if wanted <= self.high * usage.capacity_bytes:
             return 0
         return max(wanted - int(self.low * usage.capacity_bytes), 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
-from kvframework.storage.l2 import L2Store
+from kvframework.storage.l2 import DELETE_AT_ONCE, L2Store
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.write_policy import AtOnce, WritePolicy
 from kvframework.storage.writeback import PinnedSource, WriteBack
@@ -76,7 +76,8 @@ class Tiers:
         failure: TierError | None = None
         for store in self.stores if keys else ():
             try:
-                store.delete(keys)
+                for first in range(0, len(keys), DELETE_AT_ONCE):
+                    store.delete(keys[first : first + DELETE_AT_ONCE])
             except TierError as error:
                 failure = error
         if failure is not None:

@@ -64,6 +64,7 @@ class WriteBack:
         self._record_put: dict[bytes, float] = {}
         self._queue: OrderedDict[PackedKey, None] = OrderedDict()
         self._touches: dict[PackedKey, None] = {}
+        self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
         self._busy = 0
         self._at_once = BATCH_OBJECTS
@@ -151,9 +152,11 @@ class WriteBack:
             try:
                 if self._queue:
                     self._send_batch()
-                if time.monotonic() >= self._idle_work_at:
-                    self.store.check()
+                if self._touching:
                     self._send_touches()
+                elif time.monotonic() >= self._idle_work_at:
+                    self.store.check()
+                    self._collect_touches()
                     self._idle_work_at = time.monotonic() + IDLE_WORK_EVERY_S
             except Exception:
                 log.exception("write-back to %s failed", self.store.name)
@@ -164,9 +167,10 @@ class WriteBack:
             while not self._closing:
                 closed_for_s = self.store.wait_s()
                 idle_s = self._idle_work_at - time.monotonic()
-                if closed_for_s <= 0 and (self._queue or idle_s <= 0):
+                pressing = bool(self._queue or self._touching)
+                if closed_for_s <= 0 and (pressing or idle_s <= 0):
                     return True
-                self._changed.wait(max(closed_for_s, 0.0 if self._queue else idle_s))
+                self._changed.wait(max(closed_for_s, 0.0 if pressing else idle_s))
             return False
 
     def _send_batch(self) -> None:
@@ -175,7 +179,6 @@ class WriteBack:
             self._busy = len(keys)
         leases: list[PinLease] = []
         again: list[PackedKey] = []
-        done: list[PackedKey] = []
         try:
             leases = self._source.pin_present(keys)
             self.store.count(write_lost=len(keys) - len(leases))
@@ -185,22 +188,27 @@ class WriteBack:
                 try:
                     self._put(sent, [self._source.bytes_of(lease) for lease in group])
                     self._at_once, self._attempts = min(self._at_once * 2, BATCH_OBJECTS), 0
-                    done += sent
+                    self._settled(sent)
                 except TierError:
                     again = self._after_failure(sent)
-                    done += [] if again else sent
+                    if not again:
+                        self._settled(sent)
                 finally:
                     self._source.unpin_internal(group)
             again += [lease.objects[0].key for lease in leases]
         finally:
             self._source.unpin_internal(leases)
             with self._changed:
-                self._policy.written(done)
                 for key in reversed(again):
                     self._queue[key] = None
                     self._queue.move_to_end(key, last=False)
                 self._busy = 0
                 self._changed.notify_all()
+
+    def _settled(self, keys: Sequence[PackedKey]) -> None:
+        """Told while they are pinned: what may be evicted and counts as unwritten is sent again, or counted as lost."""
+        with self._changed:
+            self._policy.written(keys)
 
     def _after_failure(self, keys: list[PackedKey]) -> list[PackedKey]:
         """What to try again. Smaller batches fit a slow tier's deadline; one object that never fits is given up, since
@@ -228,18 +236,20 @@ class WriteBack:
             for value in values:
                 value.release()
 
-    def _send_touches(self) -> None:
-        """Keeps what is used from being forgotten by the tier: the objects and their namespaces' records."""
+    def _collect_touches(self) -> None:
+        """What is to be kept from being forgotten by the tier: the objects that are used and their namespaces'
+        records."""
         with self._changed:
             touches, self._touches = self._touches, {}
-        keys = [*map(record_key, _namespaces(touches)), *touches] if touches else []
-        for first in range(0, len(keys), TOUCH_AT_ONCE):
-            if self._closing:
-                return
-            try:
-                self.store.touch(keys[first : first + TOUCH_AT_ONCE])
-            except TierError:
-                return
+        self._touching = [*map(record_key, _namespaces(touches)), *touches]
+
+    def _send_touches(self) -> None:
+        """One batch, so that no more than that comes between two writes."""
+        batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
+        try:
+            self.store.touch(batch)
+        except TierError:
+            self._touching = []
 
 
 def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:

@@ -53,7 +53,12 @@ class Root:
 
 def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
     """Opens the folder, and makes it first if it is missing and `create`. Raises `ConfigFieldError`."""
-    path = os.path.abspath(os.path.expanduser(options.path))
+    path = os.path.expanduser(options.path)
+    if "\0" in path or path.startswith("~"):
+        raise ConfigFieldError(
+            f"the path {path!r} names no folder", where=f"{where}.path", hint="after ~ comes / or the name of a user"
+        )
+    path = os.path.abspath(path)
     try:
         if create:
             os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -7,10 +7,12 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvframework.client import KVClient
+from kvframework.devices.handles import lend
 from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError
 from kvframework.server import Server
@@ -206,6 +208,30 @@ def test_memory_that_cannot_be_opened_is_refused_at_registration(
         return True
 
     wait_until(registers, PATIENCE_S, "the registration")
+    works(engine)
+    engine.close()
+
+
+def test_devices_that_are_none_keep_no_room_from_others(
+    rigs: list[SimulatedRig], client: KVClient, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = server.engine._transports["simdev"].server
+    assert isinstance(transport, DeviceServerTransport)
+    monkeypatch.setattr("kvframework.devices.server_half.MAX_DEVICES", len(transport._copiers) + 1)
+    engine = KitEngine(rigs[0], client, 60, NHD)
+    engine.close()
+    for number in range(2):
+        device = f"none-{number}".ljust(36, "-")
+
+        def lend_of_none(*lent: Any, device: str = device) -> tuple[str, tuple[bytes, ...]]:
+            real, handles = lend(*lent)
+            return device, tuple(handle.replace(real.encode(), device.encode()) for handle in handles)
+
+        monkeypatch.setattr("kvframework.devices.engine_half.lend", lend_of_none)
+        with pytest.raises(DeviceError, match=f"no device {device}"):
+            engine.worker.register_kv_caches(engine.caches, block_size=4)
+    monkeypatch.setattr("kvframework.devices.engine_half.lend", lend)
+    engine.worker.register_kv_caches(engine.caches, block_size=4)
     works(engine)
     engine.close()
 

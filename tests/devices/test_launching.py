@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import array
+import os
+import socket
+import sys
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -13,8 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvframework.api import CopyBatch
 from kvframework.devices.backoff import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.launching import Job, Launcher
-from kvframework.devices.messages import Beat, Done, Frames, framed, from_copier
+from kvframework.devices.messages import Beat, Done, Frames, Start, framed, from_copier
+from kvframework.devices.pinning import Pinning
+from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
+from tests.devices.test_planning import DESC, LAYOUT
+from tests.waiting import wait_until
 
 LIMIT = 100
 
@@ -278,3 +287,46 @@ def test_frames_are_cut_wherever_the_stream_was() -> None:
         assert found == messages
     with pytest.raises(ValueError, match="a frame of"):
         list(Frames().feed(b"\xff\xff\xff\xff"))
+
+
+class Unpinnable(Driver):
+    def pin(self, offset: int, nbytes: int) -> None:
+        raise ValueError("a bug in the plugin")
+
+
+def test_whatever_fails_at_pinning_ends_the_copier_and_lets_no_copy_wait() -> None:
+    pinning = Pinning(Unpinnable(), 4096)  # type: ignore[arg-type]
+    pinning.start()
+
+    def failed() -> bool:
+        try:
+            pinning.check()
+        except DeviceError as error:
+            return "a bug in the plugin" in str(error)
+        return False
+
+    wait_until(failed, what="the failure")
+    assert pinning.usable() == 0
+
+
+def test_a_descriptor_that_could_not_be_sent_is_kept_to_be_closed() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    reading, writing = os.pipe()
+    os.close(reading)
+    outbox = deque([(b"message", writing)])
+    with ours:
+        assert not CopierSupervisor._send_some(SimpleNamespace(_outbox=outbox), ours, bytearray(), True)  # type: ignore[arg-type]
+    assert list(outbox) == [(b"message", writing)]
+    os.close(writing)
+
+
+def test_a_copier_that_can_not_be_started_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path, object()])
+    supervisor = CopierSupervisor(Start("m:create", "m:Options", b"", "gpu-1"), 0, stall_s=60.0)
+    try:
+        for _ in range(2):
+            with pytest.raises(DeviceLost, match="cannot be started"):
+                supervisor.open(LAYOUT, DESC, (), None).opened.result(20.0)
+    finally:
+        supervisor.close()

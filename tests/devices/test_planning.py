@@ -18,7 +18,7 @@ from kvframework.api import (
     canonical_desc,
     dtype_bytes,
 )
-from kvframework.devices.handles import LentMemory, LentView, lend, read_handles
+from kvframework.devices.handles import LentAllocation, LentMemory, LentView, lend, read_handles
 from kvframework.errors import BadLayout, RequestError
 
 BASES = [0x7F00_0000_0000, 0x1_0000]
@@ -183,6 +183,15 @@ def _changed(**fields: object) -> tuple[bytes, ...]:
     return (*handles[:-1], msgspec.msgpack.encode(msgspec.structs.replace(view, **fields)))
 
 
+def _larger(nbytes: int, **fields: object) -> tuple[bytes, ...]:
+    """Likewise, and its allocation says that it has `nbytes`."""
+    handles = list(_changed(**fields))
+    at = max(index for index, handle in enumerate(handles) if b"h300000" in handle)
+    lent = msgspec.msgpack.decode(handles[at], type=LentAllocation)
+    handles[at] = msgspec.msgpack.encode(LentAllocation(msgspec.structs.replace(lent.allocation, nbytes=nbytes)))
+    return tuple(handles)
+
+
 @pytest.mark.parametrize(
     "handles",
     [
@@ -199,6 +208,7 @@ def _changed(**fields: object) -> tuple[bytes, ...]:
         _changed(strides=(1 << 40, 32, 16, 2)),
         _changed(strides=(128, 32, -16, 2)),
         (*_changed(), msgspec.msgpack.encode(["x", 1])),
+        _larger(1 << 63, offset=(1 << 63) - 4096),
     ],
 )
 def test_handles_that_do_not_fit_the_layout_are_refused(handles: tuple[bytes, ...]) -> None:

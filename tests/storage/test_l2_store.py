@@ -161,6 +161,33 @@ def test_without_a_codec_no_second_copy_of_an_object_is_made() -> None:
     assert peak < 1 << 20
 
 
+class Faulty(Zlib):
+    """Fails in its own way on what begins with a 0."""
+
+    def encode(self, data: memoryview) -> Sequence[memoryview]:
+        if data[0] == 0:
+            raise RuntimeError("a bug in the plugin")
+        return super().encode(data)
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        super().decode_into(packed, out)
+        if out[0] == 1:
+            raise RuntimeError("a bug in the plugin")
+
+
+def test_a_codec_that_fails_costs_nothing_but_its_own_value(caplog: pytest.LogCaptureFixture) -> None:
+    tier = MemoryTier()
+    store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Faulty}))
+    values = [bytes([first]) * 4000 for first in range(3)]
+    assert store.put(K[:3], [memoryview(value) for value in values]) == [True] * 3
+    places = [memoryview(bytearray(4000)) for _ in values]
+    assert store.get_into(K[:3], places) == [True, False, True]
+    assert [bytes(places[0]), bytes(places[2])] == [values[0], values[2]]
+    assert set(tier.values) == set(K[:3]), "a bug of the codec says nothing about the value"
+    assert store.counters["codec_failed"] == 1
+    assert caplog.text.count("a bug in the plugin") == 2
+
+
 # room
 
 
@@ -205,8 +232,17 @@ def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     tier = Broken(1000)
     store = store_of(tier)
     with pytest.raises(TierError, match="cannot list"):
-        store.put(K[:1], [memoryview(bytes(2000))])
+        store.put(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))])
     assert tier.values == {}
+
+
+def test_what_a_tier_can_never_hold_pushes_nothing_out() -> None:
+    tier = Disk(10_000)
+    store = store_of(tier)
+    store.put(K[:4], [memoryview(bytes(2000))] * 4)
+    tier.refused.add(K[4])
+    assert store.put(K[4:5], [memoryview(bytes(20_000))]) == [False]
+    assert list(tier.values) == K[:4]
 
 
 entries = st.lists(

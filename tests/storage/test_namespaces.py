@@ -123,3 +123,16 @@ def test_the_namespace_registered_longest_ago_is_forgotten_first() -> None:
     assert len(records) == MAX_NAMESPACES
     assert records.get(names[0]) == record
     assert records.get(names[1]) is None
+
+
+def test_what_came_from_l2_gives_way_to_what_an_engine_registers() -> None:
+    known = NamespaceRecords()
+    known.add(NAMESPACE, record("forged"), learned=True)
+    known.add(NAMESPACE, record("forged again"), learned=True)
+    assert known.get(NAMESPACE) == record("forged")
+    known.add(NAMESPACE, record("llama"))
+    assert known.get(NAMESPACE) == record("llama")
+    for learned in (True, False):
+        with pytest.raises(NamespaceMismatch):
+            known.add(NAMESPACE, record("another"), learned=learned)
+    assert known.get(NAMESPACE) == record("llama")

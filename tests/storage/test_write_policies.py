@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvframework.api import Outcome, PackedKey
 from kvframework.storage.write_policy import MAX_GHOSTS, OnEviction, OnSecondUse
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node
@@ -132,3 +135,59 @@ def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..
     wait_until(lambda: set(K[:2]) <= set(node.tiers[0].asked("touch")), what="the touch")
     assert not set(K[2:4]) & set(node.tiers[0].asked("touch"))
     assert node.tiers[1].asked("touch") == []
+
+
+class Stepped(Forgetful):
+    """Does one call of an operation at a time, when the test lets it."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self._operation = operation
+        self.allowed = threading.Semaphore(0)
+
+    def _answer(
+        self, operation: str, keys: Sequence[PackedKey], deadline: float, one: Callable[[int], Outcome]
+    ) -> list[Outcome]:
+        if operation == self._operation:
+            self.calls.append((f"{operation} waits", tuple(keys)))
+            assert self.allowed.acquire(timeout=deadline - time.monotonic())
+        return super()._answer(operation, keys, deadline, one)
+
+
+def test_on_eviction_what_is_written_is_not_sent_again_with_its_batch_under_way(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvframework.storage.writeback.BATCH_BYTES", 1)
+    tier = Stepped("put")
+    node = make_node(
+        tiers=[tier], units=100, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
+    )
+    node.write(K[:55])
+    node.manager.tick()
+    tier.allowed.release()
+    wait_until(lambda: len(tier.asked("put waits")) == 2, what="the second object of the batch")
+    node.manager.tick()
+    tier.allowed.release(200)
+    assert written(node) == set(tier.asked("put"))
+    assert len(tier.asked("put")) == len(tier.values)
+    assert node.store_counters.get("write_lost", 0) == 0
+
+
+def test_many_touches_keep_nothing_from_being_written(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvframework.storage.writeback.TOUCH_AT_ONCE", 2)
+    tier = Stepped("touch")
+    node = make_node(tiers=[tier], timeout_s=60.0)
+    node.write(K[:8])
+    written(node)
+    node.read(K[:8])
+    node.manager._tiers._writebacks[0]._idle_work_at = 0.0
+    node.write(K[9:10])
+    wait_until(lambda: tier.asked("touch waits"), what="the first touch")
+    node.write(K[10:11])
+    tier.allowed.release()
+    wait_until(lambda: K[10] in tier.values, what="the write between two touches")
+    assert not set(K[:8]) <= set(tier.asked("touch"))
+    tier.allowed.release(200)
+    wait_until(lambda: set(K[:8]) <= set(tier.asked("touch")), what="all touches")

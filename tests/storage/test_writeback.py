@@ -8,6 +8,7 @@ import pytest
 
 from kvframework.api import PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, unseal
+from kvframework.storage.l2 import DELETE_AT_ONCE
 from kvframework.storage.namespaces import NamespaceRecord, decode_record, record_key
 from kvframework.storage.writeback import BATCH_OBJECTS, MAX_ATTEMPTS
 from tests.storage.memory import NAMESPACE, content, packed_key
@@ -190,3 +191,14 @@ def test_clearing_with_l2_deletes_there_what_was_dropped_here(make_node: Callabl
         node.manager.clear(l2=True)
     assert node.present(K[:3]) == 0
     assert node.tiers[1].values == {}, "the tier behind the failing one was asked too"
+
+
+def test_clearing_with_l2_deletes_in_batches_that_each_have_their_time(make_node: Callable[..., Node]) -> None:
+    many = [packed_key(number) for number in range(600)]
+    node = make_node(units=600, write_queue=600)
+    node.write(many)
+    wait_written(node.tier, many)
+    node.assert_idle()
+    assert node.manager.clear(l2=True) == (600, 0)
+    assert node.tier.values == {}
+    assert max(len(keys) for name, keys in node.tier.calls if name == "delete") <= DELETE_AT_ONCE

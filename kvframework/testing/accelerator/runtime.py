@@ -102,8 +102,8 @@ class Accelerator:
         assert row is not None
         return region.device, _HANDLE.pack(_MEMORY, region.allocation, row[0]), region.nbytes, address - region.address
 
-    def open_memory(self, device: str, handle: bytes) -> int:
-        """The address here of another process's allocation."""
+    def open_memory(self, device: str, handle: bytes, nbytes: int = 0) -> int:
+        """The address here of another process's allocation, which has at least `nbytes`."""
         self.check(device)
         number, token = _unpack(handle, _MEMORY)
         row = self._ledger.one(
@@ -111,15 +111,17 @@ class Accelerator:
         )
         if row is None or row[4] != token:
             raise AcceleratorError("open: there is no such allocation")
-        owner_device, process, start, nbytes, _, freed = row
+        owner_device, process, start, size, _, freed = row
         if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own handle")
         if owner_device != device:
             raise self._misuse("wrong_device", f"open: memory of {owner_device} on {device}")
         if freed or not self._ledger.lives(process):
             raise AcceleratorError("open: the memory was freed, or its process has ended")
+        if nbytes > size:
+            raise AcceleratorError(f"open: the allocation has {size} bytes, not {nbytes}")
         with self._lock:
-            return self._space.map(device, start, nbytes, number)
+            return self._space.map(device, start, size, number)
 
     def close_memory(self, address: int) -> None:
         with self._lock:

@@ -5,6 +5,7 @@
  * A fragment is (lane, place, one position of each step): its engine address is the sum of the lane's and the place's
  * address and of position x `engine` of each step, its arena offset likewise. The caller answers for every address.
  */
+#define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
