@@ -54,6 +54,8 @@ class Bench:
     new_tokens: int = 32
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    # An engine with a connector would else get another number of threads than one without.
+    cores: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1")
 
     def ask(self, length: int | None = None, **fields: Any) -> Ask:
         return Ask(self.prompt[:length], tokens=self.new_tokens, **fields)
@@ -76,8 +78,7 @@ class Bench:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
-            # Engines with and without a connector would get another number of threads each.
-            "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1"),
+            "VLLM_CPU_OMP_THREADS_BIND": self.cores,
             "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
             STEPS: str(steps),
             SERVER_PID: str(server.pid) if server and server.process else "0",

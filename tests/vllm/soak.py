@@ -91,16 +91,18 @@ class Engine:
         finally:
             connection.close()
 
-    def resident_mib(self) -> int:
-        """Of the process and all its children."""
-        total, waiting = 0, [self.process.pid]
+    def resident_mib(self) -> dict[str, int]:
+        """Of each of the engine's processes, by its name; without what is shared with the server."""
+        found: dict[str, int] = {}
+        waiting = [self.process.pid]
         while waiting:
             pid = waiting.pop()
             with contextlib.suppress(OSError):
                 waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                total += pages * os.sysconf("SC_PAGE_SIZE") >> 20
-        return total
+                status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+                name = status["Name"].strip()
+                found[name] = found.get(name, 0) + (int(status["RssAnon"].split()[0]) >> 10)
+        return found
 
 
 @contextlib.contextmanager
@@ -110,9 +112,9 @@ def engine(model: Path, directory: Path, endpoint: str = "", more: tuple[str, ..
     log = directory / f"engine-{port}.log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--max-model-len", "8192", "--enforce-eager",
+        "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
         # Little memory: requests are preempted, and vLLM's own cache forgets.
-        "--kv-cache-memory-bytes", str(12 << 20), "--max-num-seqs", "8", "--enable-prompt-tokens-details", *more,
+        "--kv-cache-memory-bytes", str(14 << 20), "--max-num-seqs", "8", "--enable-prompt-tokens-details", *more,
     ]  # fmt: skip
     if endpoint:
         connector = {
@@ -212,13 +214,14 @@ def run(model: Path, directory: Path, seconds: float) -> dict[str, Any]:
     """Fails on a wrong token, or when anything stays pinned. What was seen, for those who read it."""
     right = expected(model, directory)
     seen = Seen()
-    with ServerProcess(capacity="96MiB") as server, contextlib.ExitStack() as stack:
+    with ServerProcess(capacity="20MiB") as server, contextlib.ExitStack() as stack:
         engines = [stack.enter_context(engine(model, directory, server.endpoint)) for _ in range(ENGINES)]
         # The first round fills what is allocated once.
         converse(engines, right, seen, 1.0)
-        before = [each.resident_mib() for each in engines]
-        converse(engines, right, seen, seconds)
-        after = [each.resident_mib() for each in engines]
+        memory = []
+        for _ in range(3):
+            converse(engines, right, seen, seconds / 3)
+            memory.append([each.resident_mib() for each in engines])
         metrics = [each.metrics() for each in engines]
         with server.client() as client:
 
@@ -234,7 +237,7 @@ def run(model: Path, directory: Path, seconds: float) -> dict[str, Any]:
         "answers": seen.answers,
         "broken off": seen.broken_off,
         "tokens cached": seen.cached,
-        "engines' memory MiB before and after": list(zip(before, after, strict=True)),
+        "MiB of the engines' processes after each third": memory,
         "evictions": status["l1"]["evictions"],
         "preemptions": sum(each.get("vllm:num_preemptions_total", 0) for each in metrics),
         "connector": {

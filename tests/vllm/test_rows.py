@@ -134,6 +134,16 @@ def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
     assert rows.server_dies(window, "ServerDiesBeforeLoad").tokens == cold.tokens
 
 
+def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> None:
+    split = Bench(**{**vars(bench), "engine": {"tensor_parallel_size": 2}, "cores": "0|1"})
+    cold = rows.cold(split)
+    stored, loaded = rows.store_and_load(split)
+    assert stored.tokens == loaded.tokens == cold.tokens
+    assert (stored.computed, loaded.computed) == (TOKENS, 1)
+    assert loaded.counters["kvframework:hit_tokens"] == TOKENS
+    assert loaded.counters["kvframework:loaded_tokens"] == 2 * TOKENS
+
+
 def test_routers_are_told_what_is_stored(bench: Bench) -> None:
     port = free_port()
     events = {

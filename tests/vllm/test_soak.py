@@ -23,5 +23,9 @@ def test_conversations_with_two_engines(tmp_path: Path) -> None:
     connector = seen["connector"]
     assert connector["kvframework:hit_tokens_total"]
     assert not connector["kvframework:errors_total"]
-    for before, after in seen["engines' memory MiB before and after"]:
-        assert after - before < 150, seen
+    first, _, last = seen["MiB of the engines' processes after each third"]
+    for before, after in zip(first, last, strict=True):
+        # vLLM's CPU worker grows by itself, with or without a connector.
+        grown = {name: after[name] - before[name] for name in before if "Worker" not in name}
+        assert grown
+        assert all(mib < 30 for mib in grown.values()), seen
