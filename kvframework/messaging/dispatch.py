@@ -6,13 +6,21 @@ Whatever comes in is answered, with a typed error frame if need be, unless not e
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from kvframework.api import Buffer, Handler, RequestSpec
-from kvframework.errors import HelloRequired, MalformedFrames, PluginBroken, ProtocolError, ShuttingDown
+from kvframework.errors import (
+    HelloRequired,
+    MalformedFrames,
+    PluginBroken,
+    ProtocolError,
+    ShuttingDown,
+    VersionMismatch,
+)
 from kvframework.messaging.inflight import InFlight
 from kvframework.messaging.liveness import LivenessServer
 from kvframework.messaging.replies import ReplySender
@@ -85,6 +93,7 @@ class Dispatcher:
         self._on_session_end = on_session_end
         self._counters = counters
         self.stopping = False
+        self._tell_refused_at = 0.0
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
         """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
@@ -137,11 +146,23 @@ class Dispatcher:
             return
         self._calls.submit(session, identity, envelope)
 
+    def _refused(self, hello: Hello, error: VersionMismatch) -> None:
+        """Says in the server's log what the client has in its own: silence would look like a cache without hits."""
+        self._counters["hello_refused"] += 1
+        now = time.monotonic()
+        if now >= self._tell_refused_at:
+            self._tell_refused_at = now + 1.0
+            logger.warning("%r (process %d) was refused: %s", hello.client[:128], hello.pid, error)
+
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
-        version = negotiate(hello, self._hasher_fingerprint)
+        try:
+            version = negotiate(hello, self._hasher_fingerprint)
+        except VersionMismatch as error:
+            self._refused(hello, error)
+            raise
         lost = self._sessions.by_token(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:

@@ -87,7 +87,7 @@ def test_nothing_goes_before_hello(lab: Lab) -> None:
     assert not lab.server.sessions
 
 
-def test_hellos_that_are_refused_open_no_session(lab: Lab) -> None:
+def test_hellos_that_are_refused_open_no_session(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     newer = Hello("raw", 1, min_version=PROTOCOL_VERSION + 1, max_version=PROTOCOL_VERSION + 9)
     refusals = {
         "protocol.version": [newer, Hello("raw", 1, hasher="another")],
@@ -102,6 +102,8 @@ def test_hellos_that_are_refused_open_no_session(lab: Lab) -> None:
         kind, reply = raw.ask(3, "HELLO", Hello("n" * 10_000, 1, hasher=HASHER), HelloReply)
         assert (kind, reply.version) == ("HELLO", PROTOCOL_VERSION)
         assert [len(session.name) for session in lab.server.sessions] == [128]
+    assert lab.server.counters["hello_refused"] == 2
+    assert "'raw' (process 1) was refused: [protocol.version] the client speaks protocol versions" in caplog.text
 
 
 def test_a_welcome_that_raises_leaves_no_session(endpoint: str) -> None:
