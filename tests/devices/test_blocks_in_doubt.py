@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -33,8 +34,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
 
 
 @pytest.fixture(scope="module")
-def rig(node: SimulatedNode) -> SimulatedRig:
-    return simdev(str(node.path))
+def rig(node: SimulatedNode) -> Iterator[SimulatedRig]:
+    with closing(simdev(str(node.path))) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

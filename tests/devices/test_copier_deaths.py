@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,12 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
 
 
 @pytest.fixture(scope="module")
-def rigs(node: SimulatedNode) -> list[SimulatedRig]:
+def rigs(node: SimulatedNode) -> Iterator[list[SimulatedRig]]:
     """One for each device."""
-    return [simdev(str(node.path), device=number, stall_s=1.0) for number in range(2)]
+    made = [simdev(str(node.path), device=number, stall_s=1.0) for number in range(2)]
+    yield made
+    for rig in made:
+        rig.close()
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +254,7 @@ def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> N
     spec = RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
     program = ServerProgram(spec, endpoint)
     try:
-        rig = spec.make()
-        with client_of(rig, endpoint) as client:
+        with closing(spec.make()) as rig, client_of(rig, endpoint) as client:
             engine = KitEngine(rig, client, 1, NHD)
             works(engine)
             copiers = children_of(program.process.pid)
