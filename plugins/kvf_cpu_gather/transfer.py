@@ -79,8 +79,9 @@ class Transfer:
 
     def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
         """Writes the ranges of `memory` into the engine's blocks: what lies in a group's window and not in the first
-        `skip_tokens` tokens. A state is written whole. Raises `ValueError` for a range that cannot be meant."""
-        self._copies.scatter(self._pieces(memory, places), skip_tokens)
+        `skip_tokens` tokens. A state is written whole, unless all is skipped. Raises `ValueError` for a range that
+        cannot be meant."""
+        self._scatter(self._pieces(memory, places), skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
         """`scatter` of objects that came one by one, each whole in a buffer of its own."""
@@ -89,7 +90,11 @@ class Transfer:
             for memory, place in parts
             for piece in self._pieces(memory, [ArenaRange(place.chunk, place.group, 0, place.length)])
         ]
-        self._copies.scatter(pieces, skip_tokens)
+        self._scatter(pieces, skip_tokens)
+
+    def _scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        if skip_tokens < self.chunks * self.desc.chunk_tokens:
+            self._copies.scatter(pieces, skip_tokens)
 
     def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
         """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""
