@@ -52,7 +52,7 @@ def test_without_keys_nothing_is_ever_answered(server: RemoteServer) -> None:
     before = sessions(server)
     with pytest.raises(TimeoutError):
         WireClient(server.tcp, timeout=1.0).close()
-    with KVClient(server.tcp, connect_timeout_s=1.5) as client:
+    with KVClient(server.tcp, connect_timeout_s=4.0) as client:
         with pytest.raises(ServerGone, match="no answer to HELLO") as caught:
             _ = client.hello
         assert "kvframework keys" in caught.value.hint
