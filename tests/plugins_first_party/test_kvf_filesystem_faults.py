@@ -33,6 +33,7 @@ from tests.plugins_first_party.filesystem_folder import (
     temporary_files,
     used,
 )
+from tests.tiers.small_disk import small_disk
 from tests.waiting import wait_until
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
@@ -45,21 +46,11 @@ NOBODY = 65534
 # The disk
 
 
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
+@pytest.fixture(name="small_disk")
+def four_mebibytes() -> Iterator[Path]:
     """A file system of 4 MiB, made for this test."""
-    with tempfile.TemporaryDirectory(prefix="kvf-disk-") as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "tmpfs", folder]
-        try:
-            mounted = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("there is no mount command")
-        if mounted.returncode:
-            pytest.skip(f"mount is refused: {mounted.stderr.decode().strip()}")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
+    with small_disk("4m") as folder:
+        yield folder
 
 
 def test_a_full_disk_fails_the_key_and_leaves_nothing_of_it(small_disk: Path) -> None:
