@@ -35,10 +35,9 @@ class Ask:
 class Order:
     model: str
     asks: list[Ask]
-    endpoint: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    # vLLM's `kv_transfer_config`; empty: no connector.
+    transfer: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    connector: str = "tests.vllm.faults:Watched"
 
 
 def main() -> None:
@@ -87,7 +86,7 @@ def main() -> None:
 
 
 def make_engine(order: Order) -> Any:
-    """The engine; with an endpoint, with the connector."""
+    """The engine, with the connector that the order names."""
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -100,16 +99,21 @@ def make_engine(order: Order) -> Any:
         "disable_log_stats": False,
         **order.engine,
     }
-    if order.endpoint:
-        module, name = order.connector.split(":")
-        settings["kv_transfer_config"] = {
-            "kv_connector": name,
-            "kv_connector_module_path": module,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvframework.endpoint": order.endpoint, **order.options},
-        }
+    if order.transfer:
+        settings["kv_transfer_config"] = order.transfer
     return LLM(**settings)
+
+
+def kvframework_transfer(endpoint: str, options: dict[str, Any], connector: str) -> dict[str, Any]:
+    """`connector` is "module:class"."""
+    module, name = connector.split(":")
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvframework.endpoint": endpoint, **options},
+    }
 
 
 def _steps() -> list[int]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +23,7 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.client import RequestHashes
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess
-from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode
+from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework_transfer
 from tests.vllm.model import make, prompt
 from tests.waiting import wait_until
 
@@ -68,51 +68,63 @@ class Bench:
         on_wait: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """A new engine process, one answer for each of `asks`."""
-        order = Order(
-            str(self.model), list(asks), endpoint=server.endpoint if server else "", options=self.options,
-            engine=self.engine, connector=f"tests.vllm.faults:{connector}",
-        )  # fmt: skip
-        steps = Path(tempfile.mkstemp(dir=self.directory, prefix="steps-")[1])
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": self.cores,
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-            STEPS: str(steps),
-            SERVER_PID: str(server.pid) if server and server.process else "0",
-        }
-        log = steps.with_suffix(".log")
-        with log.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.engine", "-"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
-            )  # fmt: skip
-            try:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write(encode(order))
-                process.stdin.close()
-                answers = list(self._answers(process.stdout, on_wait))
-                status = process.wait(60)
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
-        text = log.read_text()
-        assert status == 0, text[-6000:]
-        return [replace(answer, log=text, computed=answer.computed if server else -1) for answer in answers]
+        connector = f"tests.vllm.faults:{connector}"
+        transfer = kvframework_transfer(server.endpoint, self.options, connector) if server else {}
+        pid = str(server.pid) if server and server.process else "0"
+        order = Order(str(self.model), list(asks), transfer, self.engine)
+        answers = run_engine(order, self.directory, cores=self.cores, environment={SERVER_PID: pid}, on_wait=on_wait)
+        return [replace(answer, computed=answer.computed if server else -1) for answer in answers]
 
-    def _answers(self, stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Answer]:
-        for line in stream:
-            event = msgspec.json.decode(line.encode())
-            if event["event"] == "waiting" and on_wait is not None:
-                on_wait()
-            if event["event"] == "answer":
-                yield Answer(
-                    **{key: event[key] for key in ("tokens", "cached", "computed", "ttft", "wall", "counters")}
-                )
+
+def run_engine(
+    order: Order,
+    directory: Path,
+    *,
+    cores: str,
+    environment: Mapping[str, str] | None = None,
+    on_wait: Callable[[], None] | None = None,
+) -> list[Answer]:
+    """The answers of a new engine process, whose log stays in `directory`. Asserts that it ends well."""
+    steps = Path(tempfile.mkstemp(dir=directory, prefix="steps-")[1])
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        STEPS: str(steps),
+        **(environment or {}),
+    }
+    log = steps.with_suffix(".log")
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.vllm.engine", "-"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+        )  # fmt: skip
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(encode(order))
+            process.stdin.close()
+            answers = list(_answers(process.stdout, on_wait))
+            status = process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    text = log.read_text()
+    assert status == 0, text[-6000:]
+    return [replace(answer, log=text) for answer in answers]
+
+
+def _answers(stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Answer]:
+    for line in stream:
+        event = msgspec.json.decode(line.encode())
+        if event["event"] == "waiting" and on_wait is not None:
+            on_wait()
+        if event["event"] == "answer":
+            yield Answer(**{key: event[key] for key in ("tokens", "cached", "computed", "ttft", "wall", "counters")})
 
 
 @dataclass(frozen=True)
