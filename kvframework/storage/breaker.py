@@ -1,11 +1,15 @@
-"""Owns the circuit breaker of one tier. A pure state machine: the caller passes the time."""
+"""Owns one circuit breaker of a tier. A pure state machine: the caller passes the time."""
 
 from __future__ import annotations
 
 
 class Breaker:
     """Closed: calls pass. After `threshold` failures in a row open: calls are refused for a while that doubles up to
-    `max_backoff_s`. Then half open: one call passes and decides."""
+    `max_backoff_s`. Then half open: one call passes and decides.
+
+    What began before the circuit opened says nothing any more, however it ends. `since` is when the circuit closed, or
+    closed no more.
+    """
 
     def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 10.0) -> None:
         self._threshold = threshold
@@ -15,18 +19,19 @@ class Breaker:
         self._backoff_s = backoff_s
         self._retry_at = 0.0
         self._probing = False
+        self._openings = 0
         self.state = "closed"
+        self.since = 0.0
 
-    def allow(self, now: float) -> bool:
-        """Whether a call may be tried now. A True while half open must be followed by `succeeded`, `undecided` or
-        `failed`."""
-        if self.state == "closed":
-            return True
-        if now >= self._retry_at and not self._probing:
+    def allow(self, now: float) -> int | None:
+        """None if no call may be tried now; else what must be handed to `succeeded`, `undecided` or `failed` at the
+        call's end."""
+        if self.state != "closed":
+            if now < self._retry_at or self._probing:
+                return None
             self.state = "half-open"
             self._probing = True
-            return True
-        return False
+        return self._openings
 
     def wait_s(self, now: float) -> float:
         """Seconds until a call may pass, 0 if now; a guess while another's call is the one that decides."""
@@ -36,21 +41,32 @@ class Breaker:
             return self._first_backoff_s
         return max(self._retry_at - now, 0.0)
 
-    def succeeded(self) -> None:
-        self.state = "closed"
+    def succeeded(self, call: int, now: float) -> None:
+        if call != self._openings:
+            return
+        if self.state != "closed":
+            self.state = "closed"
+            self.since = now
         self._failures = 0
         self._probing = False
         self._backoff_s = self._first_backoff_s
 
-    def undecided(self) -> None:
+    def undecided(self, call: int) -> None:
         """A call worked that proves nothing: half open, the next one decides."""
-        self._probing = False
+        if call == self._openings:
+            self._probing = False
 
-    def failed(self, now: float) -> None:
+    def failed(self, call: int, now: float) -> None:
+        if call != self._openings:
+            return
         self._failures += 1
         if self.state == "half-open":
             self._backoff_s = min(self._backoff_s * 2, self._max_backoff_s)
-        if self.state == "half-open" or self._failures >= self._threshold:
-            self.state = "open"
-            self._probing = False
-            self._retry_at = now + self._backoff_s
+        elif self._failures < self._threshold:
+            return
+        else:
+            self.since = now
+        self.state = "open"
+        self._openings += 1
+        self._probing = False
+        self._retry_at = now + self._backoff_s

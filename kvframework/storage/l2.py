@@ -1,28 +1,26 @@
-"""Owns one attached L2 tier: deadlines, circuit breaker, envelope, codec, room and counters around a `Tier` plugin.
+"""Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
 
-Called from the storage threads (write-back, prefetch), never from the serving thread; every call blocks for at most the
-tier's timeout, but for making room in a full tier, which may take `SCAN_S`.
+Called from the storage threads (write-back, prefetch), never from the serving thread. Each operation comes twice: as
+steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
+tier to make room, which may take `SCAN_S`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.codecs import CodecTable
 from kvframework.storage.envelope import HEADER_BYTES, NO_CODEC, UNTOLD_LAYOUT, seal, unseal
-from kvframework.storage.latency import Latencies
+from kvframework.storage.steps import Steps, run
+from kvframework.storage.tier_calls import TierCalls
 from kvframework.storage.tier_room import Watermarks, oldest
 
 log = logging.getLogger(__name__)
-R = TypeVar("R")
 
 SCAN_S = 60.0
 CHECK_EVERY_S = 5.0
@@ -36,7 +34,8 @@ class L2Store:
     it is closed.
 
     `codec` packs what is written; what is read may have been packed by any of `codecs`. `layout_of` gives the
-    fingerprint of a namespace's object layout. `capabilities` are what the tier's provider declares.
+    fingerprint of a namespace's object layout. `capabilities` are what the tier's provider declares. `breaker` is the
+    model of the tier's circuits, `clock` another one than the tier's own only in a simulation.
     """
 
     def __init__(
@@ -50,53 +49,66 @@ class L2Store:
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = tier.name
         self.timeout_s = timeout_s
         self.capabilities = frozenset(capabilities)
-        self.counters: Counter[str] = Counter()
-        self.last_error = ""
         self._tier = tier
-        self._breaker = breaker or Breaker()
+        self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
+        self.counters = self._calls.counters
+        self.count = self._calls.count
         self._codec = codec
         self._codecs = codecs or CodecTable()
         self._layout_of = layout_of
         self._watermarks = watermarks
-        self._latencies: dict[str, Latencies] = {}
+        self._clock = clock
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
-        self._answered_at = 0.0
-        self._closed = False
-        self._lock = threading.Lock()
-        self._making_room = threading.Lock()
 
     @property
     def state(self) -> str:
-        return self._breaker.state
+        """`closed`, `half-open` or `open`: the worse of the circuits of reads and writes."""
+        return self._calls.state
 
     @property
     def wants_touches(self) -> bool:
         """Whether the tier forgets what is not used."""
         return bool(self.capabilities & {"ttl", "scan"})
 
-    def wait_s(self) -> float:
-        """Seconds until the circuit lets a call through."""
-        with self._lock:
-            return self._breaker.wait_s(time.monotonic())
-
-    def count(self, **amounts: int) -> None:
-        """Adds to the counters that `status` shows."""
-        with self._lock:
-            self.counters.update(amounts)
+    def wait_s(self, *calls: str) -> float:
+        """Seconds until the circuits let these calls through; without any, those that `put` makes."""
+        if not calls:
+            calls = ("usage", "put") if self._keeps_room else ("put",)
+        return max(self._calls.wait_s(name) for name in calls)
 
     def contains(self, keys: Sequence[PackedKey]) -> list[bool]:
-        outcomes = self._each("contains", keys, lambda deadline: self._tier.contains(keys, deadline=deadline))
-        for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome is Outcome.DAMAGED:
-                self._discard(key, "it is none that was stored here")
-        return [outcome is Outcome.FOUND for outcome in outcomes]
+        return run(self.contains_steps(keys))
 
     def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
+        """See `get_steps`."""
+        return run(self.get_steps(keys, ranges))
+
+    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
+        """See `put_steps`."""
+        return run(self.put_steps(keys, values))
+
+    def delete(self, keys: Sequence[PackedKey]) -> int:
+        """The number that was there."""
+        return run(self.delete_steps(keys))
+
+    def check(self) -> None:
+        """See `check_steps`."""
+        run(self.check_steps())
+
+    def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
+        outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is Outcome.DAMAGED:
+                yield from self._discard(key, "it is none that was stored here")
+        return [outcome is Outcome.FOUND for outcome in outcomes]
+
+    def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
         """Fills each range from the tier; True where its bytes are proven to be those that were stored.
 
         Received straight into the ranges. What is packed there is copied out once and unpacked into its place. A value
@@ -104,20 +116,19 @@ class L2Store:
         """
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
-        outcomes = self._each("get_into", keys, lambda deadline: self._tier.get_into(keys, parts, deadline=deadline))
-        good = [
-            self._open(key, header, view, outcome)
-            for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True)
-        ]
+        outcomes = yield from self._each("get_into", keys, lambda at: self._tier.get_into(keys, parts, deadline=at))
+        good = []
+        for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
+            good.append((yield from self._open(key, header, view, outcome)))
         self.count(
             hits=sum(good),
-            misses=len(good) - sum(good),
+            misses=outcomes.count(Outcome.MISSING),
             read_failed=outcomes.count(Outcome.FAILED),
             bytes_read=sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
         )
         return good
 
-    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
+    def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
         """Stores each value behind its header, sent straight from the given memory if no codec packs it."""
         parts: list[list[memoryview]] = []
         for key, value in zip(keys, values, strict=True):
@@ -125,64 +136,64 @@ class L2Store:
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
-        self._make_room([sum(part.nbytes for part in each) for each in parts])
-        outcomes = self._each("put", keys, lambda deadline: self._tier.put(keys, parts, deadline=deadline))
+        yield from self._make_room([sum(part.nbytes for part in each) for each in parts])
+        outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
         self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
         return stored
 
-    def delete(self, keys: Sequence[PackedKey]) -> int:
-        """The number that was there."""
-        outcomes = self._each("delete", keys, lambda deadline: self._tier.delete(keys, deadline=deadline))
+    def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:
+        outcomes = yield from self._each("delete", keys, lambda at: self._tier.delete(keys, deadline=at))
         return outcomes.count(Outcome.DELETED)
 
-    def touch(self, keys: Sequence[PackedKey]) -> None:
-        self._call("touch", lambda deadline: self._tier.touch(keys, deadline=deadline))
+    def touch_steps(self, keys: Sequence[PackedKey]) -> Steps[None]:
+        yield from self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
 
-    def close(self) -> None:
-        """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
-        with self._lock:
-            if self._closed:
+    def answers_steps(self) -> Steps[bool]:
+        """Whether the tier works at all, now."""
+        try:
+            yield from self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
+        except TierError:
+            return False
+        return True
+
+    def check_steps(self) -> Steps[None]:
+        """Asks the tier whether it works, unless it has just shown it, and how full it is. Raises nothing. To be called
+        when nothing waits to be written."""
+        try:
+            stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
+            if stale and not (yield from self.answers_steps()):
                 return
-            self._closed = True
-        try:
-            self._tier.close()
-        except Exception:
-            log.exception("tier %s: closing it failed", self.name)
-
-    def status(self) -> dict[str, object]:
-        """What is known; never asks the tier, which may hang."""
-        with self._lock:
-            return {
-                "name": self.name,
-                "state": self.state,
-                "last_error": self.last_error,
-                "codec": self._codec,
-                "capabilities": sorted(self.capabilities),
-                "usage": self._usage
-                and {
-                    "used_bytes": int(self._usage.used_bytes),
-                    "capacity_bytes": int(self._usage.capacity_bytes),
-                },
-                "latency_ms": {name: latencies.describe() for name, latencies in self._latencies.items()},
-                **self.counters,
-            }
-
-    def check(self) -> None:
-        """Asks the tier whether it works, unless it has just shown it, and how full it is. Raises nothing."""
-        try:
-            if time.monotonic() - self._answered_at >= CHECK_EVERY_S:
-                self._call("ping", lambda deadline: self._tier.ping(deadline=deadline))
+            self._calls.presume_writable()
             if "capacity" in self.capabilities:
-                self._ask_usage()
+                yield from self._ask_usage()
         except TierError:
             log.debug("tier %s: it does not work now", self.name)
 
-    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: Outcome) -> bool:
+    def close(self) -> None:
+        """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
+        if self._calls.close():
+            try:
+                self._tier.close()
+            except Exception:
+                log.exception("tier %s: closing it failed", self.name)
+
+    def status(self) -> dict[str, object]:
+        """What is known; never asks the tier, which may hang."""
+        usage = self._usage
+        return {
+            "name": self.name,
+            "codec": self._codec,
+            "capabilities": sorted(self.capabilities),
+            "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
+            **self._calls.status(),
+        }
+
+    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: Outcome) -> Steps[bool]:
         if outcome is not Outcome.FOUND:
             if outcome is Outcome.DAMAGED:
-                self._discard(key, "it is none that was stored here")
+                yield from self._discard(key, "it is none that was stored here")
             return False
         try:
             name, packed = unseal(header, key, place, layout=self._layout_of(key[:16]))
@@ -194,7 +205,7 @@ class L2Store:
                 return False
             codec.decode_into(memoryview(bytes(packed)), place)
         except ValueError as error:
-            self._discard(key, str(error))
+            yield from self._discard(key, str(error))
             return False
         except Exception as error:  # noqa: BLE001  a bug of the codec says nothing about this value or the others
             self.count(codec_failed=1)
@@ -208,68 +219,42 @@ class L2Store:
             self._foreign.add(codec)
             log.warning("tier %s: values packed by codec %r are misses: it is not in [codecs] allow", self.name, codec)
 
-    def _discard(self, key: PackedKey, problem: str) -> None:
+    def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
         self.count(corrupt=1)
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
-            self.delete([key])
+            yield from self.delete_steps([key])
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
 
-    def _make_room(self, sizes: Sequence[int]) -> None:
-        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark."""
-        if not self.capabilities >= {"capacity", "scan"}:
-            return
-        with self._making_room:
-            excess = self._watermarks.excess(self._ask_usage(), sizes)
-            if not excess:
-                return
-            leaving = self._call(
-                "scan", lambda deadline: oldest(self._tier.scan(deadline=deadline), excess), timeout_s=SCAN_S
-            )
-            for first in range(0, len(leaving), DELETE_AT_ONCE):
-                self.count(evicted=self.delete(leaving[first : first + DELETE_AT_ONCE]))
+    @property
+    def _keeps_room(self) -> bool:
+        return self.capabilities >= {"capacity", "scan"}
 
-    def _ask_usage(self) -> TierUsage:
-        self._usage = self._call("usage", lambda deadline: self._tier.usage(deadline=deadline))
+    def _make_room(self, sizes: Sequence[int]) -> Steps[None]:
+        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark."""
+        if not self._keeps_room:
+            return
+        excess = self._watermarks.excess((yield from self._ask_usage()), sizes)
+        if not excess:
+            return
+        leaving = yield from self._calls.call(
+            "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
+        )
+        for first in range(0, len(leaving), DELETE_AT_ONCE):
+            self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
+
+    def _ask_usage(self) -> Steps[TierUsage]:
+        self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
 
-    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[Outcome]]) -> list[Outcome]:
+    def _each(
+        self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[Outcome]]
+    ) -> Steps[list[Outcome]]:
         def checked(deadline: float) -> list[Outcome]:
             outcomes = operation(deadline)
             if len(outcomes) != len(keys):
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
             return outcomes
 
-        return self._call(name, checked)
-
-    def _call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> R:
-        began = time.monotonic()
-        with self._lock:
-            if self._closed:
-                raise TierError("the tier is closed", where=self.name)
-            if not self._breaker.allow(began):
-                self.counters["refused"] += 1
-                raise TierError("the circuit is open after failures", where=self.name, hint=self.last_error)
-        try:
-            result = operation(began + (timeout_s or self.timeout_s))
-        except Exception as error:
-            with self._lock:
-                self._breaker.failed(time.monotonic())
-                self.counters["errors"] += 1
-                self.last_error = str(error)
-                level = logging.DEBUG if self._closed else logging.WARNING
-            log.log(level, "tier %s: %s", self.name, error)
-            if isinstance(error, TierError):
-                raise
-            raise TierError(f"{type(error).__name__}: {error}", where=self.name) from error
-        with self._lock:
-            ended = time.monotonic()
-            if name == "usage":
-                # A disk that cannot be written any more still tells how full it is, before every write.
-                self._breaker.undecided()
-            else:
-                self._breaker.succeeded()
-                self._answered_at = ended
-            self._latencies.setdefault(name, Latencies()).add(ended - began)
-        return result
+        return (yield from self._calls.call(name, checked))

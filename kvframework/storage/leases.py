@@ -9,7 +9,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
@@ -31,13 +31,15 @@ class StoredObject:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Ranges that one writer may fill, then commit. `items` hold key, offset and length."""
+    """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` is what the same
+    request found there: pinned as long as the lease may be committed, so that what it publishes is a hit."""
 
     id: str
     owner: int
     request_id: str
     deadline: float
     items: list[tuple[PackedKey, int, int]]
+    present: list[StoredObject] = field(default_factory=list)
     quarantined: bool = False
 
 

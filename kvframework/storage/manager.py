@@ -16,9 +16,11 @@ from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKe
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.loading import LoadTask, Select
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.storage.objects import ObjectTable, Reservation
-from kvframework.storage.prefetch import LoadTask, Prefetcher, Select
+from kvframework.storage.prefetch import Prefetcher
+from kvframework.storage.threads import StorageThreads
 from kvframework.storage.tiers import AttachedTier, Tiers
 
 log = logging.getLogger(__name__)
@@ -26,9 +28,12 @@ log = logging.getLogger(__name__)
 # What a call to a tier may take beyond its timeout before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
 
+COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
+
 
 class StorageManager:
-    """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'."""
+    """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'. Without
+    `threads` nothing happens in the background: a simulation drives `controllers` itself."""
 
     def __init__(
         self,
@@ -40,19 +45,22 @@ class StorageManager:
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
         clock: Callable[[], float] = time.monotonic,
+        threads: bool = True,
     ) -> None:
         self.records = records or NamespaceRecords()
         self.lock = threading.RLock()
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._memory = memory
         self._arena = memory.view()
-        self._clock = clock
+        self.clock = clock
         self._high, self._low = high_watermark, low_watermark
         self._written = threading.Condition(self.lock)
         self._closing = False
-        self._tiers = Tiers(self, tiers, self.records)
+        self._tiers = Tiers(self, tiers, self.records, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
         self._prefetcher = Prefetcher(self, self._tiers.stores)
+        self.controllers = (*self._tiers.writebacks, self._prefetcher)
+        self._threads = StorageThreads(self._tiers.writebacks, self._prefetcher) if threads else None
         memory.start(self._on_ready)
 
     @property
@@ -74,16 +82,33 @@ class StorageManager:
         with self.lock:
             return self._table.allocator.limit
 
+    def count(self, **amounts: int) -> None:
+        """Adds to the counters that `status` shows."""
+        with self.lock:
+            self.counters.update(amounts)
+
     # writing
 
     def reserve(
-        self, items: Sequence[tuple[PackedKey, int]], *, owner: int, request_id: str, lease_s: float | None
+        self,
+        items: Sequence[tuple[PackedKey, int]],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        share: float = 1.0,
     ) -> Reservation:
-        """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes)."""
+        """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes). `share` of the capacity is
+        what the owner may have reserved at once."""
         with self.lock:
-            deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
+            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
             present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
-            result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline)
+            used = self._table.used_bytes
+            most = None if share >= 1.0 else int(share * self.capacity)
+            result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
+            if used <= self._high * self.capacity < self._table.used_bytes:
+                # Told at once, so that what the next ones push out has a chance to be written before.
+                self._tiers.leaving(self._candidates())
             self.counters["dropped"] += result.dropped
             if present:
                 self._tiers.used(present)
@@ -97,7 +122,7 @@ class StorageManager:
     def commit(self, lease_id: str, *, owner: int) -> int:
         """Publishes a lease and queues its objects for L2; the number published, 0 if the lease had expired."""
         with self._written:
-            objects = self._table.commit(lease_id, owner=owner, now=self._clock())
+            objects = self._table.commit(lease_id, owner=owner, now=self.clock())
             self._written.notify_all()
             self.counters["stored"] += len(objects)
             self._tiers.committed([stored.key for stored in objects])
@@ -119,7 +144,7 @@ class StorageManager:
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
         """Pins all keys or none, see `ObjectTable.pin`."""
         with self.lock:
-            deadline = NO_DEADLINE if lease_s is None else self._clock() + lease_s
+            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
             lease = self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
             if lease is not None and self._tiers.watches_uses:
                 self._tiers.used(keys)
@@ -128,11 +153,11 @@ class StorageManager:
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
         """The objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
         with self.lock:
-            return self._table.pinned(lease_id, owner=owner, now=self._clock())
+            return self._table.pinned(lease_id, owner=owner, now=self.clock())
 
     def unpin(self, lease_id: str, *, owner: int) -> PinLease:
         with self.lock:
-            return self._table.unpin(lease_id, owner=owner, now=self._clock())
+            return self._table.unpin(lease_id, owner=owner, now=self.clock())
 
     def submit_prefetch_task(
         self,
@@ -195,10 +220,10 @@ class StorageManager:
         """To be called every 100 ms or so: expires leases, and above the high watermark evicts down to the low one,
         but not what a write policy has to write before."""
         with self._written:
-            self._table.expire(self._clock())
+            self._table.expire(self.clock())
             self._written.notify_all()
             if self._high < 1.0 and self._table.used_bytes > self._high * self.capacity:
-                victims = self._table.candidates(int(self._low * self.capacity))
+                victims = self._candidates()
                 kept = self._tiers.leaving(victims)
                 self._table.evict(key for key in victims if key not in kept)
 
@@ -219,8 +244,7 @@ class StorageManager:
         self._tiers.close()
         longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
         deadline = time.monotonic() + (CLOSE_GRACE_S + longest if end_s is None else end_s)
-        ended = [part.join(max(deadline - time.monotonic(), 0.0)) for part in (self._tiers, self._prefetcher)]
-        if not all(ended):
+        if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
             log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
             return
         try:
@@ -247,7 +271,7 @@ class StorageManager:
                     "write_leases": table.write_leases,
                     "pin_leases": table.pin_leases,
                     "evictions": table.evictions,
-                    "counters": dict(self.counters),
+                    "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
                 },
                 "l2": self._tiers.status(),
                 "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
@@ -264,7 +288,7 @@ class StorageManager:
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         with self.lock:
             for lease in leases:
-                self._table.unpin(lease.id, owner=INTERNAL_OWNER, now=self._clock())
+                self._table.unpin(lease.id, owner=INTERNAL_OWNER, now=self.clock())
 
     def bytes_of(self, lease: PinLease) -> memoryview:
         stored = lease.objects[0]
@@ -285,7 +309,7 @@ class StorageManager:
                 self._table.abort(lease_id, owner=INTERNAL_OWNER)
                 self._written.notify_all()
                 return None
-            objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self._clock())
+            objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self.clock())
             self._written.notify_all()
             self.counters["loaded"] += len(objects)
             return self._pin_internal(objects[0].key)
@@ -301,6 +325,10 @@ class StorageManager:
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
+
+    def _candidates(self) -> list[PackedKey]:
+        """What is to leave above the high watermark."""
+        return self._table.candidates(int(self._low * self.capacity))
 
     def _on_ready(self, limit: int) -> None:
         with self.lock:

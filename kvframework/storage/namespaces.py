@@ -7,6 +7,7 @@ can be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a k
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import msgspec
 
@@ -28,12 +29,14 @@ class NamespaceRecord(Message, frozen=True):
 
 
 class NamespaceRecords:
-    """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten."""
+    """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten, but none that
+    is held: registering many keeps nobody's lookups from hits."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
         self._fingerprints: dict[bytes, bytes] = {}
         self._learned: set[bytes] = set()
+        self._held: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -65,12 +68,23 @@ class NamespaceRecords:
                 raise RequestError("the namespace's record is too long", hint="use a shorter model name")
             self._records.pop(namespace, None)
             if len(self._records) >= MAX_NAMESPACES:
-                oldest = next(iter(self._records))
+                oldest = next((each for each in self._records if each not in self._held), next(iter(self._records)))
                 del self._records[oldest], self._fingerprints[oldest]
                 self._learned.discard(oldest)
             (self._learned.add if learned else self._learned.discard)(namespace)
             self._records[namespace] = record
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
+
+    def hold(self, namespace: bytes) -> None:
+        """An instance of it is registered; to be followed by `release`."""
+        with self._lock:
+            self._held[namespace] += 1
+
+    def release(self, namespace: bytes) -> None:
+        with self._lock:
+            self._held[namespace] -= 1
+            if not self._held[namespace]:
+                del self._held[namespace]
 
     def layout_of(self, namespace: bytes) -> bytes:
         """The fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
@@ -105,7 +119,10 @@ def _plausible(record: NamespaceRecord) -> bool:
         record.world_size >= 1
         and record.desc.chunk_tokens >= 1
         and 1 <= len(groups) <= MAX_GROUPS
-        and all(min(group.shape, default=0) >= 1 and group.nbytes <= MAX_OBJECT_BYTES for group in groups)
+        and all(
+            min(group.shape, default=0) >= 1 and group.window >= 0 and group.nbytes <= MAX_OBJECT_BYTES
+            for group in groups
+        )
     )
 
 

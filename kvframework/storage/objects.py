@@ -12,6 +12,7 @@ owner's end, since a stopped writer may wake up and write.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -49,6 +50,9 @@ class ObjectTable:
         self.quarantined_bytes = 0
         self.pins = 0
         self.evictions = 0
+        # Leases ever quarantined, and ever lapsed.
+        self.quarantines = 0
+        self.lapses = 0
         self._policy = policy
         self._objects: dict[PackedKey, StoredObject] = {}
         self._writing: dict[PackedKey, WriteLease] = {}
@@ -74,20 +78,27 @@ class ObjectTable:
     # writing
 
     def reserve(
-        self, items: Sequence[tuple[PackedKey, int]], *, owner: int, request_id: str, deadline: float
+        self,
+        items: Sequence[tuple[PackedKey, int]],
+        *,
+        owner: int,
+        request_id: str,
+        deadline: float,
+        most_bytes: int | None = None,
     ) -> Reservation:
         """Places each (key, bytes) that is neither present nor being written, evicting where it must.
 
         Items come in prefix order: after the first that cannot be placed the rest is dropped, since without it they
-        could not be a hit. Raises `RequestError` if the owner holds too many leases.
+        could not be a hit. What is present is pinned until the lease ends. `most_bytes` bounds what the owner has
+        reserved at once, with what it reserved before. Raises `RequestError` if the owner holds too many leases.
         """
         self._make_room(owner)
+        room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
         result = Reservation(lease)
-        # What this very request will need is the last that it may push out.
-        present = [self._objects[key] for key, _ in items if key in self._objects]
-        self._touch(present)
-        self._pin(present)
+        # What this very request needs is pushed out neither by itself nor by others, until it is stored.
+        lease.present = [self._objects[key] for key, _ in items if key in self._objects]
+        self._pin(lease.present)
         try:
             for index, (key, nbytes) in enumerate(items):
                 if key in self._objects:
@@ -95,10 +106,11 @@ class ObjectTable:
                 elif key in self._writing:
                     result.in_flight += 1
                 else:
-                    offset = self._place(nbytes)
+                    offset = self._place(nbytes) if rounded(nbytes) <= room else None
                     if offset is None:
                         self._count_unplaced(items[index:], result)
                         break
+                    room -= rounded(nbytes)
                     lease.items.append((key, offset, nbytes))
                     result.placed.append((index, offset))
                     self._writing[key] = lease
@@ -106,11 +118,10 @@ class ObjectTable:
             # A policy that raises must not leave keys behind that nobody will ever commit.
             self._drop_write_lease(lease)
             raise
-        finally:
-            self._unpin(present)
         if not lease.items:
-            self._leases.close(lease)
             result.lease = None
+            self._leases.close(lease)
+            self._touch(self._let_go(lease))
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -131,9 +142,11 @@ class ObjectTable:
             del self._writing[key]
             self._objects[key] = stored = StoredObject(key, offset, nbytes)
             objects.append(stored)
+        present = self._let_go(lease)
         # Last chunk first, so that a policy that goes by recency lets go of a prefix from its end.
         for stored in reversed(objects):
             self._policy.on_insert(stored.key, stored.length)
+        self._touch(present)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -243,6 +256,10 @@ class ObjectTable:
 
     # inside
 
+    def _reserved_bytes(self, owner: int) -> int:
+        writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
+        return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
+
     def _place(self, nbytes: int) -> int | None:
         offset = self.allocator.allocate(nbytes)
         while offset is None:
@@ -290,6 +307,8 @@ class ObjectTable:
     def _quarantine(self, lease: WriteLease) -> None:
         if not lease.quarantined:
             lease.quarantined = True
+            self.quarantines += 1
+            self._let_go(lease)
             for key, _, nbytes in lease.items:
                 del self._writing[key]
                 self.quarantined_bytes += rounded(nbytes)
@@ -297,11 +316,19 @@ class ObjectTable:
     def _lapse(self, lease: PinLease) -> None:
         if lease.held:
             lease.held = False
+            self.lapses += 1
             self._unpin(lease.objects)
             lease.objects = []
 
+    def _let_go(self, lease: WriteLease) -> list[StoredObject]:
+        """Unpins what was there before a lease; returns it."""
+        present, lease.present = lease.present, []
+        self._unpin(present)
+        return present
+
     def _drop_write_lease(self, lease: WriteLease) -> None:
         self._leases.close(lease)
+        self._let_go(lease)
         for key, offset, nbytes in lease.items:
             if lease.quarantined:
                 self.quarantined_bytes -= rounded(nbytes)

@@ -1,13 +1,13 @@
 """Owns all L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
 
-Events come from the serving thread and the storage threads; none of them blocks but `delete`, `usages` and `close`.
+Events come from the serving thread and the storage threads; none of them blocks but `delete` and `drain`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import PackedKey
@@ -33,14 +33,23 @@ class AttachedTier:
 class Tiers:
     """See the module. Owns the stores."""
 
-    def __init__(self, source: PinnedSource, attached: Sequence[AttachedTier], records: NamespaceRecords) -> None:
+    def __init__(
+        self,
+        source: PinnedSource,
+        attached: Sequence[AttachedTier],
+        records: NamespaceRecords,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stores = tuple(tier.store for tier in attached)
-        self._writebacks = [
-            WriteBack(source, tier.store, records, policy=tier.policy, queue=tier.write_queue, promote=tier.promote)
+        self.writebacks = [
+            WriteBack(
+                source, tier.store, records,
+                policy=tier.policy, queue=tier.write_queue, promote=tier.promote, clock=clock,
+            )
             for tier in attached
-        ]
-        self._watching_uses = [writeback for writeback in self._writebacks if writeback.watches_uses]
-        self._watching_l1 = [writeback for writeback in self._writebacks if writeback.watches_removals]
+        ]  # fmt: skip
+        self._watching_uses = [writeback for writeback in self.writebacks if writeback.watches_uses]
+        self._watching_l1 = [writeback for writeback in self.writebacks if writeback.watches_removals]
 
     @property
     def watches_uses(self) -> bool:
@@ -48,7 +57,7 @@ class Tiers:
         return bool(self._watching_uses)
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
-        for writeback in self._writebacks:
+        for writeback in self.writebacks:
             writeback.committed(keys)
 
     def used(self, keys: Sequence[PackedKey]) -> None:
@@ -57,7 +66,7 @@ class Tiers:
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
         """Objects that came from `source`: a use there, and worth having in the tiers before it."""
-        for writeback in self._writebacks:
+        for writeback in self.writebacks:
             if writeback.store is source:
                 writeback.used(keys)
                 return
@@ -84,27 +93,21 @@ class Tiers:
             raise failure
 
     def status(self) -> list[dict[str, object]]:
-        return [{**writeback.store.status(), **writeback.status()} for writeback in self._writebacks]
+        return [{**writeback.store.status(), **writeback.status()} for writeback in self.writebacks]
 
     def drain(self, timeout_s: float) -> None:
         """Waits for what is on its way, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for writeback in self._writebacks:
+        for writeback in self.writebacks:
             if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
                 log.warning("%d objects never came to %s", writeback.pending, writeback.store.name)
 
     def stop(self) -> None:
         """Nothing more is written after the calls in flight. Does not wait."""
-        for writeback in self._writebacks:
+        for writeback in self.writebacks:
             writeback.stop()
 
     def close(self) -> None:
         """Closes the tiers, which ends their calls in flight."""
         for store in self.stores:
             store.close()
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits, after `stop`, for the threads to end; False if one has not within `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        ended = [writeback.join(max(deadline - time.monotonic(), 0.0)) for writeback in self._writebacks]
-        return all(ended)

@@ -1,17 +1,17 @@
-"""Owns the way of objects from L1 to one L2 tier: a bounded queue and one thread per tier.
+"""Owns the way of objects from L1 to one L2 tier: events go into its queue, batches come out and are sent.
 
-Which objects go, and when, is the write policy's. Only what is being sent is pinned; what waits in the queue may be
-evicted and is then counted as lost. A full queue drops new objects with a count, so a slow or dead tier never delays a
-STORE. Lock order: the storage lock, then this one's.
+Which objects go, and when, is the write policy's; what waits is in `write_queue.py`. Only what is being sent is pinned;
+what waits may be evicted and is then counted as lost. A full queue drops new objects with a count, so a slow or dead
+tier never delays a STORE. Driven by one storage thread (`threads.py`). Lock order: the storage lock, then `changed`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvframework.api import PackedKey
@@ -19,14 +19,15 @@ from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import PinLease
 from kvframework.storage.namespaces import NamespaceRecords, record_key
+from kvframework.storage.steps import Steps, do
+from kvframework.storage.tier_calls import CircuitOpen
 from kvframework.storage.write_policy import AtOnce, WritePolicy
+from kvframework.storage.write_queue import WriteQueue
 
 log = logging.getLogger(__name__)
 
-BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
 RECORD_EVERY_S = 30.0
-MAX_ATTEMPTS = 8
 IDLE_WORK_EVERY_S = 5.0
 MAX_TOUCHES = 1 << 16
 TOUCH_AT_ONCE = 1024
@@ -43,7 +44,7 @@ class PinnedSource(Protocol):
 
 
 class WriteBack:
-    """Thread-safe; only `drain` and `join` block. Its events may be told under the storage lock."""
+    """Thread-safe; only `drain` blocks. Its events may be told under the storage lock."""
 
     def __init__(
         self,
@@ -54,30 +55,27 @@ class WriteBack:
         policy: WritePolicy | None = None,
         queue: int = 1024,
         promote: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.name = f"writeback-{store.name}"
         self.store = store
         self.promote = promote
+        self.changed = threading.Condition()
+        self.closing = False
         self._source = source
         self._records = records
         self._policy = policy or AtOnce()
-        self._bound = queue
+        self._queue = WriteQueue(self._policy, queue, store.count)
+        self._clock = clock
         self._record_put: dict[bytes, float] = {}
-        self._queue: OrderedDict[PackedKey, None] = OrderedDict()
         self._touches: dict[PackedKey, None] = {}
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
-        self._busy = 0
-        self._at_once = BATCH_OBJECTS
-        self._attempts = 0
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name=f"kvf-writeback-{store.name}", daemon=True)
-        self._thread.start()
 
     @property
     def pending(self) -> int:
-        """Objects queued or being sent."""
-        return len(self._queue) + self._busy
+        """Objects that wait or are being sent."""
+        return self._queue.pending
 
     def status(self) -> dict[str, object]:
         return {"write_policy": self._policy.name, "promote": self.promote, "write_pending": self.pending}
@@ -92,162 +90,149 @@ class WriteBack:
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
         """Objects that an engine stored."""
-        with self._changed:
+        with self.changed:
             self._offer(self._policy.committed(keys))
 
     def promoted(self, keys: Sequence[PackedKey]) -> None:
         """Objects that a later tier had."""
         if self.promote:
-            with self._changed:
+            with self.changed:
                 self._offer(self._policy.promoted(keys))
 
     def used(self, keys: Sequence[PackedKey]) -> None:
         """Objects of L1 that were looked up, read, stored again, or loaded from here."""
-        with self._changed:
+        with self.changed:
             self._offer(self._policy.used(keys))
             if self.store.wants_touches and len(self._touches) < MAX_TOUCHES:
                 self._touches.update(dict.fromkeys(keys))
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Those of `keys` that L1 is to keep until they are written; they are queued as far as there is room."""
-        with self._changed:
-            waiting = self._policy.leaving(keys)
-            fresh = [key for key in waiting if key not in self._queue]
-            self._offer(fresh[: max(self._bound - len(self._queue), 0)])
-            return waiting
+        with self.changed:
+            self.changed.notify_all()
+            return self._queue.leaving(keys)
 
     def removed(self, key: PackedKey) -> None:
         """An object has left L1."""
-        with self._changed:
-            if self._policy.removed(key):
-                self._queue.pop(key, None)
-                self.store.count(write_lost=1)
+        with self.changed:
+            self._queue.removed(key)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing is pending; False after `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.pending, timeout_s)
+        with self.changed:
+            return self.changed.wait_for(lambda: not self.pending, timeout_s)
 
     def stop(self) -> None:
         """Nothing more is sent after the call in flight. Does not wait."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
 
-    def join(self, timeout_s: float) -> bool:
-        """Waits, after `stop`, for the thread to end; False if it has not within `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    # driven by a storage thread
+
+    def wait_s(self) -> float:
+        """Seconds until there is something to do that a circuit lets through."""
+        now = self._clock()
+        with self.changed:
+            waits = [max(self._idle_work_at - now, 0.0)]
+            sending_s = self._queue.wait_s(now)
+            if sending_s < math.inf:
+                waits.append(max(sending_s, self.store.wait_s()))
+            if self._touching:
+                waits.append(self.store.wait_s("touch"))
+            return min(waits)
+
+    def poll(self) -> Steps[None] | None:
+        """What is to be done now, to the end before the next is asked for; None if nothing is."""
+        return None if self.closing or self.wait_s() > 0 else self._turn()
+
+    def _turn(self) -> Steps[None]:
+        if self._queue.wait_s(self._clock()) <= 0 and self.store.wait_s() <= 0:
+            yield from self._send_batch()
+        if self._touching and self.store.wait_s("touch") <= 0:
+            yield from self._send_touches()
+        elif self._clock() >= self._idle_work_at:
+            yield from self.store.check_steps()
+            self._collect_touches()
+            self._idle_work_at = self._clock() + IDLE_WORK_EVERY_S
 
     def _offer(self, keys: Sequence[PackedKey]) -> None:
-        if not keys:
-            return
-        room = 0 if self._closing else max(self._bound - len(self._queue), 0)
-        self._queue.update(dict.fromkeys(keys[:room]))
-        self._changed.notify_all()
-        self.store.count(write_dropped=max(len(keys) - room, 0))
+        if self.closing:
+            self.store.count(write_dropped=len(keys))
+        elif keys:
+            self._queue.offer(keys)
+            self.changed.notify_all()
 
-    def _run(self) -> None:
-        while self._wait():
-            try:
-                if self._queue:
-                    self._send_batch()
-                if self._touching:
-                    self._send_touches()
-                elif time.monotonic() >= self._idle_work_at:
-                    self.store.check()
-                    self._collect_touches()
-                    self._idle_work_at = time.monotonic() + IDLE_WORK_EVERY_S
-            except Exception:
-                log.exception("write-back to %s failed", self.store.name)
-
-    def _wait(self) -> bool:
-        """Waits for something to do that the circuit lets through; False once nothing is to be done any more."""
-        with self._changed:
-            while not self._closing:
-                closed_for_s = self.store.wait_s()
-                idle_s = self._idle_work_at - time.monotonic()
-                pressing = bool(self._queue or self._touching)
-                if closed_for_s <= 0 and (pressing or idle_s <= 0):
-                    return True
-                self._changed.wait(max(closed_for_s, 0.0 if pressing else idle_s))
-            return False
-
-    def _send_batch(self) -> None:
-        with self._changed:
-            keys = [self._queue.popitem(last=False)[0] for _ in range(min(len(self._queue), self._at_once))]
-            self._busy = len(keys)
+    def _send_batch(self) -> Steps[None]:
+        with self.changed:
+            keys = self._queue.take(self._clock())
         leases: list[PinLease] = []
-        again: list[PackedKey] = []
         try:
-            leases = self._source.pin_present(keys)
-            self.store.count(write_lost=len(keys) - len(leases))
-            while leases and not again and not self._closing:
-                group = _take_bytes(leases)
-                sent = [lease.objects[0].key for lease in group]
-                try:
-                    self._put(sent, [self._source.bytes_of(lease) for lease in group])
-                    self._at_once, self._attempts = min(self._at_once * 2, BATCH_OBJECTS), 0
-                    self._settled(sent)
-                except TierError:
-                    again = self._after_failure(sent)
-                    if not again:
-                        self._settled(sent)
-                finally:
-                    self._source.unpin_internal(group)
-            again += [lease.objects[0].key for lease in leases]
+            leases = yield from do(self._source.pin_present, keys)
+            with self.changed:
+                self._queue.found([lease.objects[0].key for lease in leases])
+            answered = True
+            while leases and answered and not self.closing:
+                answered = yield from self._send_group(_take_bytes(leases))
+        except Exception:
+            with self.changed:
+                self._queue.give_up()
+            raise
         finally:
             self._source.unpin_internal(leases)
-            with self._changed:
-                for key in reversed(again):
-                    self._queue[key] = None
-                    self._queue.move_to_end(key, last=False)
-                self._busy = 0
-                self._changed.notify_all()
+            with self.changed:
+                self._queue.put_back()
+                self.changed.notify_all()
 
-    def _settled(self, keys: Sequence[PackedKey]) -> None:
-        """Told while they are pinned: what may be evicted and counts as unwritten is sent again, or counted as lost."""
-        with self._changed:
-            self._policy.written(keys)
-
-    def _after_failure(self, keys: list[PackedKey]) -> list[PackedKey]:
-        """What to try again. Smaller batches fit a slow tier's deadline; one object that never fits is given up, since
-        it would keep all others waiting and the circuit open for reads."""
-        self._at_once = max(self._at_once // 2, 1)
-        if len(keys) > 1:
-            return keys
-        self._attempts += 1
-        if self._attempts < MAX_ATTEMPTS:
-            return keys
-        self._attempts = 0
-        self.store.count(write_given_up=1)
-        return []
-
-    def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> None:
+    def _send_group(self, group: Sequence[PinLease]) -> Steps[bool]:
+        """Whether the tier answered. `group` is unpinned in any case."""
+        keys = [lease.objects[0].key for lease in group]
         try:
-            now = time.monotonic()
-            for namespace in _namespaces(keys):
-                record = self._records.encoded(namespace)
-                due = now - self._record_put.get(namespace, -RECORD_EVERY_S) >= RECORD_EVERY_S
-                if record and due and self.store.put([record[0]], [record[1]])[0]:
-                    self._record_put[namespace] = now
-            self.store.put(keys, values)
+            stored = yield from self._put(keys, [self._source.bytes_of(lease) for lease in group])
+            with self.changed:
+                self._queue.answered(keys, stored, self._clock())
+            return True
+        except CircuitOpen:
+            return False
+        except TierError:
+            with self.changed:
+                hopeless = self._queue.failed(keys)
+            if hopeless and (yield from self.store.answers_steps()):
+                with self.changed:
+                    self._queue.give_up(keys)
+            return False
+        finally:
+            self._source.unpin_internal(group)
+
+    def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+        try:
+            for namespace in sorted(_namespaces(keys)):
+                yield from self._put_record(namespace)
+            return (yield from self.store.put_steps(keys, values))
         finally:
             for value in values:
                 value.release()
 
+    def _put_record(self, namespace: bytes) -> Steps[None]:
+        """The namespace's record goes along, unless it did a moment ago."""
+        now = self._clock()
+        self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
+        record = None if namespace in self._record_put else self._records.encoded(namespace)
+        if record and (yield from self.store.put_steps([record[0]], [record[1]]))[0]:
+            self._record_put[namespace] = now
+
     def _collect_touches(self) -> None:
         """What is to be kept from being forgotten by the tier: the objects that are used and their namespaces'
         records."""
-        with self._changed:
+        with self.changed:
             touches, self._touches = self._touches, {}
-        self._touching = [*map(record_key, _namespaces(touches)), *touches]
+        self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
 
-    def _send_touches(self) -> None:
+    def _send_touches(self) -> Steps[None]:
         """One batch, so that no more than that comes between two writes."""
         batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
         try:
-            self.store.touch(batch)
+            yield from self.store.touch_steps(batch)
         except TierError:
             self._touching = []
 

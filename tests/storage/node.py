@@ -8,9 +8,9 @@ from kvframework.api import GroupDesc, MemoryLayoutDesc, PackedKey
 from kvframework.storage.allocator import ALIGNMENT
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.l2 import L2Store
+from kvframework.storage.loading import LoadTask, Select
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.prefetch import LoadTask, Select
 from kvframework.storage.tiers import AttachedTier
 from kvframework.storage.write_policy import WRITE_POLICIES
 from tests.storage.memory import OrderedLru, PlainMemory, content

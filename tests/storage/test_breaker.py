@@ -10,7 +10,7 @@ from kvframework.storage.breaker import Breaker
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("wait"), st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0, 8.0])),
-        st.tuples(st.sampled_from(["call", "good", "bad"]), st.just(0.0)),
+        st.tuples(st.sampled_from(["call", "good", "bad", "undecided"]), st.integers(0, 9)),
     ),
     max_size=60,
 )
@@ -18,34 +18,45 @@ actions = st.lists(
 
 @given(actions)
 def test_lets_calls_through_as_the_model_says(script: list[tuple[str, float]]) -> None:
-    """Calls may end in any order: "good" and "bad" end one that was let through, whenever that was."""
+    """Calls may end in any order; those from before the circuit opened say nothing."""
     breaker = Breaker(threshold=3, backoff_s=1.0, max_backoff_s=4.0)
-    now, in_flight = 0.0, 0
-    failures, retry_at, backoff, mode = 0, 0.0, 1.0, "closed"
-    for action, seconds in script:
+    now = 0.0
+    in_flight: list[tuple[int, int]] = []
+    failures, retry_at, backoff, mode, opened, probing = 0, 0.0, 1.0, "closed", 0, False
+    for action, number in script:
         if action == "wait":
-            now += seconds
+            now += number
         elif action == "call":
-            passes = mode == "closed" or (mode == "open" and now >= retry_at)
-            assert breaker.allow(now) is passes
-            in_flight += passes
-            if passes and mode == "open":
-                mode = "half-open"
-        elif in_flight and action == "good":
-            in_flight -= 1
-            breaker.succeeded()
-            failures, backoff, mode = 0, 1.0, "closed"
+            passes = mode == "closed" or (now >= retry_at and not probing)
+            call = breaker.allow(now)
+            assert (call is not None) is passes
+            if call is not None:
+                in_flight.append((call, opened))
+                if mode != "closed":
+                    mode, probing = "half-open", True
         elif in_flight:
-            in_flight -= 1
-            breaker.failed(now)
-            failures += 1
-            if mode == "half-open":
-                backoff = min(backoff * 2, 4.0)
-            if mode == "half-open" or failures >= 3:
-                mode, retry_at = "open", now + backoff
+            call, then = in_flight.pop(int(number) % len(in_flight))
+            if action == "good":
+                breaker.succeeded(call, now)
+            elif action == "bad":
+                breaker.failed(call, now)
+            else:
+                breaker.undecided(call)
+            if then != opened:
+                pass
+            elif action == "good":
+                failures, backoff, mode, probing = 0, 1.0, "closed", False
+            elif action == "undecided":
+                probing = False
+            else:
+                failures += 1
+                if mode == "half-open":
+                    backoff = min(backoff * 2, 4.0)
+                if mode == "half-open" or failures >= 3:
+                    mode, probing, retry_at, opened = "open", False, now + backoff, opened + 1
         assert breaker.state == mode
         wait_s = breaker.wait_s(now)
-        if mode == "closed" or (mode == "open" and now >= retry_at):
+        if mode == "closed" or (now >= retry_at and not probing):
             assert wait_s == 0
         else:
             assert wait_s > 0, "a caller that waits as told would spin"
@@ -53,53 +64,89 @@ def test_lets_calls_through_as_the_model_says(script: list[tuple[str, float]]) -
             assert now + wait_s >= retry_at
 
 
+def fail(breaker: Breaker, now: float) -> None:
+    call = breaker.allow(now)
+    assert call is not None
+    breaker.failed(call, now)
+
+
+def succeed(breaker: Breaker, now: float) -> None:
+    call = breaker.allow(now)
+    assert call is not None
+    breaker.succeeded(call, now)
+
+
 def test_one_call_decides_when_half_open() -> None:
     breaker = Breaker(threshold=1, backoff_s=1.0)
-    breaker.failed(0.0)
-    assert not breaker.allow(0.9)
-    assert breaker.allow(1.0)
-    assert not breaker.allow(1.0)
-    breaker.succeeded()
-    assert breaker.allow(1.0)
-    assert breaker.allow(1.0)
+    fail(breaker, 0.0)
+    assert breaker.allow(0.9) is None
+    call = breaker.allow(1.0)
+    assert call is not None
+    assert breaker.allow(1.0) is None
+    breaker.succeeded(call, 1.0)
+    assert breaker.allow(1.0) is not None
+    assert breaker.allow(1.0) is not None
 
 
 def test_the_pause_doubles_up_to_its_bound_and_is_forgotten_after_a_success() -> None:
     breaker = Breaker(threshold=1, backoff_s=1.0, max_backoff_s=4.0)
     now, pauses = 0.0, []
-    breaker.failed(now)
+    fail(breaker, now)
     for _ in range(4):
         pauses.append(breaker.wait_s(now))
         now += pauses[-1]
-        assert breaker.allow(now)
-        breaker.failed(now)
+        fail(breaker, now)
     assert pauses == [1.0, 2.0, 4.0, 4.0]
     now += breaker.wait_s(now)
-    assert breaker.allow(now)
-    breaker.succeeded()
-    breaker.failed(now)
+    succeed(breaker, now)
+    fail(breaker, now)
     assert breaker.wait_s(now) == 1.0
 
 
 def test_failures_count_only_in_a_row() -> None:
     breaker = Breaker(threshold=2)
     for _ in range(5):
-        breaker.failed(0.0)
-        breaker.succeeded()
+        fail(breaker, 0.0)
+        succeed(breaker, 0.0)
     assert breaker.state == "closed"
 
 
 def test_a_call_that_proves_nothing_leaves_the_decision_to_the_next() -> None:
     breaker = Breaker(threshold=2, backoff_s=1.0)
     for now in (0.0, 0.5):
-        breaker.undecided()
-        breaker.failed(now)
+        call = breaker.allow(now)
+        assert call is not None
+        breaker.undecided(call)
+        fail(breaker, now)
     assert breaker.state == "open", "it does not interrupt a row of failures"
-    assert breaker.allow(1.5)
-    breaker.undecided()
+    call = breaker.allow(1.5)
+    assert call is not None
+    breaker.undecided(call)
     assert breaker.state == "half-open"
     assert breaker.wait_s(1.5) == 0
-    assert breaker.allow(1.5)
-    assert not breaker.allow(1.5)
-    breaker.failed(1.5)
+    fail(breaker, 1.5)
     assert breaker.wait_s(1.5) == 2.0
+
+
+def test_what_began_before_it_opened_neither_closes_it_nor_lets_a_second_probe_through() -> None:
+    breaker = Breaker(threshold=1, backoff_s=1.0)
+    slow = breaker.allow(0.0)
+    assert slow is not None
+    fail(breaker, 0.0)
+    assert breaker.allow(1.0) is not None
+    breaker.undecided(slow)
+    breaker.failed(slow, 1.0)
+    breaker.succeeded(slow, 1.0)
+    assert breaker.state == "half-open"
+    assert breaker.allow(9.0) is None
+
+
+def test_it_tells_since_when_it_is_closed_or_not() -> None:
+    breaker = Breaker(threshold=2, backoff_s=1.0)
+    for now in (3.0, 4.0, 5.0, 7.0):
+        fail(breaker, now)
+    assert breaker.since == 4.0, "each probe that fails does not begin it again"
+    succeed(breaker, 11.0)
+    assert breaker.since == 11.0
+    succeed(breaker, 12.0)
+    assert breaker.since == 11.0

@@ -127,6 +127,7 @@ def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> N
     assert (K[0] in tier.values) == (outcome is Outcome.FAILED)
     assert store.counters["corrupt"] == (outcome is Outcome.DAMAGED)
     assert store.counters["read_failed"] == (outcome is Outcome.FAILED)
+    assert store.counters["misses"] == 0, "missing is another answer"
 
 
 def test_damage_that_shows_without_reading_is_deleted_too() -> None:

@@ -80,6 +80,7 @@ def test_random_bytes_are_no_record(value: bytes) -> None:
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((2, -1), "int8"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1 << 40,), "int8"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "complex7"),))),
+        NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "int8", window=-1),))),
     ],
 )
 def test_a_record_of_objects_that_cannot_be_is_a_miss(value: NamespaceRecord) -> None:

@@ -81,6 +81,41 @@ def test_a_prefix_is_evicted_from_its_end() -> None:
     assert [key in table for key in K[:4]] == [True, True, False, False]
 
 
+def test_a_prefix_that_grew_is_evicted_from_its_end() -> None:
+    table = make_table()
+    store(table, K[:2])
+    lease = table.reserve([(key, 1) for key in K[:4]], owner=1, request_id="r", deadline=NO_DEADLINE).lease
+    assert lease is not None
+    table.commit(lease.id, owner=1, now=0.0)
+    store(table, K[4:6])
+    assert [key in table for key in K[:4]] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "expire", "withdraw", "end_owner"])
+def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
+    table = make_table()
+    store(table, K[:2])
+    lease = table.reserve([(key, 1) for key in K[:3]], owner=1, request_id="r", deadline=5.0).lease
+    assert lease is not None
+    for key in K[4:8]:
+        store(table, [key])
+    assert all(key in table for key in K[:2])
+    assert table.pins == 2
+    match end:
+        case "commit":
+            table.commit(lease.id, owner=1, now=0.0)
+        case "abort":
+            table.abort(lease.id, owner=1)
+        case "expire":
+            table.expire(5.0)
+        case "withdraw":
+            table.withdraw(1)
+        case _:
+            table.end_owner(1)
+    assert table.pins == 0
+    assert (table.clear()[1], len(table)) == (0, 0)
+
+
 def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
     for touch, survivor in ((True, K[0]), (False, K[1])):
         table = make_table(units=2)

@@ -35,6 +35,7 @@ class Writer:
     request_id: str
     deadline: float
     items: list[tuple[PackedKey, int, int]]
+    present: list[PackedKey]
     quarantined: bool = False
 
 
@@ -65,6 +66,19 @@ class Model:
     @property
     def writing(self) -> set[PackedKey]:
         return {key for lease in self.writers.values() if not lease.quarantined for key, _, _ in lease.items}
+
+    def let_go(self, lease: Writer) -> None:
+        """The lease can be committed no more: what it found there is pinned by it no longer."""
+        for key in lease.present:
+            self.objects[key].pins -= 1
+        lease.present = []
+
+    def end_writer(self, lease_id: str) -> None:
+        self.let_go(self.writers.pop(lease_id))
+
+    def quarantine(self, lease: Writer) -> None:
+        lease.quarantined = True
+        self.let_go(lease)
 
     def end_reader(self, lease_id: str) -> Reader:
         lease = self.readers.pop(lease_id)
@@ -142,7 +156,10 @@ class ObjectTableMachine(RuleBasedStateMachine):
         if result.lease is not None:
             ranges = [(items[index][0], offset, items[index][1]) for index, offset in result.placed]
             assert result.lease.items == ranges
-            lease = Writer(result.lease.id, owner, request_id, deadline, ranges)
+            found = [key for key, _ in items if key in here]
+            lease = Writer(result.lease.id, owner, request_id, deadline, ranges, found)
+            for key in found:
+                model.objects[key].pins += 1
             model.writers[lease.id] = lease
             self.mark(lease)
 
@@ -158,7 +175,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
         lease = self.pick_writer(number)
         late = lease.quarantined or self.now >= lease.deadline
         published = self.table.commit(lease.id, owner=lease.owner, now=self.now)
-        del self.model.writers[lease.id]
+        self.model.end_writer(lease.id)
         if late:
             assert published == []
             return
@@ -171,7 +188,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def abort(self, number: int) -> None:
         lease = self.pick_writer(number)
         assert self.table.abort(lease.id, owner=lease.owner) == len(lease.items)
-        del self.model.writers[lease.id]
+        self.model.end_writer(lease.id)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4), owner=owners, request_id=requests, lease_s=deadlines)
     def pin(self, keys: list[PackedKey], owner: int, request_id: str, lease_s: float) -> None:
@@ -211,7 +228,8 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def expire(self) -> None:
         self.table.expire(self.now)
         for writer in self.model.writers.values():
-            writer.quarantined = writer.quarantined or self.now >= writer.deadline
+            if self.now >= writer.deadline:
+                self.model.quarantine(writer)
         for reader in self.model.readers.values():
             if self.now >= reader.deadline:
                 self.model.lapse(reader)
@@ -224,7 +242,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
         fresh = [writer for writer in writers if not writer.quarantined]
         assert self.table.withdraw(owner, request_id) == len(fresh) + len(readers)
         for writer in fresh:
-            writer.quarantined = True
+            self.model.quarantine(writer)
         for reader in readers:
             self.model.end_reader(reader.id)
 
@@ -235,7 +253,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
         assert self.table.end_owner(owner) == len(ending)
         for lease in ending:
             if isinstance(lease, Writer):
-                del self.model.writers[lease.id]
+                self.model.end_writer(lease.id)
             else:
                 self.model.end_reader(lease.id)
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvframework.api import PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, unseal
-from kvframework.storage.l2 import DELETE_AT_ONCE
-from kvframework.storage.namespaces import NamespaceRecord, decode_record, record_key
-from kvframework.storage.writeback import BATCH_OBJECTS, MAX_ATTEMPTS
+from kvframework.storage.l2 import DELETE_AT_ONCE, L2Store
+from kvframework.storage.leases import PinLease, StoredObject
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
+from kvframework.storage.steps import run
+from kvframework.storage.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
+from kvframework.storage.writeback import RECORD_EVERY_S, WriteBack
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, SIZE, Node
 from tests.storage.tier import MemoryTier
@@ -64,17 +69,19 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.down = True
     for _ in range(3):
         with pytest.raises(OSError):
-            node.stores[0].contains(K[:1])
-    node.tier.stall("contains")
+            node.stores[0].put(K[100:101], [memoryview(b"value")])
+    node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    node.load_in_background(K[100:101])
+    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
+    other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
     node.write(K[:1])
-    assert not node.manager._tiers._writebacks[0].drain(0.2), "it waits for its turn"
+    assert not node.manager._tiers.writebacks[0].drain(0.2), "it waits for its turn"
     assert node.store_counters.get("refused", 0) - before <= 2
     node.tier.resume()
+    other.join()
     wait_written(node.tier, K[:1])
 
 
@@ -121,8 +128,48 @@ def test_a_value_that_one_key_can_not_have_does_not_hold_up_the_others(node: Nod
     node.tier.refused = {K[1]}
     node.write(K[:4])
     wait_written(node.tier, [K[0], K[2], K[3]])
-    wait_until(lambda: node.store_counters["store_failed"] == 1)
+    wait_until(lambda: node.store_counters["write_given_up"] == 1)
+    assert node.tier.asked("put").count(K[1]) == node.store_counters["store_failed"] == MAX_REFUSALS
     node.assert_idle()
+
+
+def test_what_a_tier_refuses_once_is_tried_again(node: Node) -> None:
+    node.tier.refused = {K[1]}
+    node.write(K[:4])
+    wait_until(lambda: node.store_counters.get("store_failed") == 1)
+    assert set(node.tier.values) == {K[0], K[2], K[3]}
+    node.tier.refused = set()
+    wait_written(node.tier, K[:4])
+    wait_until(lambda: node.manager.status()["l2"][0]["write_pending"] == 0)  # type: ignore[index]
+    assert node.store_counters.get("write_given_up", 0) == 0
+    node.assert_idle()
+
+
+def test_a_tier_that_can_only_be_read_is_read_on(node: Node) -> None:
+    node.write(K[:4])
+    wait_written(node.tier, K[:4])
+    node.forget()
+    node.tier.max_bytes = 0
+    node.write(K[10:30])
+    wait_until(lambda: node.stores[0].state != "closed", what="the circuit to open")
+    assert node.load(K[:4]).loaded == 4
+    status = node.manager.status()["l2"][0]  # type: ignore[index]
+    assert status["circuits"]["read"] == "closed"
+    assert node.stores[0].wait_s("get_into") == 0
+    node.tier.max_bytes = 1 << 60
+    wait_written(node.tier, K[10:30])
+    wait_until(lambda: node.stores[0].state == "closed")
+
+
+def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Node) -> None:
+    node.tier.max_bytes = 0
+    for _ in range(3):
+        with pytest.raises(OSError):
+            node.stores[0].put(K[:1], [memoryview(b"value")])
+    assert node.stores[0].state == "open"
+    wait_until(lambda: node.stores[0].wait_s() == 0)
+    node.stores[0].check()
+    assert node.stores[0].state == "closed"
 
 
 def test_batches_shrink_to_what_the_tier_takes_in_time(node: Node) -> None:
@@ -147,6 +194,15 @@ def test_an_object_that_never_fits_is_given_up_and_the_tier_serves_on(node: Node
     wait_written(node.tier, K[1:2])
     assert K[0] not in node.tier.values
     node.assert_idle()
+
+
+def test_a_tier_that_is_down_for_long_costs_no_object(node: Node) -> None:
+    node.tier.down = True
+    node.write(K[:1])
+    wait_until(lambda: node.tier.asked("put").count(K[0]) > 2 * MAX_ATTEMPTS, 60, "many attempts")
+    assert node.store_counters["write_given_up"] == 0
+    node.tier.down = False
+    wait_written(node.tier, K[:1])
 
 
 def test_a_batch_is_bounded(node: Node) -> None:
@@ -202,3 +258,36 @@ def test_clearing_with_l2_deletes_in_batches_that_each_have_their_time(make_node
     assert node.manager.clear(l2=True) == (600, 0)
     assert node.tier.values == {}
     assert max(len(keys) for name, keys in node.tier.calls if name == "delete") <= DELETE_AT_ONCE
+
+
+def test_namespaces_of_long_ago_are_forgotten() -> None:
+    """Nothing is in the background here: every step is taken by the test."""
+    now = time.monotonic()
+    tier = MemoryTier()
+    store = L2Store(tier, timeout_s=5.0, clock=lambda: now)
+    records = NamespaceRecords()
+    writeback = WriteBack(Held(), store, records, clock=lambda: now)
+    for number in range(50):
+        now += RECORD_EVERY_S / 4
+        namespace = number.to_bytes(16, "big")
+        records.add(namespace, NamespaceRecord("llama", 1, DESC))
+        writeback.committed([packed_key(number, namespace=namespace)])
+        steps = writeback.poll()
+        assert steps is not None
+        run(steps)
+        assert record_key(namespace) in tier.values
+        assert len(writeback._record_put) <= 4
+    assert writeback.pending == 0
+
+
+class Held:
+    """An L1 that holds whatever is asked for."""
+
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+        return [PinLease("", 0, "", 0.0, [StoredObject(key, 0, SIZE)]) for key in keys]
+
+    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+        return
+
+    def bytes_of(self, lease: PinLease) -> memoryview:
+        return memoryview(content(lease.objects[0].key, SIZE))

@@ -1,0 +1,154 @@
+"""Owns the calls of one tier: which of them may pass, their deadlines, what each proves, how long they took.
+
+Two circuits: `put` has its own, since a store that cannot be written any more (full, read-only) may be read for long.
+Thread-safe; no call is made under the lock.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvframework.errors import TierError
+from kvframework.storage.breaker import Breaker
+from kvframework.storage.latency import Latencies
+from kvframework.storage.steps import Steps, do
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+
+# From the best to the worst.
+STATES = ("closed", "half-open", "open")
+# What stops and goes on with each of the two circuits.
+_TOLD = ("reads", "writes")
+COUNTERS = (
+    "hits", "misses", "read_failed", "bytes_read", "stored", "store_failed", "bytes_written", "evicted", "errors",
+    "refused", "corrupt", "codec_failed", "foreign_codec", "write_dropped", "write_lost", "write_given_up",
+)  # fmt: skip
+
+
+class CircuitOpen(TierError):
+    """The tier was not asked."""
+
+
+class TierCalls:
+    """`breaker` is fresh, and the model of both circuits. `clock` is the one of the tier's deadlines."""
+
+    def __init__(self, name: str, timeout_s: float, breaker: Breaker, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.last_error = ""
+        # When a call of the circuit of reads last worked.
+        self.answered_at = 0.0
+        self._timeout_s = timeout_s
+        self._clock = clock
+        breaker.since = clock()
+        self._circuits = {"read": breaker, "write": copy.copy(breaker)}
+        self._latencies: dict[str, Latencies] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """The worst of the circuits'."""
+        return self._worst().state
+
+    def wait_s(self, name: str) -> float:
+        """Seconds until the circuit lets a call of `name` through."""
+        with self._lock:
+            return self._circuit(name).wait_s(self._clock())
+
+    def count(self, **amounts: int) -> None:
+        with self._lock:
+            self.counters.update(amounts)
+
+    def close(self) -> bool:
+        """Refuses calls from now on; False if it did already."""
+        with self._lock:
+            self._closed, before = True, self._closed
+            return not before
+
+    def status(self) -> dict[str, object]:
+        with self._lock:
+            worst = self._worst()
+            return {
+                "state": worst.state,
+                "state_s": round(self._clock() - worst.since, 1),
+                "circuits": {name: breaker.state for name, breaker in self._circuits.items()},
+                "last_error": self.last_error,
+                "latency_ms": {name: latencies.describe() for name, latencies in self._latencies.items()},
+                **self.counters,
+            }
+
+    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
+        """One step: the operation, which gets its deadline. Raises `TierError`, `CircuitOpen` if it was not tried."""
+        began, number = self._begin(name)
+        try:
+            result = yield from do(operation, began + (timeout_s or self._timeout_s))
+        except Exception as error:
+            self._failed(name, number, error)
+            if isinstance(error, TierError):
+                raise
+            raise TierError(f"{type(error).__name__}: {error}", where=self.name) from error
+        self._succeeded(name, number, began)
+        return result
+
+    def presume_writable(self) -> None:
+        """The tier answers and nothing waits to be written: it does not count as broken until a `put` fails again."""
+        with self._lock:
+            circuit, now = self._circuits["write"], self._clock()
+            call = None if circuit.state == "closed" else circuit.allow(now)
+            if call is not None:
+                circuit.succeeded(call, now)
+
+    def _circuit(self, name: str) -> Breaker:
+        return self._circuits["write" if name == "put" else "read"]
+
+    def _worst(self) -> Breaker:
+        """Of two of the same state the one that has been in it for longer."""
+        return max(self._circuits.values(), key=lambda breaker: (STATES.index(breaker.state), -breaker.since))
+
+    def _begin(self, name: str) -> tuple[float, int]:
+        with self._lock:
+            now = self._clock()
+            if self._closed:
+                raise TierError("the tier is closed", where=self.name)
+            number = self._circuit(name).allow(now)
+            if number is None:
+                self.counters["refused"] += 1
+                raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
+            return now, number
+
+    def _failed(self, name: str, number: int, error: Exception) -> None:
+        with self._lock:
+            circuit = self._circuit(name)
+            was, quiet = circuit.state, self._closed
+            circuit.failed(number, self._clock())
+            opened = was == "closed" != circuit.state
+            self.counters["errors"] += 1
+            self.last_error = str(error)
+        if opened and not quiet:
+            log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
+        else:
+            log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+
+    def _succeeded(self, name: str, number: int, began: float) -> None:
+        with self._lock:
+            ended = self._clock()
+            circuit = self._circuit(name)
+            was, since = circuit.state, circuit.since
+            if name == "usage":
+                # Told from what is known, and asked before every put: proves nothing.
+                circuit.undecided(number)
+            else:
+                circuit.succeeded(number, ended)
+                if name != "put":
+                    self.answered_at = ended
+            back = was != "closed" == circuit.state
+            self._latencies.setdefault(name, Latencies()).add(ended - began)
+        if back:
+            log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)

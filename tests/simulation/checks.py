@@ -1,0 +1,93 @@
+"""The full check: everything that must be true between any two steps, taken from the code's own tables."""
+
+from __future__ import annotations
+
+from kvframework.storage.allocator import rounded
+from kvframework.storage.leases import INTERNAL_OWNER
+from tests.simulation.model import must, total
+from tests.simulation.world import World
+
+
+def check(world: World) -> None:
+    _arena(world)
+    _objects(world)
+    _leases(world)
+    for ledger in world.ledgers:
+        ledger.check()
+
+
+def glance(world: World) -> None:
+    """After every step."""
+    table = world.manager._table
+    must(table.used_bytes + table.allocator.free_bytes == table.allocator.limit, "bytes were lost or found")
+    must(table.pins >= 0, "more was unpinned than pinned")
+
+
+def check_deadlines(world: World) -> None:
+    """After a tick nothing that was to end by then goes on."""
+    book = world.manager._table._leases
+    for write in book.writes.values():
+        must(write.quarantined or world.now < write.deadline, "a write lease outlived its deadline")
+    for pin in book.pins.values():
+        must(not pin.held or world.now < pin.deadline, "a pin outlived its deadline")
+    for ticket in world.lookups._tickets.values():
+        must(ticket.pending or world.now < ticket.deadline, "a ticket outlived its deadline")
+
+
+def check_at_rest(world: World) -> None:
+    """Nobody claims anything any more."""
+    check(world)
+    for ledger in world.ledgers:
+        ledger.check_at_rest()
+    table = world.manager._table
+    must(not table.pins and not table.pin_leases and not table.write_leases, "something is still held")
+    must(not table.quarantined_bytes, "something is still in quarantine")
+    must(all(count == 1 for count in world.manager.accepted.values()), "an on_done never ran")
+
+
+def _arena(world: World) -> None:
+    table, model = world.manager._table, world.model
+    taken = sorted(model.ranges())
+    must(table.used_bytes == total(taken), "the used bytes are not those of objects and leases")
+    end = 0
+    for offset, nbytes in taken:
+        must(offset >= end, "two ranges overlap")
+        end = offset + rounded(nbytes)
+    free = sorted(table.allocator._length_at.items())
+    must(sum(length for _, length in free) == table.allocator.free_bytes, "the free bytes are not those that are free")
+    for offset, length in free:
+        units = range(offset // 4096, (offset + length) // 4096)
+        must(all(model.units[unit] is None for unit in units), "a range is free, and somebody has it")
+
+
+def _objects(world: World) -> None:
+    table, model = world.manager._table, world.model
+    here = {key: (stored.offset, stored.length) for key, stored in table._objects.items()}
+    must(here == model.objects, "other objects are here than were published and not evicted")
+    must(world.policy.order.keys() == here.keys(), "the eviction policy knows other objects")
+    for key, (offset, nbytes) in here.items():
+        world.manager.check_bytes(key, offset, nbytes)
+
+
+def _leases(world: World) -> None:
+    table, model = world.manager._table, world.model
+    book = table._leases
+    owners = {client.owner for client in world.clients} | {INTERNAL_OWNER}
+    must(set(book._of) <= owners, "somebody who is dead holds a lease")
+    must({ticket.owner for ticket in world.lookups._tickets.values()} <= owners, "somebody who is dead holds a ticket")
+    must(book.writes.keys() == model.writings.keys(), "other write leases are open than were given")
+    known = {ticket.pins for ticket in world.lookups._tickets.values()}
+    known |= {guard.id for client in world.clients for guard in client.reads}
+    pins = {lease.id for lease in book.pins.values() if lease.owner != INTERNAL_OWNER}
+    must(pins <= known, "a pin is left that nobody will end")
+    held = [stored for lease in book.pins.values() for stored in lease.objects]
+    held += [stored for lease in book.writes.values() for stored in lease.present]
+    must(table.pins == len(held), "the number of pins is not that of what is pinned")
+    must(sum(stored.pins for stored in table._objects.values()) == len(held), "an object is pinned by nobody")
+    quarantined = [item for lease in book.writes.values() if lease.quarantined for item in lease.items]
+    must(table.quarantined_bytes == sum(rounded(item[2]) for item in quarantined), "the quarantine is miscounted")
+    if not world.jobs:
+        must(all(lease.owner != INTERNAL_OWNER for lease in book.pins.values()), "a job left a pin behind")
+        copies = {writing.id for writing in world.copies.writings}
+        own = {lease.id for lease in book.writes.values() if lease.owner == INTERNAL_OWNER}
+        must(own == copies, "a job left a reservation behind")

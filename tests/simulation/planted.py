@@ -1,0 +1,241 @@
+"""Bugs to plant, one at a time: each makes the code do what it must never do. The simulation has to find every one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+from kvframework.api import Outcome, PackedKey
+from kvframework.engine.lookups import Lookups, Ticket
+from kvframework.storage import envelope
+from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.breaker import Breaker
+from kvframework.storage.l2 import L2Store
+from kvframework.storage.leases import LeaseBook, PinLease, StoredObject, WriteLease
+from kvframework.storage.loading import Loader, LoadTask
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.objects import ObjectTable
+from kvframework.storage.steps import Steps
+from kvframework.storage.write_queue import WriteQueue
+
+Plant = Callable[[], Any]
+PLANTED: dict[str, Plant] = {}
+
+
+def plant(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that takes the place of `owner.name`, under its own name. It is called with the original
+    first."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        def replaced(*arguments: Any, **named: Any) -> Any:
+            return function(original, *arguments, **named)
+
+        PLANTED[function.__name__] = lambda: mock.patch.object(owner, name, replaced)
+        return function
+
+    return register
+
+
+# leases and quarantine
+
+
+@plant(ObjectTable, "commit")
+def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: str, *, owner: int, now: float) -> Any:
+    return original(table, lease_id, owner=owner, now=-math.inf)
+
+
+@plant(ObjectTable, "_quarantine")
+def a_quarantined_range_is_freed(original: Any, table: ObjectTable, lease: WriteLease) -> None:
+    original(table, lease)
+    for _, offset, nbytes in lease.items:
+        table._free(offset, nbytes)
+        table.quarantined_bytes -= -(-nbytes // ALIGNMENT) * ALIGNMENT
+    lease.items = []
+
+
+@plant(ObjectTable, "expire")
+def time_ends_nothing(_original: Any, _table: ObjectTable, _now: float) -> None:
+    return
+
+
+@plant(ObjectTable, "withdraw")
+def a_session_that_ends_may_still_publish(
+    _original: Any, table: ObjectTable, owner: int, request_id: str | None = None
+) -> int:
+    pins = [lease for lease in table._leases.of(owner, request_id) if isinstance(lease, PinLease)]
+    for lease in pins:
+        table._drop_pin_lease(lease)
+    return len(pins)
+
+
+@plant(LeaseBook, "of")
+def the_pins_of_the_dead_stay(original: Any, book: LeaseBook, owner: int, request_id: str | None = None) -> Any:
+    return [lease for lease in original(book, owner, request_id) if isinstance(lease, WriteLease)]
+
+
+@plant(Lookups, "end_owner")
+def the_tickets_of_the_dead_stay(_original: Any, _lookups: Lookups, _owner: int, _request: str | None = None) -> int:
+    return 0
+
+
+@plant(Lookups, "_loaded")
+def a_ticket_that_ended_pins_again(original: Any, lookups: Lookups, ticket: Ticket, grid: Any) -> None:
+    ticket.ended = False
+    original(lookups, ticket, grid)
+
+
+@plant(Lookups, "_load_ended")
+def a_ticket_without_a_hit_ends_before_it_is_asked(original: Any, lookups: Lookups, ticket: Ticket) -> None:
+    original(lookups, ticket)
+    ticket.deadline = 0.0
+
+
+# pins and eviction
+
+
+@plant(ObjectTable, "candidates")
+def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes: int) -> list[PackedKey]:
+    for stored in table._objects.values():
+        stored.pins = 0
+    return list(table._policy.victims())[:2] if table.used_bytes > used_bytes else []
+
+
+@plant(ObjectTable, "_drop_pin_lease")
+def a_pin_is_taken_back_twice(original: Any, table: ObjectTable, lease: PinLease) -> None:
+    if lease.held:
+        table._unpin(lease.objects)
+    original(table, lease)
+
+
+@plant(ObjectTable, "_lapse")
+def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinLease) -> None:
+    table._unpin(lease.objects)
+    lease.objects = []
+
+
+@plant(StorageManager, "_pin_internal")
+def what_is_sent_is_not_pinned(original: Any, manager: StorageManager, key: PackedKey) -> PinLease | None:
+    lease: PinLease | None = original(manager, key)
+    if lease is not None:
+        manager._table._unpin(lease.objects)
+        lease.held = True
+        kept, lease.objects = lease.objects, []
+        lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]
+        manager._table.pins += 1
+    return lease
+
+
+@plant(ObjectTable, "clear")
+def clear_drops_what_is_in_use(original: Any, table: ObjectTable) -> Any:
+    for stored in table._objects.values():
+        stored.pins = 0
+    return original(table)
+
+
+@plant(RangeAllocator, "free")
+def more_is_freed_than_was_taken(original: Any, allocator: RangeAllocator, offset: int, nbytes: int) -> None:
+    longer = nbytes + ALIGNMENT if nbytes > ALIGNMENT and offset + nbytes + ALIGNMENT < allocator.limit else nbytes
+    original(allocator, offset, longer)
+
+
+# loads
+
+
+@plant(Loader, "load")
+def a_cancelled_load_forgets_its_end(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> Any:
+    return original(loader, task, lambda: None if task.cancelled else on_done())
+
+
+@plant(Loader, "load")
+def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> Steps[None]:
+    yield from original(loader, task, on_done)
+    on_done()
+
+
+@plant(Loader, "_fetch")
+def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments: Any) -> Any:
+    finish = loader._target.finish_load
+    loader._target.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
+    try:
+        return (yield from original(loader, *arguments))
+    finally:
+        loader._target.finish_load = finish  # type: ignore[method-assign]
+
+
+@plant(StorageManager, "finish_load")
+def what_was_not_received_is_published(original: Any, manager: StorageManager, lease_id: str, good: bool) -> Any:
+    return original(manager, lease_id, True)
+
+
+@plant(envelope, "_checksum")
+def damage_is_not_noticed(_original: Any, *_parts: Any) -> int:
+    return 0
+
+
+@plant(L2Store, "_open")
+def a_failure_is_taken_for_damage(
+    original: Any, store: L2Store, key: Any, header: Any, place: Any, outcome: Any
+) -> Any:
+    return original(store, key, header, place, Outcome.DAMAGED if outcome is Outcome.FAILED else outcome)
+
+
+# the write-back
+
+
+@plant(WriteQueue, "put_back")
+def a_batch_that_failed_is_forgotten(_original: Any, queue: WriteQueue) -> None:
+    queue._sending = {}
+
+
+@plant(WriteQueue, "found")
+def what_was_lost_is_not_counted(original: Any, queue: WriteQueue, keys: Sequence[PackedKey]) -> None:
+    queue._sending = dict.fromkeys(keys)
+    original(queue, keys)
+
+
+@plant(WriteQueue, "removed")
+def what_is_lost_while_it_is_taken_counts_twice(original: Any, queue: WriteQueue, key: PackedKey) -> None:
+    sending = dict(queue._sending)
+    original(queue, key)
+    queue._sending = sending
+
+
+@plant(WriteQueue, "failed")
+def what_fails_is_not_tried_again(_original: Any, queue: WriteQueue, keys: Sequence[PackedKey]) -> bool:
+    for key in keys:
+        queue._sending.pop(key, None)
+    return False
+
+
+# circuits
+
+
+@plant(Breaker, "allow")
+def a_half_open_circuit_lets_two_calls_through(original: Any, breaker: Breaker, now: float) -> Any:
+    breaker._probing = False
+    return original(breaker, now)
+
+
+@plant(Breaker, "succeeded")
+def a_call_of_long_ago_closes_the_circuit(original: Any, breaker: Breaker, _call: int, now: float) -> None:
+    original(breaker, breaker._openings, now)
+
+
+@plant(Breaker, "failed")
+def a_circuit_opens_one_failure_late(original: Any, breaker: Breaker, call: int, now: float) -> None:
+    if breaker._failures == breaker._threshold - 1 and breaker.state == "closed":
+        breaker._failures = breaker._threshold * 2
+        return
+    original(breaker, call, now)
+
+
+@plant(Breaker, "succeeded")
+def a_circuit_never_closes(original: Any, breaker: Breaker, call: int, now: float) -> None:
+    if breaker.state == "closed":
+        original(breaker, call, now)
+    else:
+        breaker._probing = False
