@@ -20,6 +20,7 @@ MAX_TYPE_BYTES = 64
 MAX_PAYLOAD_BYTES = 16 << 20
 MAX_BUFFER_BYTES = 256 << 20  # all buffers of a message together
 MAX_BUFFERS = 4096
+MAX_ERROR_TEXT = 2000  # of each part: what a peer says ends in logs
 ERROR_TYPE = "ERROR"
 
 M = TypeVar("M", bound=Message)
@@ -90,12 +91,16 @@ def decode(payload: Buffer, struct: type[M], *, where: str) -> M:
 def error_payload(error: BaseException) -> ErrorPayload:
     """What a peer is told of an error; of an unforeseen one only its class, since its text may hold anything."""
     if isinstance(error, KVFrameworkError):
-        return ErrorPayload(error.code, error.fact, error.where, error.available, error.hint)
+        return ErrorPayload(error.code, *_shortened(error.fact, error.where, error.available, error.hint))
     return ErrorPayload("run.handler", f"{type(error).__name__} in the handler", hint="see the server's log")
 
 
 def error_from(payload: ErrorPayload) -> KVFrameworkError:
     """The inverse of `error_payload`, on the client's side."""
-    return KVFrameworkError.from_code(
-        payload.code, payload.fact, where=payload.where, available=payload.available, hint=payload.hint
-    )
+    texts = _shortened(payload.code, payload.fact, payload.where, payload.available, payload.hint)
+    code, fact, where, available, hint = texts
+    return KVFrameworkError.from_code(code, fact, where=where, available=available, hint=hint)
+
+
+def _shortened(*texts: str) -> list[str]:
+    return [text if len(text) <= MAX_ERROR_TEXT else f"{text[:MAX_ERROR_TEXT]} ..." for text in texts]

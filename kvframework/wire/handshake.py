@@ -1,11 +1,23 @@
-"""Owns version negotiation: a pure function on HELLO's version range."""
+"""Owns version negotiation: what a client of this release offers, and a pure function on HELLO's version range."""
 
 from __future__ import annotations
 
+import kvframework
 from kvframework.errors import VersionMismatch
 from kvframework.wire.messages import PROTOCOL_VERSION, Hello
 
 MIN_VERSION = 1
+
+
+def offer(client: str, pid: int) -> Hello:
+    """HELLO of a client of this release."""
+    return Hello(
+        client=client,
+        pid=pid,
+        min_version=MIN_VERSION,
+        max_version=PROTOCOL_VERSION,
+        client_version=kvframework.__version__,
+    )
 
 
 def negotiate(hello: Hello, hasher_fingerprint: str) -> int:

@@ -1,4 +1,9 @@
-"""Owns the payload structs of the core's requests and responses. They evolve by adding defaulted fields only."""
+"""Owns the payload structs of the core's requests and responses. They evolve by adding defaulted fields only.
+
+A field that has its default is left out on the wire, so a default means the same for ever and never follows from a
+version. `tests/golden` holds what every release wrote. Counts are bounded here, before anything is decoded for
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,14 @@ from kvframework.api import (
     StoreOutcome,
     StorePlan,
 )
+from kvframework.api.layout import MAX_GROUPS
 
 PROTOCOL_VERSION = 1
+MAX_HANDLES = 4096
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
+PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class Empty(Message, frozen=True):
@@ -28,34 +37,48 @@ class Empty(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
     of the same client that is to end first, because its connection was lost; `min_version` and `max_version` bound what
-    the client speaks; `hasher` is a fingerprint, "" to take the server's."""
+    the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release.
+
+    Read before anything is agreed upon, so every version reads every other's: `client` and `pid` stay as they are, and
+    who does not tell its versions speaks 1.
+    """
 
     client: str
     pid: int
-    min_version: int = PROTOCOL_VERSION
-    max_version: int = PROTOCOL_VERSION
-    capabilities: tuple[str, ...] = ()
+    min_version: int = 1
+    max_version: int = 1
+    capabilities: Names = ()
     session: bytes = b""
     hasher: str = ""
     replaces: bytes = b""
+    client_version: str = ""
 
 
 class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
-    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server."""
+    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server, `server_version` is
+    its release."""
 
     version: int
     boot_id: bytes
     session: bytes
-    chunk_size: int
+    chunk_size: Annotated[int, msgspec.Meta(ge=1)]
     hasher: str
     hasher_fingerprint: str
-    transports: tuple[str, ...]
-    layouts: tuple[str, ...]
-    capabilities: tuple[str, ...] = ()
+    transports: Names
+    layouts: Names
+    capabilities: Names = ()
     liveness: str = ""
     arena_bytes: int = 0
     server_version: str = ""
+
+
+class Goodbye(Message, frozen=True):
+    """GOODBYE ends the session. A client that cannot use this server says why, with the error's code: the server's
+    operator is to know as well."""
+
+    code: str = ""
+    reason: str = ""
 
 
 class Pong(Message, frozen=True):
@@ -69,7 +92,7 @@ class GetChunkSize(Message, frozen=True):
 
 
 class ChunkSize(Message, frozen=True):
-    chunk_size: int
+    chunk_size: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RegisterKvCache(Message, frozen=True):
@@ -82,7 +105,7 @@ class RegisterKvCache(Message, frozen=True):
     namespace: bytes
     transport: str
     layout: KVLayout
-    handles: tuple[bytes, ...] = ()
+    handles: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
 
 
 class RegisterNonGpuContextPayload(Message, frozen=True):
@@ -119,7 +142,7 @@ class TransferRequest(Message, frozen=True):
 
     key: CacheKey
     instance_id: InstanceId
-    block_ids: tuple[bytes, ...]
+    block_ids: PerGroup
     event: bytes = b""
     skip_first_n_tokens: int = 0
 
@@ -129,14 +152,14 @@ class GatherBlock(Message, frozen=True):
     of a transfer, with one id each."""
 
     instance_id: InstanceId
-    block_ids: tuple[bytes, ...]
+    block_ids: PerGroup
     event: bytes = b""
 
 
 class GatheredBlock(Message, frozen=True):
     """The canonical bytes `[planes, layers, slots per block, hidden]` of one block per layer group."""
 
-    groups: tuple[bytes, ...]
+    groups: PerGroup
 
 
 class TransferReply(Message, frozen=True):
@@ -151,7 +174,7 @@ class Prepare(Message, frozen=True):
 
     key: CacheKey
     instance_id: InstanceId
-    first_chunks: tuple[int, ...] = ()
+    first_chunks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
 class LeaseRef(Message, frozen=True):
@@ -297,6 +320,7 @@ __all__ = [
     "GatherBlock",
     "GatheredBlock",
     "GetChunkSize",
+    "Goodbye",
     "Hello",
     "HelloReply",
     "LeaseRef",

@@ -8,7 +8,7 @@ from kvframework.wire.frames import MAX_BUFFERS
 
 _SPECS = (
     RequestSpec("HELLO", m.Hello, m.HelloReply),
-    RequestSpec("GOODBYE", m.Empty, m.Empty),
+    RequestSpec("GOODBYE", m.Goodbye, m.Empty),
     RequestSpec("PING", m.Empty, m.Pong),
     RequestSpec("NOOP", m.Empty, m.Empty),
     RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),

@@ -1,0 +1,113 @@
+"""What is recorded of values in L2 and of names of content: whoever changes one of them makes old values misses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvf_hashers import Sha256
+from kvframework.api import GroupDesc, MemoryLayoutDesc, ObjectKey, compute_namespace, salt_digest
+from kvframework.storage.envelope import FORMAT_VERSION, layout_fingerprint, seal
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, record_key
+from kvframework.wire import non_gpu_namespace
+from kvframework.wire.messages import RegisterNonGpuContextPayload
+from tests.golden.samples import explicit
+
+NAMESPACE = bytes(range(16))
+KEY = ObjectKey(NAMESPACE, bytes(range(16, 32)), 3, 1, bytes(range(32, 64)))
+DESC = MemoryLayoutDesc(
+    256, (GroupDesc((2, 4, 256, 64), "bfloat16"), GroupDesc((1, 2, 16, 4096), "uint8", "opaque:amx", 1024))
+)
+RECORD = NamespaceRecord("org/model ü", 2, DESC)
+OBJECT = bytes(range(64)) * 4
+# Zstandard may pack otherwise tomorrow, but has to unpack this.
+ZSTD = bytes.fromhex(
+    "28b52ffd6400004d02000404000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c"
+    "2d2e2f303132333435363738393a3b3c3d3e3f0100406fa0421476a976fa"
+)
+TOKENS = b"".join(number.to_bytes(4, "little") for number in range(1, 9))
+NON_GPU = RegisterNonGpuContextPayload(1, "org/model", 2, 16, 4, 128, "bfloat16", False)
+
+
+def envelopes() -> dict[str, Any]:
+    layout = layout_fingerprint(DESC)
+    values = [("as it is", "none", OBJECT, layout), ("packed", "zstd", ZSTD, layout), ("empty", "none", b"", bytes(16))]
+    return {
+        "format": FORMAT_VERSION,
+        "values": [
+            {
+                "what": what,
+                "key": _hex(KEY.pack()),
+                "layout": _hex(fingerprint),
+                "codec": codec,
+                "object": _hex(OBJECT if packed else b""),
+                "header": _hex(
+                    seal(
+                        KEY.pack(), [packed], object_bytes=len(OBJECT) if packed else 0, codec=codec, layout=fingerprint
+                    )
+                ),
+                "packed": _hex(packed),
+            }
+            for what, codec, packed, fingerprint in values
+        ],
+    }
+
+
+def namespace_records() -> dict[str, Any]:
+    known = NamespaceRecords()
+    known.add(NAMESPACE, RECORD)
+    found = known.encoded(NAMESPACE)
+    assert found is not None
+    key, value = found
+    return {
+        "namespace": _hex(NAMESPACE),
+        "key": _hex(key),
+        "value": explicit(RECORD),
+        "bytes": len(value),
+        "record, then zeros": _hex(bytes(value).rstrip(b"\0")),
+    }
+
+
+def names() -> dict[str, Any]:
+    hasher = Sha256()
+    return {
+        "object key": {
+            "value": {name: explicit(part) for name, part in KEY._asdict().items()}, "key": _hex(KEY.pack())
+        },
+        "key of a namespace's record": _hex(record_key(NAMESPACE)),
+        "layout fingerprint": {"value": explicit(DESC), "fingerprint": _hex(layout_fingerprint(DESC))},
+        "salt": {"value": "a tenant ü", "digest": _hex(salt_digest("a tenant ü"))},
+        "namespace": {
+            "value": explicit(DESC),
+            "namespace": _hex(
+                compute_namespace(
+                    model="org/model", desc=DESC, hasher_fingerprint=hasher.fingerprint, world_size=2, revision="main",
+                    quantization="fp8", packing="amx",
+                )
+            ),
+        },
+        "namespace of eight fields": {
+            "value": explicit(NON_GPU), "namespace": _hex(non_gpu_namespace(NON_GPU, hasher.fingerprint, 256))
+        },
+        "digests": {
+            "hasher": hasher.fingerprint,
+            "tokens": _hex(TOKENS),
+            "digests of chunks of 4": _hex(hasher.chunk_digests(TOKENS, 4)),
+            "with an extra at the second": _hex(hasher.chunk_digests(TOKENS, 4, extras={1: b"lora"})),
+        },
+    }  # fmt: skip
+
+
+def _hex(value: bytes | memoryview) -> str:
+    return f"0x{bytes(value).hex()}"
+
+
+def raw(text: str) -> bytes:
+    """The inverse of how bytes are recorded."""
+    return bytes.fromhex(text.removeprefix("0x"))
+
+
+def plain(value: object) -> object:
+    """A desc or record as it was recorded, for `msgspec.convert`."""
+    return msgspec.json.decode(msgspec.json.encode(value))

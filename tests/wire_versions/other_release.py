@@ -1,0 +1,74 @@
+"""Makes the process that calls `become` one of another release. What differs is in $KVF_TEST_RELEASE, as JSON."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from kvframework.errors import KVFrameworkError, UnknownRequest
+from kvframework.messaging import inflight, replies
+from kvframework.wire import frames, handshake, messages
+
+VARIABLE = "KVF_TEST_RELEASE"
+
+
+class Release(msgspec.Struct, forbid_unknown_fields=True):
+    """`versions` of the protocol; `adds_fields`: every map that it sends has fields that nobody knows; `omits`: fields
+    of HELLO's answer that it does not send; `lacks`: requests that it does not know; `error_code`: what its errors are
+    called; `fingerprint` of its hasher; `other_objects`: it makes other objects of a layout."""
+
+    versions: tuple[int, int] = (1, 1)
+    adds_fields: bool = False
+    omits: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    error_code: str = ""
+    fingerprint: str = ""
+    other_objects: bool = False
+
+
+def become() -> None:
+    release = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Release)
+    handshake.MIN_VERSION, handshake.PROTOCOL_VERSION = release.versions
+    frames._encoder = _Encoder(release)  # type: ignore[assignment]
+    if release.lacks:
+        _forget(release.lacks)
+    if release.error_code:
+        replies.error_payload = lambda error: frames.ErrorPayload(release.error_code, str(error))  # type: ignore[attr-defined]
+
+
+class _Encoder:
+    def __init__(self, release: Release) -> None:
+        self._release = release
+
+    def encode(self, payload: messages.Message) -> bytes:
+        tree = msgspec.to_builtins(payload, builtin_types=(bytes,))
+        if isinstance(payload, messages.HelloReply):
+            tree = {name: each for name, each in tree.items() if name not in self._release.omits}
+            if self._release.fingerprint:
+                tree["hasher_fingerprint"] = self._release.fingerprint
+        if isinstance(payload, messages.Registered) and self._release.other_objects:
+            tree["desc"]["chunk_tokens"] = 0
+        return msgspec.msgpack.encode(_with_more(tree) if self._release.adds_fields else tree)
+
+
+def _with_more(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {**{name: _with_more(each) for name, each in tree.items()}, "of_tomorrow": {"a": [1, b"x", None, 1.5]}}
+    return [_with_more(each) for each in tree] if isinstance(tree, list) else tree
+
+
+def _forget(names: tuple[str, ...]) -> None:
+    submit = inflight.InFlight.submit
+
+    def submit_known(self: inflight.InFlight, session: Any, identity: bytes, envelope: frames.Envelope) -> None:
+        if envelope.type in names:
+            raise _unknown(envelope.type)
+        submit(self, session, identity, envelope)
+
+    inflight.InFlight.submit = submit_known  # type: ignore[method-assign]
+
+
+def _unknown(name: str) -> KVFrameworkError:
+    return UnknownRequest(f"there is no request {name!r}", hint="is its plugin configured?")

@@ -1,0 +1,23 @@
+"""A server that makes other objects of the same layout: its engine refuses it, before anything is stored or loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvframework.client import KVClient
+from kvframework.errors import VersionMismatch
+from tests.waiting import wait_until
+from tests.wire_versions.other_release import Release
+from tests.wire_versions.peers import OtherServer
+
+pytest.importorskip("torch")
+
+from tests.wire_path.engine import Engine
+
+
+def test_the_instance_is_not_registered() -> None:
+    with OtherServer(Release(other_objects=True)) as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
+        with pytest.raises(VersionMismatch, match="makes other objects of this layout"):
+            Engine(client)
+        wait_until(lambda: not server.status()["instances"], what="the end of the instance")
+        assert client.usable
