@@ -31,14 +31,17 @@ from kvframework.client.curve import keys_for
 from kvframework.client.replies import as_response, mapped
 from kvframework.config import default_endpoint
 from kvframework.errors import DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
+from kvframework.log_limit import LogLimit
 from kvframework.messaging.client import Connection
 from kvframework.messaging.curve import CurveKeys
 from kvframework.plugins.registry import PluginRegistry
 from kvframework.wire import messages as m
+from kvframework.wire.handshake import offer
 from kvframework.wire.indices import pack_block_ids, pack_indices, unpack_indices
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 TRANSFER_TIMEOUT_S = 30.0
@@ -80,7 +83,7 @@ class KVClient(EngineLink):
         self._lock = threading.Lock()
         self._connection = Connection(
             self.endpoint,
-            m.Hello(client=name, pid=os.getpid()),
+            offer(name, os.getpid()),
             table=REQUESTS,
             on_up=self._up,
             on_down=self._down,
@@ -130,7 +133,7 @@ class KVClient(EngineLink):
 
     def raise_down(self) -> None:
         """Raises why there is no connection: the server's refusal, or `ServerGone`."""
-        error = self._connection.last_error
+        error = self._connection.why_down
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
         raise ServerGone(
@@ -202,6 +205,10 @@ class KVClient(EngineLink):
         return self.request("COMMIT_STORE", m.LeaseRef(lease), m.Committed, urgent=True).outcome
 
     def abort_store(self, lease: str) -> None:
+        if not self.usable:
+            # Most likely after a commit that was not answered: the engine has waited for that.
+            self.send("ABORT", m.LeaseRef(lease))
+            return
         self.request("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
 
     def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan:

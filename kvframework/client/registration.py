@@ -36,10 +36,13 @@ from kvframework.errors import (
     PluginWrongKind,
     ServerGone,
     TransportMismatch,
+    VersionMismatch,
 )
+from kvframework.log_limit import LogLimit
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 
@@ -168,6 +171,14 @@ class Instance:
             handles=self.transfer.memory_handles(self.kv_caches),
         )
         reply = self._client.request("REGISTER_KV_CACHE", payload, m.Registered, timeout=SETUP_TIMEOUT_S, urgent=urgent)
+        desc = self._layout.object_desc(self._declared, self._client.chunk_size)
+        if (reply.namespace, reply.desc) != (payload.namespace, desc):
+            self._client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id))
+            raise VersionMismatch(
+                f"the server makes other objects of this layout: {reply.desc}",
+                available=str(desc),
+                hint="install the same kvframework release beside the engine and the server",
+            )
         registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
         self.transfer.register(registration, self._layout)
         return registration

@@ -13,22 +13,25 @@ from dataclasses import dataclass
 from kvframework.api import CacheKey
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.errors import KVFrameworkError, LeaseUnknown
+from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError
+from kvframework.log_limit import LogLimit
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 POLL_S = 0.002
 
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`hit_tokens` from the lookup's start are pinned under `ticket` ("" for none). `pending`: L2 is still being
-    asked."""
+    """`hit_tokens` from the lookup's start, at most `asked_tokens`, are pinned under `ticket` ("" for none). `pending`:
+    L2 is still being asked."""
 
     hit_tokens: int
     ticket: str = ""
     pending: bool = False
+    asked_tokens: int = 0
 
 
 MISS = LookupResult(0)
@@ -65,15 +68,15 @@ class SchedulerAdapter:
             digests=request.digests(last),
             cache_salt=request.cache_salt,
         )
-        return self._ask("LOOKUP", m.Lookup(key)) or MISS
+        return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
 
     def poll(self, result: LookupResult) -> LookupResult:
         """The state of a pending lookup."""
         if not result.pending:
             return result
-        answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket))
+        answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket), result.asked_tokens)
         # A poll that failed has not ended the ticket: it is still to be freed, and may be asked again.
-        return answer or LookupResult(0, result.ticket, pending=True)
+        return answer or LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
         """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has."""
@@ -93,7 +96,7 @@ class SchedulerAdapter:
         if request_id:
             self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
 
-    def _ask(self, name: str, payload: m.Lookup | m.TicketRef) -> LookupResult | None:
+    def _ask(self, name: str, payload: m.Lookup | m.TicketRef, asked: int) -> LookupResult | None:
         """None if there was no answer."""
         if not self._client.usable:
             self.failures += 1
@@ -101,13 +104,15 @@ class SchedulerAdapter:
         try:
             late = self._free_late if name == "LOOKUP" else None
             reply = self._client.request(name, payload, m.LookupReply, on_late=late)
+            if not 0 <= reply.hit_tokens <= asked:
+                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {asked} were asked for")
         except LeaseUnknown:
             return MISS
         except KVFrameworkError as error:
             self.failures += 1
             log.warning("%s failed, taken as a miss: %s", name, error)
             return None
-        return LookupResult(reply.hit_tokens, reply.ticket, reply.pending)
+        return LookupResult(reply.hit_tokens, reply.ticket, reply.pending, asked)
 
     def _free_late(self, reply: m.LookupReply) -> None:
         """A LOOKUP that was given up has been answered after all: nobody knows its ticket."""
@@ -115,6 +120,10 @@ class SchedulerAdapter:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
+        if not self._client.usable:
+            # A silent server hears it when it wakes up; nobody waits for that again and again.
+            self._client.send(name, payload)
+            return
         try:
             self._client.request(name, payload, response, urgent=True)
         except KVFrameworkError as error:

@@ -3,6 +3,7 @@
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     Endpoint,
+    check_private_directory,
     default_directory,
     default_endpoint,
     parse_endpoint,
@@ -26,6 +27,7 @@ __all__ = [
     "PluginTable",
     "ServerConfig",
     "assemble",
+    "check_private_directory",
     "closest",
     "convert",
     "default_directory",

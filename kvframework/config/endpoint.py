@@ -82,11 +82,17 @@ def prepare_private_directory(path: Path) -> None:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
+        check_private_directory(path)
     except OSError as error:
         raise EndpointError(
             f"the directory cannot be made: {error.strerror or error}", where=str(path), hint="set [server] endpoint"
         ) from None
+
+
+def check_private_directory(path: Path) -> None:
+    """Server and client: whoever may write there can take the place of the server. Refuses what
+    `prepare_private_directory` does. Raises `EndpointError`, and `OSError` if there is none. Blocking."""
+    status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise EndpointError("the directory is a symbolic link", where=str(path), hint="name the real directory")
     if status.st_uid != os.getuid():

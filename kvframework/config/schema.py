@@ -40,13 +40,15 @@ class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
-    `session_timeout_s` is how long a client without a liveness socket may be silent. `insecure` serves tcp:// to
-    everybody, in plain text."""
+    `store_share` is how much of L1 one client may have reserved at once for stores that it has not committed, while
+    others have instances here. `session_timeout_s` is how long a client without a liveness socket may be silent.
+    `insecure` serves tcp:// to everybody, in plain text."""
 
     endpoint: str = ""
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
     store_lease_s: Seconds = 30.0
     retrieve_lease_s: Seconds = 30.0
+    store_share: Fraction = 0.5
     ticket_s: Seconds = 60.0
     session_timeout_s: Seconds = 30.0
     workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 2

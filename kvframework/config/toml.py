@@ -21,7 +21,7 @@ def parse_toml(text: str, *, where: str) -> dict[str, object]:
     """Raises `ConfigFileError` with line and column."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise ConfigFileError(f"not valid TOML: {error}", where=where, hint="strings need quotes in TOML") from None
 
 

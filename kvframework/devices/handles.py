@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Views = Sequence[Sequence[Sequence["torch.Tensor"]]]
 
 MAX_ALLOCATIONS = 4096
+MAX_DEVICE_NAME = 128
 # No device has more. All sums of addresses stay within 64 bits, whatever a client says.
 MAX_ALLOCATION_BYTES = 1 << 48
 
@@ -122,13 +123,16 @@ def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutD
         )
     if len({allocation.device for allocation in allocations}) != 1:
         raise RequestError("the allocations are of several devices", where="handles", available="one device")
+    device = allocations[0].device
+    if not 1 <= len(device) <= MAX_DEVICE_NAME or not device.isprintable():
+        raise RequestError("the device has no proper name", where="handles", available=f"{MAX_DEVICE_NAME} letters")
     rest, views = iter(flat), []
     for index, group in enumerate(layout.groups):
         planes = [[next(rest) for _ in range(group.num_layers)] for _ in range(group.planes)]
         for view in (view for plane in planes for view in plane):
             _check_view(view, allocations, group, layout.blocks_of(index), f"layout.groups[{index}]")
         views.append(planes)
-    return LentMemory(allocations[0].device, allocations, views)
+    return LentMemory(device, allocations, views)
 
 
 def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:

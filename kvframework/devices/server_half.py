@@ -6,6 +6,7 @@ Called from the serving thread; never blocks, except `close` at the end of the s
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
 from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
 
 MAX_DEVICES = 64
+# A process that is killed ends at once, unless its driver holds it in the kernel.
+CLOSE_S = 1.0
 
 
 class DeviceServerTransport(ServerTransport):
@@ -73,16 +76,23 @@ class DeviceServerTransport(ServerTransport):
         """The running copier processes by device, for those who watch."""
         return {device: copier.pid for device, copier in self._copiers.items() if copier.pid is not None}
 
+    def status(self) -> dict[str, object]:
+        return {"devices": [copier.status() for copier in list(self._copiers.values())]}
+
     def close(self) -> None:
+        """Ends all copiers; waits for that, `CLOSE_S` seconds at most."""
         for copier in self._copiers.values():
-            copier.close()
+            copier.stop()
+        deadline = time.monotonic() + CLOSE_S
+        for copier in self._copiers.values():
+            copier.join(max(deadline - time.monotonic(), 0.0))
 
     def _forget_idle(self) -> None:
         """Devices that could not be opened, which may be none, keep no room from others."""
         for device, copier in list(self._copiers.items()):
             if copier.idle:
                 del self._copiers[device]
-                copier.close()
+                copier.stop()
 
     def _start(self, device: str) -> CopierSupervisor:
         start = Start(

@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -39,19 +36,13 @@ from kvframework.devices.messages import (
     framed,
     from_copier,
 )
+from kvframework.devices.spawned import SpawnedCopier
 from kvframework.errors import DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)
 
 START_S = 30.0
-STOP_S = 1.0
 TICK_S = 0.5
-_RECEIVE = 1 << 18
-# The paths of this process and no other: with -m the working directory would come first.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from kvframework.devices.copier_process import main; sys.exit(main(sys.argv[1:3]))"
-)
 
 
 @dataclass(eq=False)
@@ -72,18 +63,9 @@ class _Pending:
     asked: float = field(default_factory=time.monotonic)
 
 
-@dataclass(eq=False)
-class _Process:
-    popen: subprocess.Popen[bytes]
-    sock: socket.socket
-    heard: float
-    lost: KVFrameworkError | None = None
-    oldest_s: float = 0.0
-
-
 class CopierSupervisor:
     """The copier of one device. Starts a process when an instance is opened, and again, with a backoff, when that is
-    asked after it died. `start` tells the process what it is; `arena_fd` is borrowed until `close`."""
+    asked after it died. `start` tells the process what it is; `arena_fd` is borrowed until the end of `join`."""
 
     def __init__(self, start: Start, arena_fd: int, *, stall_s: float) -> None:
         self.device = start.device
@@ -99,6 +81,8 @@ class CopierSupervisor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self.pid: int | None = None
+        self.starts = 0
+        self.last_error = ""
         self._thread = threading.Thread(target=self._run, name=f"kvf-copier-{start.device[:8]}", daemon=True)
         self._thread.start()
 
@@ -107,6 +91,14 @@ class CopierSupervisor:
         """Whether there is neither a process nor an instance: `close` would not wait."""
         with self._lock:
             return self.pid is None and not self._instances and not self._pending
+
+    def status(self) -> dict[str, object]:
+        """The device's part of the status document. From any thread."""
+        with self._lock:
+            return {
+                "device": self.device, "pid": self.pid, "starts": self.starts, "instances": len(self._instances),
+                "copies": len(self._pending), "last_error": self.last_error,
+            }  # fmt: skip
 
     # the serving thread, and whoever cancels
 
@@ -147,12 +139,19 @@ class CopierSupervisor:
                 self._send(Close(instance.number))
             instance.failure = instance.failure or DeviceLost("the instance was closed")
 
-    def close(self) -> None:
-        """Ends the process and waits for its end, a second at most. All that was asked of it fails. Idempotent."""
+    def stop(self) -> None:
+        """Ends the process; all that was asked of it fails once it is gone. Idempotent. Does not wait."""
         with self._lock:
             self._closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits, after `stop`, for the end of the process; False if a driver holds it in the kernel beyond `timeout_s`.
+        It has the arena mapped then, and writes where it was told to, until the kernel lets it go."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("the copier of %s, process %s, does not end: the kernel holds it", self.device, self.pid)
+        return not self._thread.is_alive()
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -187,12 +186,14 @@ class CopierSupervisor:
         """From a start to an end. Whatever had been asked is answered afterwards."""
         self._backoff.started(time.monotonic())
         try:
-            process = self._spawn()
+            process = SpawnedCopier.start(self._arena_fd)
         except Exception as error:  # noqa: BLE001  the thread has to go on: it answers those who wait
             self._backoff.ended(time.monotonic())
-            self._fail_all(DeviceLost(f"the copier of {self.device} cannot be started: {error}"))
+            self._fail_all(self._told(DeviceLost(f"the copier of {self.device} cannot be started: {error}")))
             return
         self.pid = process.popen.pid
+        self.starts += 1
+        log.info("the copier of %s is process %d, start %d", self.device, self.pid, self.starts)
         reason: KVFrameworkError
         try:
             reason = self._serve(process)
@@ -200,29 +201,19 @@ class CopierSupervisor:
             log.exception("the connection to the copier of %s failed", self.device)
             reason = DeviceLost(f"the connection to the copier of {self.device} failed: {failure}")
         finally:
-            self._reap(process)
+            process.reap()
             self.pid = None
         if not self._closing:
             self._backoff.ended(time.monotonic())
-            log.error("%s; its instances have to register again", reason)
+            self._told(reason)
         self._fail_all(reason)
 
-    def _spawn(self) -> _Process:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            try:
-                popen = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(self._arena_fd), *sys.path],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self._arena_fd),
-                )
-            except BaseException:
-                ours.close()
-                raise
-        ours.setblocking(False)
-        return _Process(popen, ours, time.monotonic())
+    def _told(self, reason: KVFrameworkError) -> KVFrameworkError:
+        self.last_error = reason.fact
+        log.error("%s; its instances have to register again", reason)
+        return reason
 
-    def _serve(self, process: _Process) -> KVFrameworkError:
+    def _serve(self, process: SpawnedCopier) -> KVFrameworkError:
         """Until the process ends, is to end or gets nowhere; why."""
         sock, frames, unsent = process.sock, Frames(), bytearray(framed(self._start))
         ready = False
@@ -235,7 +226,7 @@ class CopierSupervisor:
             if self._closing:
                 return DeviceLost("the server is stopping")
             if happened.get(sock.fileno(), 0) & ~select.POLLOUT:
-                data = _received(sock)
+                data = process.receive()
                 if data is None:
                     break
                 process.heard = time.monotonic()
@@ -246,7 +237,7 @@ class CopierSupervisor:
             stalled = self._stalled(process, ready)
             if stalled:
                 return DeviceLost(f"the copier of {self.device} was killed: {stalled}")
-        return process.lost or DeviceLost(f"the copier of {self.device} ended{_why(process.popen)}")
+        return process.lost or DeviceLost(f"the copier of {self.device} ended{process.why_ended()}")
 
     def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
         """Sends what the socket takes; False if the other end is gone."""
@@ -274,7 +265,7 @@ class CopierSupervisor:
         except OSError:
             return False
 
-    def _hear(self, process: _Process, message: FromCopier) -> bool:
+    def _hear(self, process: SpawnedCopier, message: FromCopier) -> bool:
         """Handles one message; True for the one that says that the device is open."""
         if isinstance(message, Done):
             with self._lock:
@@ -306,7 +297,7 @@ class CopierSupervisor:
             process.oldest_s = message.oldest_s
         return isinstance(message, Ready)
 
-    def _stalled(self, process: _Process, ready: bool) -> str:
+    def _stalled(self, process: SpawnedCopier, ready: bool) -> str:
         """Why the process has to be killed; "" if it has not."""
         if process.oldest_s > self._stall_s:
             return f"a copy has taken {process.oldest_s:.1f} s"
@@ -318,17 +309,6 @@ class CopierSupervisor:
         if silent > (self._stall_s if ready else START_S) and (asked or not ready):
             return f"it has said nothing for {silent:.1f} s"
         return ""
-
-    def _reap(self, process: _Process) -> None:
-        """Returns once the process touches nothing any more."""
-        process.sock.close()
-        if process.lost is None:
-            process.popen.kill()
-        try:
-            process.popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.popen.kill()
-            process.popen.wait()
 
     def _fail_all(self, error: KVFrameworkError) -> None:
         """What was asked and not answered fails, after the end of the process."""
@@ -369,21 +349,3 @@ def _end(instance: CopierInstance, error: KVFrameworkError | None) -> None:
     """Whoever waits for its opening or its end waits no more."""
     instance.opened.set_exception(error or DeviceLost("the instance was closed"))
     instance.closed.set_result(None)
-
-
-def _received(sock: socket.socket) -> bytes | None:
-    """What is there; None at the end."""
-    try:
-        return sock.recv(_RECEIVE) or None
-    except BlockingIOError:
-        return b""
-    except OSError:
-        return None
-
-
-def _why(popen: subprocess.Popen[bytes]) -> str:
-    try:
-        status = popen.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        return ""
-    return f" by signal {signal.Signals(-status).name}" if status < 0 else f" with status {status}"

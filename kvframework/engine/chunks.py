@@ -28,12 +28,14 @@ from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import Reservation
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
-from kvframework.wire.indices import pack_indices, unpack_indices
+from kvframework.wire.indices import INDEX_BYTES, pack_indices, unpack_indices
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
 _RETURN_S = 0.3
+# Per client: what it does not receive stays pinned.
+MAX_LENT_BYTES = 2 * MAX_BUFFER_BYTES
 _Copies = Sequence[tuple[int, memoryview]]
 
 
@@ -56,10 +58,22 @@ class ChunkTransfers:
             Handler(REQUESTS["RETRIEVE_CPU_CHUNKS"], self._retrieve),
         ]
 
+    def tick(self) -> None:
+        """Lets go of what ZMQ has given back."""
+        pins = self._lent.returned()
+        if pins:
+            self._storage.unpin_internal(pins)
+
+    def settle(self) -> bool:
+        """Lets go of what ZMQ gives back within a moment; whether that is all. Blocks for it."""
+        all_back = self._lent.wait_returned(_RETURN_S)
+        self.tick()
+        return all_back
+
     def close(self) -> None:
         """Waits for the copies that run (others never begin) and for what ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
-        if not self._lent.wait_returned(_RETURN_S):
+        if not self.settle():
             log.error("ZMQ holds %d pieces of the arena", len(self._lent))
 
     def _store(
@@ -121,6 +135,7 @@ class ChunkTransfers:
         pinned = self._storage.pinned(payload.lease, owner=client.session_id)
         if pinned is None:
             return m.ChunksSent(False)
+        _check_count(payload.objects)
         wanted = unpack_indices(payload.objects, where="objects")
         if not wanted or max(wanted) >= len(pinned):
             raise BadRange(
@@ -128,14 +143,24 @@ class ChunkTransfers:
                 where="objects",
                 available=f"0 to {len(pinned) - 1} under this lease",
             )
-        size = sum(pinned[index].length for index in wanted)
-        if size > MAX_BUFFER_BYTES or len(wanted) > MAX_BUFFERS:
+        places = [pinned[index] for index in wanted]
+        size = sum(place.length for place in places)
+        if size > MAX_BUFFER_BYTES:
             raise MessageTooLarge(
                 f"{len(wanted)} objects of {size} bytes", where="objects",
-                available=f"{MAX_BUFFERS} of {MAX_BUFFER_BYTES} bytes a message", hint="ask for fewer at once",
+                available=f"{MAX_BUFFER_BYTES} bytes a message", hint="ask for fewer at once",
             )  # fmt: skip
-        places = [pinned[index] for index in wanted]
-        return Reply(m.ChunksSent(True), [self._lent.lend(place.offset, place.length) for place in places])
+        self.tick()
+        lent = self._lent.bytes_of(client.session_id)
+        if lent + size > MAX_LENT_BYTES:
+            raise MessageTooLarge(
+                f"{lent} bytes are on their way to this client, {size} more were asked for", where="objects",
+                available=f"at most {MAX_LENT_BYTES}", hint="receive what comes before asking for more",
+            )  # fmt: skip
+        # The client's own pins lapse, however slowly it reads.
+        pins = self._storage.pin_present([place.key for place in places])
+        views = self._lent.lend(client.session_id, [(place.offset, place.length) for place in places], pins)
+        return Reply(m.ChunksSent(True), views)
 
     def _grid(self, client: ClientInfo, payload: m.StoreCpuChunks) -> KeyGrid:
         context = own_context(self._contexts, payload.instance_id, client)
@@ -150,6 +175,7 @@ class ChunkTransfers:
 def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:
     """The buffers by object. Raises `MalformedFrames` for another number of buffers or another length of one,
     `BadRange` for an object that the key does not name, or out of order."""
+    _check_count(packed)
     objects = unpack_indices(packed, where="objects")
     if len(objects) != len(buffers):
         raise MalformedFrames(
@@ -169,6 +195,14 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
                 available=f"{expected} in layer group {index % len(groups)}",
             )  # fmt: skip
     return dict(zip(objects, buffers, strict=True))
+
+
+def _check_count(packed: bytes) -> None:
+    """Before a number is made of each. Raises `MessageTooLarge`."""
+    if len(packed) > MAX_BUFFERS * INDEX_BYTES:
+        raise MessageTooLarge(
+            f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
+        )
 
 
 def copy_into(arena: memoryview, offset: int, source: memoryview) -> None:

@@ -73,6 +73,7 @@ class RegisteredContext:
         """The instance's part of the status document."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
+        failure = self.memory.failure() if self.memory is not None else None
         return {
             "instance_id": self.instance_id,
             "session_id": self.session_id,
@@ -83,6 +84,7 @@ class RegisteredContext:
             "namespace": self.namespace.hex(),
             "transport": self.transport,
             "is_gpu": self.is_gpu,
+            "lost": failure.fact if failure else None,
             "layers": sum(group.num_layers for group in groups),
             "block_size": groups[0].block_size // groups[0].compress_ratio,
             "logical_block_size": groups[0].block_size,

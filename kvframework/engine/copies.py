@@ -97,6 +97,7 @@ class ServerDrivenTransfers:
         wanted = grid.needed(grid.chunks)
         keys = [grid.flat[index] for index in wanted]
         lease = self._storage.pin(keys, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
+        self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return m.TransferReply(False, reason="not all objects are in L1")
 

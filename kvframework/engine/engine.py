@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 
+import kvframework
 from kvframework.api import (
     CacheKey,
     ClientInfo,
@@ -31,6 +33,7 @@ from kvframework.engine.registration import AttachedTransport, Registrations
 from kvframework.engine.resolve import KeyResolver
 from kvframework.engine.status import StatusReport
 from kvframework.engine.transfers import EngineDrivenTransfers
+from kvframework.engine.trouble import EVERY_S, Account
 from kvframework.errors import RequestError
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -73,6 +76,17 @@ class CacheEngine(EngineServices):
         self._chunks = ChunkTransfers(
             self.contexts, storage, self._resolver, chunk_size=config.chunk_size, workers=config.workers
         )
+        self._status = StatusReport(
+            self.contexts,
+            storage,
+            chunk_size=config.chunk_size,
+            server={"boot_id": self.boot_id.hex(), **server_facts},
+            transports={name: transport.server for name, transport in transports.items()},
+            messaging=messaging_status,
+            tickets=lambda: len(self._lookups),
+            lookups=self._lookups.status,
+        )
+        self._account = Account(time.monotonic())
         self._parts = (
             self._registrations,
             EngineDrivenTransfers(
@@ -82,18 +96,12 @@ class CacheEngine(EngineServices):
                 chunk_size=config.chunk_size,
                 store_lease_s=config.store_lease_s,
                 retrieve_lease_s=config.retrieve_lease_s,
+                store_share=config.store_share,
             ),
             ServerDrivenTransfers(self.contexts, storage, self._resolver, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
-            StatusReport(
-                self.contexts,
-                storage,
-                chunk_size=config.chunk_size,
-                server={"boot_id": self.boot_id.hex(), **server_facts},
-                messaging=messaging_status,
-                tickets=lambda: len(self._lookups),
-            ),
+            self._status,
         )
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -102,7 +110,7 @@ class CacheEngine(EngineServices):
             Handler(REQUESTS["PING"], lambda _client, _payload, _buffers: m.Pong(self.boot_id)),
             Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
             Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
-            Handler(REQUESTS["CLEAR"], self._clear, pooled=True),
+            Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
 
@@ -118,18 +126,30 @@ class CacheEngine(EngineServices):
             transports=tuple(self._transports),
             layouts=tuple(self._layouts),
             arena_bytes=self.storage.capacity,
+            server_version=kvframework.__version__,
         )
 
     def end_session(self, client: ClientInfo) -> None:
         """A client is gone: its instances, tickets, pins and reservations end at once."""
-        self._registrations.end_session(client)
-        self._lookups.end_owner(client.session_id)
-        self.storage.end_owner(client.session_id)
+        instances = self._registrations.end_session(client)
+        tickets = self._lookups.end_owner(client.session_id)
+        leases = self.storage.end_owner(client.session_id)
+        if instances or tickets or leases:
+            log.info(
+                "client %s (process %d) is gone: %d instances, %d tickets and %d leases end",
+                client.name, client.pid, instances, tickets, leases,
+            )  # fmt: skip
 
     def tick(self) -> None:
         """To be called every 100 ms or so, on the serving thread: leases, tickets and watermarks."""
         self._lookups.expire()
+        self._chunks.tick()
         self.storage.tick()
+        now = time.monotonic()
+        if self._account.due(now):
+            grown = self._account.line(self._status.parts(), now)
+            if grown:
+                log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
         """After the last request: closes contexts, transports and storage; see `StorageManager.close`. A transport that
@@ -167,7 +187,13 @@ class CacheEngine(EngineServices):
             raise RequestError(f"namespace {payload.namespace.hex()} is not registered")
         return m.ChunkSize(desc.chunk_tokens)
 
-    def _clear(self, _client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
+    def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
+        if not client.local:
+            raise RequestError(
+                "the cache is not cleared from elsewhere", available="a client on this node, over ipc://"
+            )
+        # What has just been read over the wire counts as in use for a moment longer.
+        self._chunks.settle()
         return m.Cleared(*self.storage.clear(l2=payload.l2))
 
 

@@ -7,16 +7,19 @@ tickets.
 from __future__ import annotations
 
 import secrets
-import time
+from collections import Counter
 from dataclasses import dataclass
 
 from kvframework.api import CacheKey, ClientInfo, Handler, MemoryLayoutDesc
 from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
 from kvframework.errors import BadRange, LeaseUnknown, NamespaceMismatch
+from kvframework.storage.loading import LoadTask
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.prefetch import LoadTask
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
+
+# Loads of one client under way; of all clients, see `kvframework.storage.prefetch`.
+MAX_LOADS = 128
 
 
 @dataclass(eq=False)
@@ -32,6 +35,7 @@ class Ticket:
     task: LoadTask | None = None
     deadline: float = 0.0
     ended: bool = False
+    counted: bool = False
 
 
 class Lookups:
@@ -42,9 +46,17 @@ class Lookups:
         self._resolver = resolver
         self._ticket_s = ticket_s
         self._tickets: dict[str, Ticket] = {}
+        # Both guarded by the storage lock.
+        self._loading: Counter[int] = Counter()
+        self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
 
     def __len__(self) -> int:
         return len(self._tickets)
+
+    def status(self) -> dict[str, int]:
+        """Counters. `asked_tokens` and `hit_tokens` of the lookups that were answered to the end give the hit rate."""
+        with self._storage.lock:
+            return dict(self._counters)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -69,7 +81,7 @@ class Lookups:
 
     def expire(self) -> None:
         """Ends tickets whose time is over, so that a client that forgets them leaves nothing behind."""
-        now = time.monotonic()
+        now = self._storage.clock()
         with self._storage.lock:
             for ticket in [t for t in self._tickets.values() if not t.pending and now >= t.deadline]:
                 self._end(ticket)
@@ -81,9 +93,12 @@ class Lookups:
             raise BadRange(f"start {key.start}, end {key.end}", where="key", available="0 <= start < end")
         ticket = Ticket(secrets.token_hex(8), client.session_id, key)
         with self._storage.lock:
+            self._counters.update(lookups=1, asked_tokens=key.end - key.start)
             record = self._storage.records.get(key.namespace)
             if record is None:
-                ticket.pending = self._storage.submit_record_task(key.namespace, lambda: self._know(ticket))
+                if self._may_load(ticket):
+                    ticket.pending = self._storage.submit_record_task(key.namespace, lambda: self._know(ticket))
+                    self._load_begun(ticket)
             else:
                 self._ask(ticket, self._desc(key))
             return self._reply(ticket)
@@ -124,34 +139,50 @@ class Lookups:
         """Pins what L1 answers; asks L2 for the rest."""
         grid = self._resolver.resolve(ticket.key, desc)
         hit = self._pin(ticket, grid)
-        if hit < grid.chunks:
+        if hit < grid.chunks and self._may_load(ticket):
             ticket.task = self._storage.submit_prefetch_task(
                 grid.flat, desc,
                 select=lambda available: grid.needed(grid.hit(available)),
                 on_done=lambda: self._loaded(ticket, grid),
             )  # fmt: skip
         ticket.pending = ticket.task is not None
+        self._load_begun(ticket)
 
     def _know(self, ticket: Ticket) -> None:
         """The namespace's record has been asked of L2 (in a storage thread)."""
         with self._storage.lock:
-            ticket.pending = False
+            self._load_ended(ticket)
             if not ticket.ended and self._storage.records.get(ticket.key.namespace) is not None:
                 self._ask(ticket, self._desc(ticket.key))
 
     def _loaded(self, ticket: Ticket, grid: KeyGrid) -> None:
         """A load has ended (in a storage thread), and what it loaded is still pinned by it."""
         with self._storage.lock:
-            ticket.pending = False
+            self._load_ended(ticket)
             ticket.task = None
             if not ticket.ended:
                 self._pin(ticket, grid)
+
+    def _may_load(self, ticket: Ticket) -> bool:
+        """Else it is answered with what L1 has: one client does not keep the others from L2."""
+        return self._loading[ticket.owner] < MAX_LOADS
+
+    def _load_begun(self, ticket: Ticket) -> None:
+        if ticket.pending:
+            self._loading[ticket.owner] += 1
+
+    def _load_ended(self, ticket: Ticket) -> None:
+        ticket.pending = False
+        ticket.deadline = self._storage.clock() + self._ticket_s
+        self._loading[ticket.owner] -= 1
+        if not self._loading[ticket.owner]:
+            del self._loading[ticket.owner]
 
     def _pin(self, ticket: Ticket, grid: KeyGrid) -> int:
         """Pins the hit of what L1 holds now under the ticket, in place of what it pinned before; the chunks."""
         hit = grid.hit(self._storage.which_present(grid.flat))
         before, ticket.pins = ticket.pins, ""
-        ticket.deadline = time.monotonic() + self._ticket_s
+        ticket.deadline = self._storage.clock() + self._ticket_s
         if hit:
             lease = self._storage.pin(
                 [grid.flat[index] for index in grid.needed(hit)],
@@ -164,6 +195,10 @@ class Lookups:
         return hit
 
     def _reply(self, ticket: Ticket) -> m.LookupReply:
+        if not ticket.pending and not ticket.counted:
+            ticket.counted = True
+            unknown = self._storage.records.get(ticket.key.namespace) is None
+            self._counters.update(hit_tokens=ticket.hit_tokens, unknown_namespace=unknown)
         if not ticket.pending and not ticket.pins:
             self._tickets.pop(ticket.id, None)
             return m.LookupReply(0)

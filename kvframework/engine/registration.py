@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
+
 from kvframework.api import (
     ClientInfo,
     Handler,
@@ -19,7 +21,14 @@ from kvframework.api import (
 )
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import MAX_TEXT, MAX_WORLD_SIZE
-from kvframework.errors import AlreadyRegistered, BadLayout, MessageTooLarge, NamespaceMismatch, TransportMismatch
+from kvframework.errors import (
+    AlreadyRegistered,
+    BadLayout,
+    MessageTooLarge,
+    NamespaceMismatch,
+    RequestError,
+    TransportMismatch,
+)
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
@@ -28,7 +37,13 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
+# Fields of an instance's description that tell why two namespaces differ.
+TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "forms")
+
 MAX_INSTANCES = 256  # per client
+MAX_INSTANCES_IN_ALL = 2048
+# A layout is kept for as long as its instance.
+MAX_LAYOUT_BYTES = 1 << 20
 MAX_HANDLES = 4096
 MAX_HANDLE_BYTES = 4096
 
@@ -69,10 +84,12 @@ class Registrations:
             Handler(REQUESTS["UNREGISTER_KV_CACHE"], self._unregister),
         ]
 
-    def end_session(self, client: ClientInfo) -> None:
-        """Ends every instance of a client that is gone."""
-        for context in [c for c in self._contexts.values() if c.session_id == client.session_id]:
+    def end_session(self, client: ClientInfo) -> int:
+        """Ends every instance of a client that is gone; their number."""
+        ending = [c for c in self._contexts.values() if c.session_id == client.session_id]
+        for context in ending:
             self._end(context)
+        return len(ending)
 
     def _register(
         self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object
@@ -102,6 +119,11 @@ class Registrations:
             )
         if len(payload.handles) > MAX_HANDLES or any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
             raise MessageTooLarge("the memory handles are too many or too long", where="handles")
+        if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
+            raise MessageTooLarge(
+                "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
+            )
+        _check_shown("attention_backend", payload.layout.attention_backend)
         _check_identity(payload.model_name, payload.world_size, payload.rank)
         context = self._context(
             client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
@@ -145,6 +167,10 @@ class Registrations:
     ) -> RegisteredContext:
         if sum(1 for context in self._contexts.values() if context.session_id == client.session_id) >= MAX_INSTANCES:
             raise AlreadyRegistered(f"this client has {MAX_INSTANCES} instances", available="one per rank, usually")
+        if len(self._contexts) >= MAX_INSTANCES_IN_ALL:
+            raise AlreadyRegistered(
+                f"{MAX_INSTANCES_IN_ALL} instances are registered here", available="one per rank, usually"
+            )
         known = self._contexts.get(payload.instance_id)
         if known is not None and known.memory is not None and known.memory.failure() is not None:
             self._end(known)
@@ -179,17 +205,38 @@ class Registrations:
         server = self._transports[context.transport].server
         if server is not None:
             context.memory = server.open_for(client, context.layout, desc, handles)
+        self._tell_apart(context)
         self._contexts[context.instance_id] = context
+        self._storage.records.hold(context.namespace)
         log.info(
-            "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk",
+            "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
             context.instance_id, context.model_name, context.rank, context.world_size, context.layout.format,
-            context.transport, desc.nbytes,
+            context.transport, desc.nbytes, context.namespace.hex()[:8],
         )  # fmt: skip
         opened = context.memory.opened() if context.memory is not None else None
         return _answer_after(opened, m.Registered(context.namespace, desc))
 
+    def _tell_apart(self, context: RegisteredContext) -> None:
+        """Two namespaces of one model share nothing. Untold, that looks like a cache without hits."""
+        others = [c for c in self._contexts.values() if c.model_name == context.model_name]
+        other = next((c for c in others if c.namespace != context.namespace), None)
+        if other is None:
+            return
+        mine, theirs = (each.describe(self._chunk_size) for each in (context, other))
+        differing = [
+            f"{name} {str(mine[name])[:80]}, not {str(theirs[name])[:80]}"
+            for name in TELLING
+            if mine[name] != theirs[name]
+        ]
+        log.info(
+            "instance %d shares nothing with instance %d of the same model %s: %s",
+            context.instance_id, other.instance_id, context.model_name,
+            "; ".join(differing) or "another revision, quantisation, packing or kind of weights",
+        )  # fmt: skip
+
     def _end(self, context: RegisteredContext) -> None:
         del self._contexts[context.instance_id]
+        self._storage.records.release(context.namespace)
         if context.memory is not None:
             context.memory.close()
         log.info("instance %d unregistered", context.instance_id)
@@ -216,9 +263,18 @@ def _answer_after(done: MessagingFuture[None] | None, answer: R) -> R | Messagin
 
 
 def _check_identity(model_name: str, world_size: int, rank: int) -> None:
-    if not 1 <= len(model_name) <= MAX_TEXT:
-        raise MessageTooLarge(f"model_name has {len(model_name)} characters", available=f"1 to {MAX_TEXT}")
+    if not model_name:
+        raise MessageTooLarge("model_name has 0 characters", available=f"1 to {MAX_TEXT}")
+    _check_shown("model_name", model_name)
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
     if not 0 <= rank < world_size:
         raise NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")
+
+
+def _check_shown(name: str, text: str) -> None:
+    """Of what is shown in logs and on terminals."""
+    if len(text) > MAX_TEXT:
+        raise MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
+    if not text.isprintable():
+        raise RequestError(f"{name} has characters that cannot be shown", available="printable ones, on one line")

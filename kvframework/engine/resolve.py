@@ -68,13 +68,15 @@ class KeyGrid:
         Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
         """
         groups = self.desc.groups
+        if len(first_chunks) not in (0, len(groups)):
+            raise BadRange(f"{len(first_chunks)} counts", where="first_chunks", available=f"{len(groups)}, one a group")
         first = list(first_chunks) or [0] * len(groups)
-        if len(first) != len(groups) or any(
-            not 0 <= count <= (self.chunks if group.window else 0) for count, group in zip(first, groups, strict=False)
+        if any(
+            not 0 <= count <= (self.chunks if group.window else 0) for count, group in zip(first, groups, strict=True)
         ):
             raise BadRange(
                 f"first_chunks is {first}", where="first_chunks",
-                available=f"{len(groups)} counts, 0 for full attention, else 0 to {self.chunks}",
+                available=f"0 for full attention, else 0 to {self.chunks}",
             )  # fmt: skip
         count = len(groups)
         return [index for index in range(len(self.flat)) if index // count >= first[index % count]]

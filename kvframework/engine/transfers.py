@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrievePlan, StoreOutcome, StorePlan
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
-from kvframework.engine.resolve import KeyGrid, KeyResolver
+from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
 from kvframework.errors import TransportMismatch
 from kvframework.storage.leases import StoredObject
 from kvframework.storage.manager import StorageManager
@@ -30,6 +30,7 @@ class EngineDrivenTransfers:
         chunk_size: int,
         store_lease_s: float,
         retrieve_lease_s: float,
+        store_share: float,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -37,6 +38,7 @@ class EngineDrivenTransfers:
         self._chunk_size = chunk_size
         self._store_lease_s = store_lease_s
         self._retrieve_lease_s = retrieve_lease_s
+        self._store_share = store_share
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -59,11 +61,17 @@ class EngineDrivenTransfers:
             owner=client.session_id,
             request_id=payload.key.request_id,
             lease_s=self._store_lease_s,
+            share=self._share_of(client),
         )
         outcome = outcome_of(result)
         if result.lease is None:
             return StorePlan("", (), outcome)
         return StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
+
+    def _share_of(self, client: ClientInfo) -> float:
+        """A client that is alone may fill L1; one of several leaves the others something, even if it stands still."""
+        alone = all(context.session_id == client.session_id for context in self._contexts.values())
+        return 1.0 if alone else self._store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
@@ -82,6 +90,7 @@ class EngineDrivenTransfers:
             request_id=payload.key.request_id,
             lease_s=self._retrieve_lease_s,
         )
+        self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return RetrievePlan(False, reason="not all objects are in L1")
         return RetrievePlan(True, lease.id, pinned_ranges(grid, wanted, lease.objects), self._retrieve_lease_s)
@@ -101,6 +110,7 @@ class EngineDrivenTransfers:
 
 def grid_of(context: RegisteredContext, key: CacheKey, resolver: KeyResolver, chunk_size: int) -> KeyGrid:
     """The objects of one rank that `key` names, after checking it against the registration."""
+    check_key(key)
     context.check(key)
     return resolver.resolve(key, context.get_layout_desc(chunk_size))
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
-from kvframework.errors import KVFrameworkError, MalformedFrames, ServerGone, UnknownRequest
+from kvframework.errors import DeadlineExceeded, KVFrameworkError, MalformedFrames, ServerGone, UnknownRequest
 from kvframework.messaging.bulk import BulkSocket
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.dial import BULK, CONTROL, IO_THREADS, dial
@@ -32,10 +32,12 @@ logger = logging.getLogger(__name__)
 
 State = Literal["up", "suspect", "down"]
 
+TELL_AGAIN_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
 _SLOWEST_HELLO_S = 1.0
+_CLOSE_S = 10.0
 
 
 class Connection:
@@ -59,6 +61,8 @@ class Connection:
         keys: LoadedKeys | None = None,
     ) -> None:
         self.last_error: Exception | None = None
+        self._unanswered: ServerGone | None = None
+        self._tell_again_at = 0.0
         self._endpoint = endpoint
         self._hello = hello
         self._table = table
@@ -100,6 +104,13 @@ class Connection:
         """Of the server that is connected, None if there is none."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
+
+    @property
+    def why_down(self) -> Exception | None:
+        """The most telling of what is known: a refusal before silence, silence before that nobody was there."""
+        if self.last_error is not None and not isinstance(self.last_error, ServerGone):
+            return self.last_error
+        return self._unanswered or self.last_error
 
     def hold(self) -> int | None:
         """A descriptor that, while it is open, keeps the server from taking this process for dead (None over TCP). The
@@ -165,7 +176,8 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
-        are joined (not by themselves). Idempotent; does nothing in a forked child."""
+        are joined (not by themselves, and no longer than a resolver that hangs is worth). Idempotent; does nothing in a
+        forked child."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -177,7 +189,7 @@ class Connection:
         self._notify()
         within = threading.current_thread() is self._thread or (link is not None and link.runs_here())
         if self._thread.ident is not None and not within:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     def _spec(self, name: str, buffers: Sequence[Buffer]) -> RequestSpec | KVFrameworkError:
         spec = self._table.get(name)
@@ -207,12 +219,14 @@ class Connection:
     def _connect_once(self, context: zmq.Context[Any]) -> None:
         """One connection, from HELLO to its end. Raises if it did not come up."""
         timeout = max(self._ping_timeout_s, _SLOWEST_HELLO_S)
-        dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set)
+        dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
+        self._unanswered = None
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
             liveness, arena_fd = None, None
-            if reply.liveness:
+            # What a server on another host names is none of this one's paths.
+            if reply.liveness and self._endpoint.startswith("ipc://"):
                 liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, timeout)
                 undo.callback(liveness.close)
                 if arena_fd is not None:
@@ -230,8 +244,13 @@ class Connection:
             self._on_up(reply, arena_fd)
             self.last_error = None
             self._welcomed = True
+            logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
             self._notify()
             link.ended.wait()
+        except KVFrameworkError as error:
+            if not isinstance(error, (ServerGone, DeadlineExceeded)):
+                link.say_goodbye(error)
+            raise
         finally:
             up, self._welcomed = self._welcomed, False
             link.close()
@@ -241,7 +260,12 @@ class Connection:
             self._went_down(link)
 
     def _dial(
-        self, context: zmq.Context[Any], hello: Hello, io_thread: int, closing: Callable[[], bool]
+        self,
+        context: zmq.Context[Any],
+        hello: Hello,
+        io_thread: int,
+        closing: Callable[[], bool],
+        waiting: Callable[[ServerGone], None] = lambda _: None,
     ) -> tuple[Socket, HelloReply]:
         return dial(
             context,
@@ -251,7 +275,11 @@ class Connection:
             closing=closing,
             keys=self._keys,
             io_thread=io_thread,
+            waiting=waiting,
         )
+
+    def _wait_for_hello(self, unanswered: ServerGone) -> None:
+        self._unanswered = unanswered
 
     def _went_down(self, link: Link) -> None:
         if not self._closing.is_set():
@@ -268,8 +296,11 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> None:
-        """Logs what keeps the connection from coming up: loudly, and once, unless it is only that nobody serves."""
-        if str(error) != str(self.last_error) and not self._closing.is_set():
+        """Logs what keeps the connection from coming up: loudly, unless it is only that nobody serves; again after a
+        while, since a cache that is never hit looks like any other."""
+        now = time.monotonic()
+        if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._tell_again_at):
+            self._tell_again_at = now + TELL_AGAIN_S
             if isinstance(error, ServerGone):
                 logger.info("no server at %s: %s", self._endpoint, error.fact)
             elif isinstance(error, KVFrameworkError):
@@ -277,3 +308,4 @@ class Connection:
             else:
                 logger.error("connecting to %s failed", self._endpoint, exc_info=error)
         self.last_error = error
+        self._unanswered = None

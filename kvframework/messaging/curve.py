@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ ZAP_DOMAIN = b"kvframework"
 _PUBLIC, _SECRET = "curve-public", "curve-secret"
 _KEY_CHARACTERS = 40
 _MAX_FILE_BYTES = 4096
+LOOK_AGAIN_S = 0.5
 
 
 class CurveKeyError(ConfigError):
@@ -34,13 +37,16 @@ class CurveKeyError(ConfigError):
 
 class AdmittedClients:
     """The clients whose public keys lie in a directory, one `*.public` file each. A file that is added or removed
-    counts from the next handshake on. Raises `CurveKeyError` if the directory or a file is unusable at first; later
-    that is logged, and the bad file admits nobody. Not thread-safe."""
+    counts from the next handshake on. Raises `CurveKeyError` if the directory or a file is unusable at first,
+    or others may add files; later that is logged, and the bad file admits nobody. Not thread-safe."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
+        self._clock = clock
+        self._look_again_at = clock() + LOOK_AGAIN_S
         self._names: dict[bytes, str] = {}
         try:
+            _check_not_writable(directory)
             self._seen = directory.stat().st_mtime_ns
             paths = self._paths()
         except OSError as error:
@@ -52,11 +58,13 @@ class AdmittedClients:
 
     def name_of(self, key: bytes) -> str | None:
         """The file's name for a raw public key, None if it is nobody's here. Looks at the directory's time, and at all
-        of it for a key that is not known."""
+        of it for a key that is not known, but not for every stranger who knocks."""
         try:
-            now = self._directory.stat().st_mtime_ns
-            if now != self._seen or key not in self._names:
-                self._names, self._seen = self._read_again(), now
+            changed_at = self._directory.stat().st_mtime_ns
+            doubtful = key not in self._names and self._clock() >= self._look_again_at
+            if changed_at != self._seen or doubtful:
+                self._names, self._seen = self._read_again(), changed_at
+                self._look_again_at = self._clock() + LOOK_AGAIN_S
         except OSError as error:
             logger.error("the client keys cannot be read any more: %s: %s", self._directory, error.strerror)
             return None
@@ -136,6 +144,16 @@ def write_pair(secret_path: Path, public_path: Path) -> None:
     public, secret = zmq.curve_keypair()
     _write(secret_path, f"{_SECRET} {secret.decode()}\n", 0o600)
     _write(public_path, f"{_PUBLIC} {public.decode()}\n", 0o644)
+
+
+def _check_not_writable(directory: Path) -> None:
+    """Whoever may add a file there admits whom they like. Raises `CurveKeyError` and `OSError`."""
+    mode = directory.stat().st_mode
+    read_only = os.statvfs(directory).f_flag & os.ST_RDONLY  # as secrets are mounted into containers
+    if mode & 0o022 and not read_only:
+        raise CurveKeyError(
+            f"others may add keys: {stat.filemode(mode)}", where=str(directory), hint=f"chmod 700 {directory}"
+        )
 
 
 def _need_curve() -> None:

@@ -5,22 +5,25 @@ Every attempt has a socket of its own that never reconnects, so that nothing mea
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
 
-from kvframework.config import Endpoint, parse_endpoint
+from kvframework.config import Endpoint, check_private_directory, parse_endpoint
 from kvframework.errors import ProtocolError, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.endpoint import ipc_path
-from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, error_from, join, split
-from kvframework.wire.messages import Hello, HelloReply
+from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
+from kvframework.wire.messages import Goodbye, Hello, HelloReply
 
-_HELLO_ID = 0
+_HELLO_ID, _GOODBYE_ID = 0, 1
+_GOODBYE_MS = 200
 _POLL_S = 0.05
 
 
@@ -38,14 +41,18 @@ def dial(
     closing: Callable[[], bool],
     keys: LoadedKeys | None = None,
     io_thread: int = CONTROL,
+    waiting: Callable[[ServerGone], None] = lambda _: None,
 ) -> tuple[frames_io.Socket, HelloReply]:
     """A connected DEALER, which the caller owns, and HELLO's answer. `context` has `IO_THREADS`.
 
-    Raises `ServerGone` if nobody listens or answers in time, or `closing()`; else what the server refuses with.
+    Raises `ServerGone` if nobody listens or answers in time, or `closing()`; `EndpointError` for an ipc:// one in a
+    directory that others may write to; else what the server refuses with. `waiting` is told, once HELLO is on its way,
+    what is raised if no answer comes.
     """
     address = None
     if endpoint.startswith("ipc://"):
         _probe(socket.AF_UNIX, ipc_path(endpoint), endpoint, 0.0)
+        _check_directory(endpoint)
     else:
         address = parse_endpoint(endpoint)
         _probe_tcp(address, endpoint, timeout)
@@ -62,10 +69,17 @@ def dial(
         dealer.connect(endpoint)
         frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
         deadline = time.monotonic() + timeout
+        unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
+        waiting(unanswered)
         while not dealer.poll(int(_POLL_S * 1000)):
             if closing() or time.monotonic() >= deadline:
-                raise ServerGone(f"no answer to HELLO within {timeout} s", where=endpoint, hint=_hint(address, keys))
-        return dealer, _check(dealer, hello)
+                raise unanswered
+        envelope = _answer(dealer)
+        try:
+            return dealer, _accepted(envelope, hello)
+        except ProtocolError as error:
+            _say_why(dealer, error)
+            raise
     except zmq.ZMQError as error:
         dealer.close(0)
         raise ServerGone(f"cannot connect: {error}", where=endpoint) from None
@@ -76,10 +90,18 @@ def dial(
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
     if address is None:
-        return ""
+        return "something listens there: is its process stopped, or held by something?"
     if keys is None:
         return "a server with CURVE keys answers nobody without them: see `kvframework keys new --help`"
     return "is it this server's public key, and is this client's public key among those that the server admits?"
+
+
+def _check_directory(endpoint: str) -> None:
+    """Whoever may write there can put a server of their own in the place of this user's."""
+    try:
+        check_private_directory(Path(ipc_path(endpoint)).parent)
+    except OSError as error:
+        raise ServerGone(f"nobody serves: {error.strerror}", where=endpoint) from None
 
 
 def _probe_tcp(address: Endpoint, endpoint: str, timeout: float) -> None:
@@ -100,10 +122,20 @@ def _probe(family: socket.AddressFamily, place: Any, endpoint: str, timeout: flo
             raise ServerGone(f"nobody serves: {error.strerror or error}", where=endpoint) from None
 
 
-def _check(dealer: frames_io.Socket, hello: Hello) -> HelloReply:
+def _answer(dealer: frames_io.Socket) -> Envelope:
     envelope = split(frames_io.receive(dealer, frames_io.HEAD_FRAMES) or [])
     if envelope.type == ERROR_TYPE:
         raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
+    return envelope
+
+
+def _say_why(dealer: frames_io.Socket, error: ProtocolError) -> None:
+    with contextlib.suppress(zmq.ZMQError):
+        frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
+    dealer.close(_GOODBYE_MS)
+
+
+def _accepted(envelope: Envelope, hello: Hello) -> HelloReply:
     if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
         raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
     reply = decode(envelope.payload, HelloReply, where="HELLO")

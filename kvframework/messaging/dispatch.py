@@ -6,7 +6,6 @@ Whatever comes in is answered, with a typed error frame if need be, unless not e
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,20 @@ import msgspec
 from kvframework.api import Buffer, Handler, RequestSpec
 from kvframework.errors import (
     HelloRequired,
+    InvalidPayload,
     MalformedFrames,
     PluginBroken,
     ProtocolError,
     ShuttingDown,
-    VersionMismatch,
 )
 from kvframework.messaging.inflight import InFlight
 from kvframework.messaging.liveness import LivenessServer
+from kvframework.messaging.refusals import Refusals
 from kvframework.messaging.replies import ReplySender
 from kvframework.messaging.session import ClientSession, SessionTable
 from kvframework.wire.frames import MAX_TYPE_BYTES, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.handshake import negotiate
-from kvframework.wire.messages import Empty, Hello, HelloReply
+from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Dispatcher:
         hasher_fingerprint: str,
         on_session_end: Callable[[ClientSession], None],
         counters: dict[str, int],
+        refusals: Refusals,
     ) -> None:
         self._sessions = sessions
         self._calls = calls
@@ -92,8 +93,8 @@ class Dispatcher:
         self._hasher_fingerprint = hasher_fingerprint
         self._on_session_end = on_session_end
         self._counters = counters
+        self._refusals = refusals
         self.stopping = False
-        self._tell_refused_at = 0.0
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
         """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
@@ -102,6 +103,7 @@ class Dispatcher:
             envelope = split(frames[1:])
         except ProtocolError as error:
             self._counters["malformed"] += 1
+            self._refusals.request(self._sessions.by_identity(identity), "malformed message", error)
             if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
                 self._replies.send_error(identity, int.from_bytes(frames[1], "little"), error)
             else:
@@ -111,7 +113,9 @@ class Dispatcher:
         try:
             self._on_request(identity, envelope)
         except Exception as error:
-            if not isinstance(error, (ProtocolError, ShuttingDown)):
+            if isinstance(error, ProtocolError):
+                self._refused(identity, envelope, error)
+            elif not isinstance(error, ShuttingDown):
                 logger.exception("%s failed", envelope.type)
             self._replies.send_error(identity, envelope.request_id, error)
 
@@ -141,28 +145,38 @@ class Dispatcher:
         if session is None:
             raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
         if envelope.type == "GOODBYE":
-            self.end(session)
-            self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+            self._goodbye(identity, session, envelope)
             return
         self._calls.submit(session, identity, envelope)
 
-    def _refused(self, hello: Hello, error: VersionMismatch) -> None:
-        """Says in the server's log what the client has in its own: silence would look like a cache without hits."""
-        self._counters["hello_refused"] += 1
-        now = time.monotonic()
-        if now >= self._tell_refused_at:
-            self._tell_refused_at = now + 1.0
-            logger.warning("%r (process %d) was refused: %s", hello.client[:128], hello.pid, error)
+    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError) -> None:
+        if isinstance(error, HelloRequired):
+            return  # its session has just ended, and it connects again
+        if envelope.type == "HELLO":
+            self._counters["hello_refused"] += 1
+            self._refusals.hello(envelope, error)
+        else:
+            self._refusals.request(self._sessions.by_identity(identity), envelope.type, error)
+
+    def _open(self, identity: bytes, hello: Hello) -> ClientSession:
+        return self._sessions.open(identity, hello, remote=not self._liveness_path(identity))
+
+    def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
+        self.end(session)
+        self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+        try:
+            goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
+        except InvalidPayload as error:
+            goodbye = Goodbye(error.code, error.fact)
+        if goodbye.reason:
+            self._counters["server_refused"] += 1
+            self._refusals.server(session, goodbye.code, goodbye.reason)
 
     def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
-        try:
-            version = negotiate(hello, self._hasher_fingerprint)
-        except VersionMismatch as error:
-            self._refused(hello, error)
-            raise
+        version = negotiate(hello, self._hasher_fingerprint)
         lost = self._sessions.by_token(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
@@ -170,7 +184,8 @@ class Dispatcher:
         if hello.session:
             session, opened = self._sessions.join(identity, hello.session), False
         else:
-            session, opened = known or self._sessions.open(identity, hello), known is None
+            session, opened = known or self._open(identity, hello), known is None
+        session.version = version
         self._counters["sessions_opened"] += opened
         welcomed = False
         try:

@@ -17,6 +17,7 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_B
 ZERO_COPY_BYTES = 64 << 10
 HIGH_WATER_MARK = 1000
 _KEEPALIVE_S = 30
+UNREAD_S = 60  # how long a peer over TCP may leave unread what it is sent
 _HANDSHAKE_MS = 3000  # connections that do not speak ZMTP are dropped after it
 HEAD_FRAMES = 3  # request id, type, payload
 
@@ -36,10 +37,12 @@ def bound(socket: Socket) -> None:
 
 
 def over_tcp(socket: Socket, host: str) -> None:
-    """What a socket needs besides to speak TCP. The kernel notices peers that have vanished without a word."""
+    """What a socket needs besides to speak TCP. The kernel notices peers that have vanished without a word, and cuts
+    off those that receive nothing."""
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_MAXRT, UNREAD_S * 1000)
 
 
 def outgoing(frames: Sequence[Buffer]) -> list[Any]:

@@ -28,16 +28,18 @@ from kvframework.errors import (
     ProtocolError,
     ServerGone,
 )
+from kvframework.log_limit import LogLimit
 from kvframework.messaging import frames_io
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.messaging.heartbeat import Heartbeat
 from kvframework.messaging.liveness_client import LivenessLink
 from kvframework.messaging.wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
-from kvframework.wire.messages import Cancel, Empty, Pong
+from kvframework.wire.messages import Cancel, Empty, Goodbye, Pong
 from kvframework.wire.table import REQUESTS
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
 
 _MESSAGES_PER_ROUND = 64
 _MAX_LATE = 4096
@@ -90,6 +92,7 @@ class Link:
     ) -> None:
         self.boot_id = boot_id
         self.suspect = False
+        self._suspect_since = 0.0
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = dealer
@@ -154,11 +157,13 @@ class Link:
         """See `Connection.hold`."""
         return self._liveness.duplicate() if self._liveness is not None else None
 
-    def say_goodbye(self) -> None:
-        """Tells a server that could not notice otherwise, and waits for a moment. Not in the I/O thread."""
-        if self._liveness is None:
+    def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
+        """Tells a server what it could not notice otherwise: the end, and why it is of no use. Waits for a moment. Not
+        in the I/O thread."""
+        if self._liveness is None or why is not None:
+            goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
             with contextlib.suppress(KVFrameworkError):
-                self.submit(_GOODBYE, Empty(), (), _GOODBYE_S).result(2 * _GOODBYE_S)
+                self.submit(_GOODBYE, goodbye, (), _GOODBYE_S).result(2 * _GOODBYE_S)
 
     def close(self) -> None:
         """Ends the link and waits for its thread, unless called by it. Idempotent."""
@@ -264,12 +269,15 @@ class Link:
         """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
         self._pings.clear()
         self._heartbeat.answered()
-        if envelope.type == ERROR_TYPE:
-            error = error_from(decode(envelope.payload, ErrorPayload, where=_PING.name))
-            if isinstance(error, HelloRequired):
-                raise _EndOfLink(error)
-        elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
-            raise _EndOfLink(ServerGone("the server was started anew"))
+        try:
+            if envelope.type == ERROR_TYPE:
+                error = error_from(decode(envelope.payload, ErrorPayload, where=_PING.name))
+                if isinstance(error, HelloRequired):
+                    raise _EndOfLink(error)
+            elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
+                raise _EndOfLink(ServerGone("the server was started anew"))
+        except InvalidPayload as error:
+            raise _EndOfLink(error) from None
         self._set_suspect(False)
 
     def _expire(self, now: float) -> None:
@@ -302,9 +310,15 @@ class Link:
         self._heartbeat.sent(now)
 
     def _set_suspect(self, suspect: bool) -> None:
-        if self.suspect != suspect:
-            self.suspect = suspect
-            self._changed()
+        if self.suspect == suspect:
+            return
+        self.suspect = suspect
+        if suspect:
+            self._suspect_since = self._clock()
+            logger.warning("the server does not answer: every lookup is a miss until it does")
+        else:
+            logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
+        self._changed()
 
     def _resolve(self, item: _Outgoing, outcome: Message | KVFrameworkError, detail: object = None) -> None:
         try:

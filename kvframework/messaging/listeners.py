@@ -5,6 +5,7 @@ An identity is one byte for the endpoint, then ZMQ's routing id. Serving thread 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,10 @@ class Listeners:
         router.setsockopt(zmq.LINGER, FLUSH_MS)
         local = endpoint.startswith("ipc://")
         self._local.append(local)
-        if not local:
+        if local:
+            # The modes of socket and directory say the same; they may be changed from outside.
+            router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        else:
             frames_io.over_tcp(router, parse_endpoint(endpoint).host)
             if keys is not None:
                 keys.apply(router)

@@ -24,10 +24,13 @@ logger = logging.getLogger(__name__)
 
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
-MAX_HALF_OPEN = 64
+MAX_HALF_OPEN = 256
 MAX_PER_SESSION = 4
 HALF_OPEN_S = 1.0
+# Of a whole node's clients that come at once, as after a restart: whom the kernel cannot queue is refused.
+BACKLOG = 1024
 _EVENTS_PER_ROUND = 64
+_ACCEPTS_PER_ROUND = 16
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -72,7 +75,7 @@ class LivenessServer:
             self._listener.setblocking(False)
             with private_umask():
                 self._listener.bind(path)
-            self._listener.listen(MAX_HALF_OPEN)
+            self._listener.listen(BACKLOG)
         except OSError:
             self.close()
             raise
@@ -85,17 +88,22 @@ class LivenessServer:
     def serve(self) -> list[ClientSession]:
         """Handles what is ready, a bounded amount. Returns the sessions whose last liveness socket has ended."""
         dead = []
+        calling = False
         for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND):
             if fd == self._listener.fileno():
-                self._accept()
+                calling = True
             elif fd in self._half_open:
                 self._hear(self._half_open[fd])
             elif fd in self._live:
                 sock, session = self._live.pop(fd)
-                sock.close()
+                self._hang_up(sock)
                 if not any(other is session for _, other in self._live.values()):
                     session.local = False
                     dead.append(session)
+        # After those who have said something: the ones who have not may have to make room.
+        for _ in range(_ACCEPTS_PER_ROUND if calling else 0):
+            if not self._accept():
+                break
         return dead
 
     def expire(self, now: float) -> None:
@@ -108,7 +116,7 @@ class LivenessServer:
     def drop(self, session: ClientSession) -> None:
         """Closes the sockets of a session that has ended; its client sees that at once."""
         for fd in [fd for fd, (_, other) in self._live.items() if other is session]:
-            self._live.pop(fd)[0].close()
+            self._hang_up(self._live.pop(fd)[0])
 
     def close(self) -> None:
         """Closes every socket; the clients take it for the server's death. The socket file is the caller's."""
@@ -128,7 +136,8 @@ class LivenessServer:
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._listening = True
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """False if nobody calls."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
@@ -137,17 +146,18 @@ class LivenessServer:
                 logger.warning("cannot accept a liveness connection: %s", error)
                 self._epoll.unregister(self._listener.fileno())
                 self._listening = False
-            return
+            return False
         if peer_uid(sock) != os.geteuid():
             logger.warning("refused a liveness connection of another user, uid %d", peer_uid(sock))
             self._counters["liveness_refused"] += 1
             sock.close()
-            return
+            return True
         if len(self._half_open) >= MAX_HALF_OPEN:
             self._refuse(next(iter(self._half_open.values())))
         sock.setblocking(False)
         self._half_open[sock.fileno()] = _HalfOpen(sock, self._clock() + HALF_OPEN_S)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
+        return True
 
     def _hear(self, entry: _HalfOpen) -> None:
         try:
@@ -186,5 +196,11 @@ class LivenessServer:
     def _refuse(self, entry: _HalfOpen) -> None:
         self._counters["liveness_refused"] += 1
         self._half_open.pop(entry.sock.fileno(), None)
+        self._hang_up(entry.sock)
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        # A copier may hold a copy (`ClientSession.hold`): the closed socket would still be watched, and what it says
+        # taken for the words of the connection that gets its number next.
         with contextlib.suppress(OSError):
-            entry.sock.close()
+            self._epoll.unregister(sock)
+        sock.close()

@@ -26,6 +26,7 @@ from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.inflight import InFlight
 from kvframework.messaging.listeners import Listeners
 from kvframework.messaging.liveness import LivenessServer
+from kvframework.messaging.refusals import Refusals
 from kvframework.messaging.replies import ReplySender
 from kvframework.messaging.session import ClientSession, SessionTable
 from kvframework.messaging.wakeup import Wakeup
@@ -37,6 +38,12 @@ MESSAGES_PER_ROUND = 64  # so that liveness and deadlines are served under a flo
 ROUND_S = 0.05
 # Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying everybody.
 IO_THREADS, IO_THREADS_TCP = 1, 2
+# Beside these: `errors.CODE` for each code of an error that was answered.
+COUNTERS = (
+    "requests", "responses", "errors", "sessions_opened", "sessions_ended", "hello_refused", "server_refused",
+    "curve_refused", "liveness_refused", "malformed", "unanswerable", "dropped", "unroutable", "late", "loop_errors",
+    "tick_errors",
+)  # fmt: skip
 
 
 @dataclass
@@ -59,7 +66,7 @@ class MessageServer:
     `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
     `version` and `liveness` are filled in here. `arena_fd` is borrowed and passed to every client; None: there is none.
     `on_session_end(session)` is called exactly once for every session, `on_tick()` every `tick_s`; what they raise is
-    logged. `counters` may be read from any thread.
+    logged. `counters` and `refusals` may be read from any thread.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class MessageServer:
         tcp: str = "",
         curve: ServerKeys | None = None,
     ) -> None:
-        self.counters: dict[str, int] = Counter()
+        self.counters: dict[str, int] = Counter(dict.fromkeys(COUNTERS, 0))
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint)
         self._curve = curve
@@ -91,6 +98,7 @@ class MessageServer:
         self._tick_s = tick_s
         self._workers = workers
         self._clock = time.monotonic
+        self.refusals = Refusals(self._clock)
         self._table = SessionTable(self._clock, session_timeout_s=session_timeout_s)
         self._wakeup = Wakeup()
         self._resources = contextlib.ExitStack()
@@ -182,6 +190,7 @@ class MessageServer:
             hasher_fingerprint=self._hasher_fingerprint,
             on_session_end=self._on_session_end,
             counters=self.counters,
+            refusals=self.refusals,
         )
         poller = zmq.Poller()
         for source in (*listeners.sockets, self._wakeup.fd):

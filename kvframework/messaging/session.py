@@ -25,13 +25,17 @@ _MAX_NAME = 128
 
 @dataclass(eq=False)
 class ClientSession(ClientInfo):
-    """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name."""
+    """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name;
+    `version` is the protocol's, as negotiated. `remote`: it came over TCP."""
 
     session_id: int
     pid: int
     name: str
     last_seen: float
     local: bool = False
+    version: int = 0
+    client_version: str = ""
+    remote: bool = False
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     identities: set[bytes] = field(default_factory=set, repr=False)
     liveness: socket.socket | None = field(default=None, repr=False)
@@ -52,6 +56,7 @@ class SessionTable:
         self._timeout = session_timeout_s
         self._max = max_sessions
         self._last_id = 0
+        self._remote = 0
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_token: dict[bytes, ClientSession] = {}
 
@@ -62,14 +67,22 @@ class SessionTable:
         """A snapshot; may be taken from any thread."""
         return list(self._by_token.values())
 
-    def open(self, identity: bytes, hello: Hello) -> ClientSession:
-        """A new session for this routing id. Raises `ProtocolError` if the id is taken or the table is full."""
+    def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
+        """A new session for this routing id. Raises `ProtocolError` if the id is taken or the table is full; half of it
+        is kept for local clients."""
         if identity in self._by_identity:
             raise ProtocolError("this connection has said HELLO already")
-        if len(self._by_token) >= self._max:
-            raise ProtocolError(f"{self._max} client sessions are open", hint="close clients that are not used")
+        taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
+        if taken >= most or len(self._by_token) >= self._max:
+            raise ProtocolError(
+                f"{taken} client sessions are open{' over TCP' if remote else ''}", available=f"{most} at most",
+                hint="close clients that are not used",
+            )  # fmt: skip
+        self._remote += remote
         self._last_id += 1
-        session = ClientSession(self._last_id, hello.pid, hello.client[:_MAX_NAME], self._clock())
+        session = ClientSession(self._last_id, hello.pid, printable(hello.client[:_MAX_NAME]), self._clock())
+        session.client_version = printable(hello.client_version[:_MAX_NAME])
+        session.remote = remote
         self._by_token[session.token] = session
         self._bind(identity, session)
         return session
@@ -108,6 +121,7 @@ class SessionTable:
         """Forgets the session and its routing ids; False if it had ended before."""
         if self._by_token.pop(session.token, None) is None:
             return False
+        self._remote -= session.remote
         for identity in session.identities:
             del self._by_identity[identity]
         return True
@@ -115,3 +129,8 @@ class SessionTable:
     def _bind(self, identity: bytes, session: ClientSession) -> None:
         self._by_identity[identity] = session
         session.identities.add(identity)
+
+
+def printable(name: str) -> str:
+    """What a client said of itself, as it may be shown in logs and on terminals."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 
 from kvf_filesystem.aligned import REFUSALS
@@ -86,6 +87,7 @@ def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
 def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> None:
     if not root.usable():
         raise ConfigFieldError(f"the folder {path} is not writable", where=f"{where}.path", hint="check owner and mode")
+    _check_private(root.fd, path, where)
     _lock(root, options, path, where)
     if options.direct != "off":
         able = _can_bypass_cache(root.fd)
@@ -98,6 +100,19 @@ def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> Non
         # Measured (README.md): writing gains by it, while reading ahead gains more for reads. Not measured through NFS.
         root.direct_writes = able and (options.direct == "on" or not options.shared)
         root.direct_reads = options.direct == "on"
+
+
+def _check_private(fd: int, path: str, where: str) -> None:
+    """What others write there would be loaded as KV: its checksum tells damage, not intent."""
+    status = os.fstat(fd)
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigFieldError(
+            f"everybody may write to the folder {path}: {stat.filemode(status.st_mode)}",
+            where=f"{where}.path",
+            hint="name a folder in it, which is made with mode 0700, or take the right away: chmod o-w",
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        _log.warning("%s: uid %d owns the folder %s, and may change what is stored there", where, status.st_uid, path)
 
 
 def _open_marker(fd: int, path: str, where: str) -> int:

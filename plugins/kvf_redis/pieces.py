@@ -27,11 +27,12 @@ class Trailer(NamedTuple):
     total: int
     pieces: int
 
-    def fits(self, first_bytes: int) -> bool:
-        """True if a piece 0 with `first_bytes` of the value may have this trailer."""
+    def fits(self, first_bytes: int, least: int) -> bool:
+        """True if a piece 0 with `first_bytes` of the value may have this trailer; no writer makes pieces that hold
+        less than `least`."""
         if self.pieces == 1:
             return self.total == first_bytes
-        return first_bytes > 0 and len(spans(self.total, first_bytes)) == self.pieces
+        return first_bytes >= max(least, 1) and len(spans(self.total, first_bytes)) == self.pieces
 
     def bytes_of(self, index: int) -> bytes:
         """What piece `index` ends with."""

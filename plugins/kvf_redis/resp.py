@@ -60,12 +60,17 @@ def parse_line(line: bytes) -> Reply:
     """A reply line without its CRLF. Raises `ProtocolSurprise` for anything that is none."""
     kind, rest = line[:1], line[1:]
     if kind in (b"+", b"-"):
-        return Reply(kind.decode(), text=rest[:200].decode("ascii", "backslashreplace"))
+        return Reply(kind.decode(), text=_shown(rest[:200].decode("ascii", "backslashreplace")))
     if kind in (b":", b"$") and _NUMBER.fullmatch(rest):
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)
     raise ProtocolSurprise("a reply is no RESP that was asked for")
+
+
+def _shown(text: str) -> str:
+    """What a server says ends up in logs and on terminals."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def holds(reply: Reply, kind: str) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 
 from kvf_redis.borrowed import Borrowed
 from kvf_redis.cluster import Cluster
 from kvf_redis.commands import Command, Count, Tail
 from kvf_redis.node import Node, OneNode, Router, rebuilt
-from kvf_redis.options import RedisOptions
+from kvf_redis.options import LEAST_VALUE_BYTES, RedisOptions
+from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import read_settings
 from kvf_redis.values import Reading, Writing, other_pieces, piece_ttl
 from kvframework.api import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
+
+_AT_ONCE = 4096
+_LEAST_PIECE_BYTES = LEAST_VALUE_BYTES - TRAILER_BYTES
 
 
 def open_tier(options: RedisOptions, *, where: str) -> RedisTier:
@@ -43,7 +49,7 @@ class RedisTier(Tier):
         tails = [Tail(self._prefix + key) for key in keys]
         unlinks = [_unlink(tail.key) for tail in tails]
         self._run([command for pair in zip(tails, unlinks, strict=True) for command in pair], deadline)
-        self._try([_unlink(key) for tail in tails for key in other_pieces(tail)], deadline)
+        self._try_all((_unlink(key) for tail in tails for key in other_pieces(tail)), deadline)
         return [unlink.outcome for unlink in unlinks]
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
@@ -52,13 +58,17 @@ class RedisTier(Tier):
             return
         tails = [Tail(self._prefix + key) for key in keys]
         self._run([*tails, *(_expire(tail.key, self._ttl_s) for tail in tails)], deadline)
-        self._try([_expire(key, piece_ttl(self._ttl_s)) for tail in tails for key in other_pieces(tail)], deadline)
+        ttl_s = piece_ttl(self._ttl_s)
+        self._try_all((_expire(key, ttl_s) for tail in tails for key in other_pieces(tail)), deadline)
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
         with _borrowed(keys, parts) as values:
-            readings = [Reading(self._prefix + key, value) for key, value in zip(keys, values, strict=True)]
+            readings = [
+                Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
+                for key, value in zip(keys, values, strict=True)
+            ]
             self._run([each.first for each in readings], deadline)
             waiting = readings
             while waiting:
@@ -80,7 +90,7 @@ class RedisTier(Tier):
             if failure is not None and not ready:
                 raise failure
             self._run([command for each in ready for command in (each.before, each.first)], deadline)
-            self._try([_unlink(key) for each in writings for key in each.remains()], deadline)
+            self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
             return [each.first.outcome for each in writings]
 
     def ping(self, *, deadline: float) -> None:
@@ -93,6 +103,12 @@ class RedisTier(Tier):
         """Raises `TierError` if none of the commands could be carried out."""
         if commands:
             self._router.run(commands, deadline)
+
+    def _try_all(self, commands: Iterator[Command], deadline: float) -> None:
+        """A bounded number at once: a forged trailer may name any number of pieces. What is left at the deadline
+        stays."""
+        while time.monotonic() < deadline and (batch := list(islice(commands, _AT_ONCE))):
+            self._try(batch, deadline)
 
     def _try(self, commands: Sequence[Command], deadline: float) -> TierError | None:
         """Returns what `_run` raises: these commands may fail without failing the call."""

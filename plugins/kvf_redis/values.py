@@ -49,10 +49,12 @@ class Writing:
 
 
 class Reading:
-    """First run `first`, then what `rest` gives, and all that again while it is `torn`; then see `outcome`."""
+    """First run `first`, then what `rest` gives, and all that again while it is `torn`; then see `outcome`. A value
+    with pieces that hold less than `least` bytes is forged."""
 
-    def __init__(self, key: bytes, value: Borrowed) -> None:
+    def __init__(self, key: bytes, value: Borrowed, *, least: int = 1) -> None:
         self._value = value
+        self._least = least
         self._begin(key)
 
     def _begin(self, key: bytes, torn: Trailer | None = None) -> None:
@@ -77,7 +79,7 @@ class Reading:
         if trailer is None:
             if behind:
                 first.outcome = Outcome.DAMAGED
-        elif trailer.total > room or not trailer.fits(first_bytes):
+        elif trailer.total > room or not trailer.fits(first_bytes, self._least):
             first.outcome = Outcome.DAMAGED
         else:
             for index, start in enumerate(spans(trailer.total, first_bytes)):

@@ -1,0 +1,71 @@
+"""What docs/security.md says holds: its commands serve a client over TCP, its bounds are the code's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvframework.api import ByteSize
+from kvframework.config import ServerConfig
+from tests.cli.command import run
+from tests.waiting import wait_until
+from tests.wire_path.remote import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "security.md").read_text()
+BOUNDS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_there_are_bounds() -> None:
+    assert len(BOUNDS) > 20
+
+
+@pytest.mark.parametrize(("what", "told", "place"), BOUNDS, ids=[place for *_, place in BOUNDS])
+def test_a_bound_is_the_codes(what: str, told: str, place: str) -> None:
+    if place.startswith("[server]"):
+        found = getattr(ServerConfig(), place.split()[1])
+    else:
+        module, _, name = place.partition(":")
+        found = getattr(importlib.import_module(module), name)
+    assert found == (float(told) if "." in told else ByteSize.parse(told)), what
+
+
+def test_its_commands_serve_a_client_on_another_host(tmp_path: Path) -> None:
+    """In one folder and over the loopback, else word for word."""
+    make, serve, ask = blocks("bash")
+    (toml,) = blocks("toml")
+    port = free_port()
+
+    def here(text: str) -> str:
+        return text.replace("/etc/kvframework", str(tmp_path / "etc")).replace("10.0.0.1:5555", f"127.0.0.1:{port}")
+
+    for line in here(make).splitlines():
+        assert run(*shlex.split(line)[1:]).returncode == 0, line
+    (tmp_path / "etc" / "kvf.toml").write_text(here(toml))
+    environment = dict(
+        line.removeprefix("export ").split("=", 1) for line in here(ask).splitlines() if "export" in line
+    )
+    command = [sys.executable, "-m", "kvframework.cli.main", *shlex.split(here(serve))[1:]]
+    with tempfile.TemporaryDirectory(prefix="kvf-") as short:  # socket paths are
+        local = ["--set", f"server.endpoint=ipc://{short}/s", "--set", "l1.capacity=1MiB"]
+        serve_it([*command, *local], environment)
+
+
+def serve_it(command: list[str], environment: dict[str, str]) -> None:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: run("status", "--json", **environment).returncode == 0, 30)
+        finally:
+            server.terminate()
+        assert server.wait(20) == 0

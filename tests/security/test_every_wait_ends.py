@@ -1,0 +1,94 @@
+"""Closing waits for nobody for ever: not for a process that the kernel holds, not for a resolver that hangs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from kvframework.api import KVLayout, LayerGroup, canonical_desc
+from kvframework.client import KVClient
+from kvframework.devices.messages import Start
+from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport
+from kvframework.devices.spawned import SpawnedCopier
+from kvframework.devices.supervisor import CopierSupervisor
+from kvframework.errors import DeviceLost
+from tests.waiting import wait_until
+
+LONG_S = 100.0
+LAYOUT = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), num_blocks=1)
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Set to let go of whatever hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_copier_that_the_kernel_holds_keeps_no_server(
+    monkeypatch: pytest.MonkeyPatch, held: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    others: list[socket.socket] = []
+
+    class Held(SpawnedCopier):
+        """Killed, and not gone."""
+
+        @classmethod
+        def start(cls, _arena_fd: int) -> Held:
+            ours, theirs = socket.socketpair()
+            others.append(theirs)
+            ours.setblocking(False)
+            return cls(SimpleNamespace(pid=1), ours, time.monotonic())  # type: ignore[arg-type]
+
+        def reap(self) -> None:
+            held.wait(LONG_S)
+            self.sock.close()
+
+    monkeypatch.setattr("kvframework.devices.supervisor.SpawnedCopier", Held)
+    transport = object.__new__(DeviceServerTransport)
+    transport._copiers = {
+        f"gpu-{number}": CopierSupervisor(Start("m:create", "m:Options", b"", f"gpu-{number}"), 0, stall_s=60.0)
+        for number in range(3)
+    }
+    copiers = list(transport._copiers.values())
+    instances = [each.open(LAYOUT, canonical_desc(LAYOUT, 16), (), None) for each in copiers]
+    wait_until(lambda: all(each.pid for each in copiers))
+    began = time.monotonic()
+    transport.close()
+    assert time.monotonic() - began < LONG_S / 2
+    assert CLOSE_S < 4.7 - 3.5, "within the time that a server has to end"
+    assert caplog.text.count("does not end: the kernel holds it") == 3
+    assert not any(each.closed.query() for each in instances), "nobody says that it touches the memory no more"
+    held.set()
+    assert all(each.join(20) for each in copiers)
+    assert all(each.closed.query() and isinstance(each.failure, DeviceLost) for each in instances)
+    for end in others:
+        end.close()
+
+
+def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
+    asked = threading.Event()
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        asked.set()
+        held.wait(LONG_S)
+        raise socket.gaierror(-3, "temporary failure")
+
+    monkeypatch.setattr("kvframework.messaging.client._CLOSE_S", 0.1)
+    monkeypatch.setattr("kvframework.messaging.dial.socket.getaddrinfo", resolve)
+    client = KVClient("tcp://cache.example:5555")
+    assert asked.wait(20)
+    thread = client._connection._thread
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert thread.is_alive(), "it still hangs there, and ends by itself"
+    held.set()
+    wait_until(lambda: not thread.is_alive(), 30)

@@ -1,0 +1,86 @@
+"""What a client says of itself reaches logs and terminals, where it must stay what it is: words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework import errors
+from kvframework.api import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
+from kvframework.api.driver import Allocation
+from kvframework.devices.handles import LentAllocation, LentView, read_handles
+from kvframework.wire import messages as m
+from tests.cli.command import run
+from tests.server_process import ServerProcess
+from tests.waiting import wait_until
+
+FORGED = "engine\n2026-01-01 00:00:00 ERROR kvframework: all is lost \x1b]0;owned\x07\x9b31m\u202e"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("server.session_timeout_s=0.5") as running:
+        yield running
+
+
+def assert_harmless(text: str) -> None:
+    assert not any(line.startswith("2026-01-01") for line in text.splitlines())
+    assert not set(text) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_name_forges_no_line_and_moves_no_cursor(server: ServerProcess) -> None:
+    with server.client(hello=False) as client:
+        reply = client.call("HELLO", m.Hello(FORGED, 1))
+        assert reply.session
+        shown = [session["name"] for session in client.status()["messaging"]["sessions"]]
+        assert any("all is lost" in name for name in shown)
+        for name in shown:
+            assert_harmless(name)
+    # Without a liveness socket it is silent from now on, which is told by its name.
+    wait_until(lambda: "was silent for too long" in server.log)
+    assert_harmless(server.log)
+
+
+def test_a_refused_client_forges_nothing_either(server: ServerProcess) -> None:
+    with server.client(hello=False) as client, pytest.raises(errors.VersionMismatch):
+        client.call("HELLO", m.Hello(FORGED, 1, hasher=FORGED))
+    wait_until(lambda: "was refused" in server.log)
+    assert_harmless(server.log)
+    shown = run("status", "--endpoint", server.endpoint)
+    assert shown.returncode in (0, 1), shown.stderr
+    assert_harmless(shown.stdout)
+
+
+@pytest.mark.parametrize("name", [FORGED, "a\nb", "a\x1b[2J", "a\x9bm", "a\u2028b", "a\x00"])
+def test_a_model_has_a_name_that_can_be_shown(server: ServerProcess, name: str) -> None:
+    with server.client() as client:
+        with pytest.raises(errors.RequestError, match="cannot be shown"):
+            client.register(model_name=name)
+        layout = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), attention_backend=name)
+        with pytest.raises(errors.RequestError, match="cannot be shown"):
+            client.call("REGISTER_KV_CACHE", m.RegisterKvCache(9, "m", 1, 0, bytes(16), "cpu_gather", layout))
+        client.register(model_name="Modell/größer 2")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "gpu\n0", "\x1b[2J"])
+def test_a_device_has_a_name_that_can_be_shown(name: str) -> None:
+    layout = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32", planes=1),), num_blocks=1)
+    desc: MemoryLayoutDesc = canonical_desc(layout, 16)
+
+    def handles(device: str) -> list[bytes]:
+        import msgspec
+
+        view = LentView(0, 0, 1, (512, 32, 32, 4))
+        return [msgspec.msgpack.encode(each) for each in (LentAllocation(Allocation(device, b"h", 512)), view)]
+
+    assert read_handles(handles("GPU-1"), layout, desc).device == "GPU-1"
+    with pytest.raises(errors.RequestError, match="no proper name"):
+        read_handles(handles(name), layout, desc)
+
+
+def test_what_redis_says_is_shown_as_words() -> None:
+    from kvf_redis.resp import parse_line
+
+    assert_harmless(parse_line(b"-ERR \x1b]0;owned\x07\n2026-01-01 \x9b\xff").text)
+    assert parse_line(b"-MOVED 3999 127.0.0.1:6381").text == "MOVED 3999 127.0.0.1:6381"
