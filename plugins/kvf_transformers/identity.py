@@ -1,18 +1,20 @@
 """Owns what a model is called towards the cache, so that two different models never share KV.
 
 A name and a revision are what people call a model; weights may still differ under them (a checkpoint overwritten in
-place, an adapter merged after loading). A fingerprint of configuration and sampled weights is therefore always part of
-the revision. Runs once a model, in the engine process.
+place, an adapter merged after loading). A fingerprint of configuration and sampled weights is therefore part of the
+revision, unless the user has named the weights too, as engines of other kinds need it. Runs once a model, in the engine
+process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError
 
 _SAMPLES = 64
@@ -20,16 +22,30 @@ _SAMPLES = 64
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "use_cache"}
 
 
-class ModelIdentity(NamedTuple):
-    name: str
-    revision: str
+def identify(
+    model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
+) -> KvIdentity:
+    """The model's own name and revision unless given, with the fingerprint; with `weights`, what engines of other kinds
+    call it, see `named_identity`.
 
-
-def identify(model: Any, model_name: str | None = None, revision: str | None = None) -> ModelIdentity:
-    """The model's own name and revision unless given, with the fingerprint.
-
-    Raises `RequestError` when a model has no name of its own (made from a configuration) and none was given.
+    Raises `RequestError` when a model has no name of its own (made from a configuration) and none was given, or when
+    `weights` come without a name or with a revision.
     """
+    if weights is not None:
+        if revision is not None:
+            raise RequestError(
+                f"weights {weights!r} and revision {revision!r} name the same thing", where="weights", available="one"
+            )
+        quantization = getattr(model.config, "quantization_config", None) or {}
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        return named_identity(
+            model_name or "",
+            weights,
+            config=model.config.to_dict(),
+            dtype=str(model.dtype),
+            quantization=str(quantization.get("quant_method", "")),
+        )
     name = model_name or getattr(model.config, "_name_or_path", "")
     if not name:
         raise RequestError(
@@ -38,7 +54,7 @@ def identify(model: Any, model_name: str | None = None, revision: str | None = N
             hint="give model_name, another one for other weights",
         )
     told = revision if revision is not None else getattr(model.config, "_commit_hash", None) or ""
-    return ModelIdentity(name, f"{told}+{fingerprint(model)}")
+    return KvIdentity(name, f"{told}+{fingerprint(model)}")
 
 
 def fingerprint(model: Any) -> str:

@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 class TransformersKV:
     """Stores and restores the `DynamicCache` of one decoder model, for one request at a time.
 
-    `model` is borrowed; its weights must not change while this object lives. `model_name` is needed for a model
-    made from a configuration. `control_timeout_s` bounds each question to the server, `transfer_timeout_s` the wait for
-    L2 and for a copy. Close it, or use it as a context manager. Not thread-safe.
+    `model` is borrowed; its weights must not change while this object lives. `model_name` is needed for a model made
+    from a configuration; with `weights`, a name for these, KV is shared with engines of other kinds that are given both
+    names. `control_timeout_s` bounds each question to the server, `transfer_timeout_s` the wait for L2 and for a copy.
+    Close it, or use it as a context manager. Not thread-safe.
 
     Raises `BadLayout` for a model whose cache holds other things than keys and values of every token, `RequestError`
     without a name, and whatever the server refuses the registration with. A server that is not there is waited for
@@ -44,6 +45,7 @@ class TransformersKV:
         endpoint: str | None = None,
         model_name: str | None = None,
         revision: str | None = None,
+        weights: str | None = None,
         cache_salt: str = "",
         transport: str = "auto",
         connect_timeout_s: float = 5.0,
@@ -53,7 +55,7 @@ class TransformersKV:
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._session = CacheSession(
-            identify(model, model_name, revision),
+            identify(model, model_name, revision, weights),
             learn_layers(model),
             endpoint=endpoint,
             cache_salt=cache_salt,

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvf_transformers.identity import ModelIdentity
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.view import CacheView
 from kvframework.api import MessagingFuture, Registration, StoreOutcome
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, KvIdentity, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class CacheSession:
 
     def __init__(
         self,
-        identity: ModelIdentity,
+        identity: KvIdentity,
         templates: Sequence[LayerPair],
         *,
         endpoint: str | None,
@@ -88,8 +87,9 @@ class CacheSession:
         worker = WorkerAdapter(
             self._client,
             instance_id=secrets.randbits(62),
-            model_name=identity.name,
+            model_name=identity.model_name,
             revision=identity.revision,
+            quantization=identity.quantization,
             transport=self._transport,
             layout="dynamic_cache",
         )
@@ -98,7 +98,7 @@ class CacheSession:
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
             self._client,
-            model_name=identity.name,
+            model_name=identity.model_name,
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
         )

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_vllm.identity import Identity
-from kvf_vllm.layouts import GroupFacts, block_tensors, group_of_each, layout_options
+from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StoreOp
-from kvframework.api import MessagingFuture, Registration
-from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.api import LayerTensors, MessagingFuture, Registration
+from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
 
 if TYPE_CHECKING:
@@ -37,14 +36,15 @@ class AttachedInstance:
         client: KVClient,
         options: VllmOptions,
         *,
-        identity: Identity,
+        identity: KvIdentity,
         groups: Sequence[GroupFacts],
-        packing: str,
+        form: BlockForm,
         rank: int,
         world_size: int,
         num_blocks: int,
     ) -> None:
         self._client = client
+        self._form = form
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
         self._timeout_s = options.connect_timeout_s
@@ -56,15 +56,15 @@ class AttachedInstance:
             rank=rank,
             transport=options.transport,
             transport_options=options.transport_options,
-            layout="opaque",
-            layout_options=layout_options(packing, groups),
+            layout=form.layout,
+            layout_options=form.options(groups),
             revision=identity.revision,
             quantization=identity.quantization,
-            packing=packing,
+            packing=form.packing,
         )
         self._served: Served | None = None
         self._group_of_each: tuple[int, ...] = ()
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, LayerTensors] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,7 +75,7 @@ class AttachedInstance:
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers; without a server, or if it refuses, logs why and goes on trying in the background. Waits at most
         the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
-        self._tensors = tensors = block_tensors(self._groups, kv_caches, self._num_blocks)
+        self._tensors = tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
         deadline = time.monotonic() + self._timeout_s
         error = self._tried(tensors, lambda: deadline - time.monotonic())
         if error is None:
@@ -112,7 +112,7 @@ class AttachedInstance:
             self._thread.join(self._timeout_s + 1.0)
         self._adapter.close()
 
-    def _tried(self, tensors: Mapping[str, torch.Tensor], left_s: Callable[[], float]) -> Exception | None:
+    def _tried(self, tensors: Mapping[str, LayerTensors], left_s: Callable[[], float]) -> Exception | None:
         """Registers; why it did not work, None if it did."""
         try:
             if not self._client.wait_up(max(left_s(), 0.0)):
@@ -132,7 +132,7 @@ class AttachedInstance:
         )  # fmt: skip
         return None
 
-    def _keep_trying(self, tensors: Mapping[str, torch.Tensor], told: str) -> None:
+    def _keep_trying(self, tensors: Mapping[str, LayerTensors], told: str) -> None:
         while not self._closed.is_set():
             error = self._tried(tensors, lambda: 0.5)
             if error is None:

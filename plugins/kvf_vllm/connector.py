@@ -21,17 +21,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM before 0.32 does not ask where hits come from
+    CacheHitSource = None
 
 from kvf_vllm.attach import AttachedInstance
+from kvf_vllm.canonical import CanonicalBlocks
 from kvf_vllm.events import BlocksRemoved, BlocksStored
-from kvf_vllm.facts import check_parallel, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
 from kvf_vllm.identity import identify
-from kvf_vllm.layouts import GroupFacts
+from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, parse_options
+from kvf_vllm.proof import prove_planes
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.steps import StepPlan, StepReport
 from kvf_vllm.supported import check_version
@@ -66,7 +72,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     """See `KVConnectorBase_V1`. Raises `VersionMismatch`, `ConfigFieldError`, `BadLayout` or `TransportMismatch` for an
     engine that it cannot serve; a server that is not there costs recompute only."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_version(vllm.__version__)
@@ -111,14 +117,13 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
         rank, world_size, stores = rank_of(config.parallel_config, caches)
-        first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
         self._client = _connect(self._options, f"vllm worker {rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
             identity=identify(model_of(config), model=self._options.model, weights=self._options.weights),
             groups=self._groups,
-            packing=packing_of(config, caches, first_axis),
+            form=self._form_of(kv_caches),
             rank=rank,
             world_size=world_size,
             num_blocks=caches.num_blocks,
@@ -131,6 +136,17 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
         )
         self._instance.attach(kv_caches)
+
+    def _form_of(self, kv_caches: dict[str, torch.Tensor]) -> BlockForm:
+        """Raises `BadLayout` if blocks are to be canonical and are not known to convert exactly."""
+        config, caches = self._vllm_config, self._kv_cache_config
+        if self._options.layout == "opaque":
+            first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
+            return OpaqueBlocks(packing_of(config, caches, first_axis))
+        form = CanonicalBlocks(forms_of(config, caches))
+        layers = config.compilation_config.static_forward_context
+        prove_planes(layers, kv_caches, form.planes(self._groups, kv_caches, caches.num_blocks))
+        return form
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         if self._worker is not None:

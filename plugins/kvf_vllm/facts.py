@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvf_vllm.canonical import LayerForm
 from kvf_vllm.identity import ModelFacts
 from kvf_vllm.layouts import GroupFacts, packing_name
 from kvframework.errors import BadLayout, TransportMismatch
@@ -20,6 +21,8 @@ _SPEC_FACTS = (
     "num_kv_heads", "num_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "cache_dtype_str",
     "state_content_bytes", "tokens_per_state", "page_size_bytes", "model_version", "alignment",
 )  # fmt: skip
+# Of a cache that holds keys and values as they are.
+_PLAIN = {"kv_quant_mode": 0, "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 
 
 def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
@@ -71,23 +74,52 @@ def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis:
     backends, isas, dtypes, sizes = set(), set(), set(), set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _specs_by_layer(group).items():
-            layer = layers.get(name)
-            backend = getattr(layer, "attn_backend", None)
-            if backend is None:
-                raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
+            backend, layer = _backend(layers, name), layers[name]
             # Layers count by their place: their names are the model's business.
             facts[f"{index}.{len(facts)}"] = [
-                backend.get_name(),
+                backend,
                 str(getattr(layer, "isa", "")),
                 str(getattr(layer, "kv_cache_dtype", "")),
                 num_blocks_on_first_axis[name] // kv_cache_config.num_blocks if name in num_blocks_on_first_axis else 1,
                 *(str(getattr(spec, each, "")) for each in _SPEC_FACTS),
             ]
-            backends.add(backend.get_name())
+            backends.add(backend)
             isas.add(str(getattr(layer, "isa", "")))
             dtypes.add(str(spec.dtype).removeprefix("torch."))
             sizes.add(int(spec.block_size))
     return packing_name("+".join(sorted(backends)), "+".join(sorted(isas)), "+".join(sorted(dtypes)), min(sizes), facts)
+
+
+def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:
+    """What vLLM says of each layer's cache. Raises `BadLayout` for a layer that names no attention backend."""
+    layers = vllm_config.compilation_config.static_forward_context
+    forms = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in _specs_by_layer(group).items():
+            heads = int(getattr(spec, "num_kv_heads", 0))
+            head_size = int(getattr(spec, "head_size", 0))
+            forms[name] = LayerForm(
+                backend=_backend(layers, name),
+                isa=str(getattr(layers[name], "isa", "")),
+                cache_layout=str(kv_cache_config.kv_cache_layout),
+                spec=type(spec).__name__,
+                dtype=str(spec.dtype).removeprefix("torch."),
+                model_dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+                kv_dtype=str(getattr(layers[name], "kv_cache_dtype", "")),
+                heads=heads,
+                head_size=head_size,
+                head_size_v=int(getattr(spec, "head_size_v", None) or head_size),
+                block_size=int(spec.block_size),
+                packed=any(getattr(spec, each, plain) != plain for each, plain in _PLAIN.items()),
+            )
+    return forms
+
+
+def _backend(layers: Mapping[str, Any], name: str) -> str:
+    backend = getattr(layers.get(name), "attn_backend", None)
+    if backend is None:
+        raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
+    return str(backend.get_name())
 
 
 def model_of(vllm_config: Any) -> ModelFacts:
@@ -100,8 +132,8 @@ def model_of(vllm_config: Any) -> ModelFacts:
         load_format=str(getattr(load.load_format, "value", load.load_format)),
         seed=int(model.seed or 0),
         config=model.hf_config.to_dict(),
+        dtype=str(model.dtype),
         settings={
-            "dtype": str(model.dtype),
             "code_revision": model.code_revision or "",
             "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
         },

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import ConfigFieldError
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -28,8 +29,8 @@ _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_c
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What vLLM knows of its model. `directory` None: the weights are no local files. `settings` are the engine's own
-    settings that change KV."""
+    """What vLLM knows of its model. `directory` None: the weights are no local files. `dtype` is what it computes in,
+    `settings` are the engine's own settings that change KV."""
 
     name: str
     revision: str
@@ -37,29 +38,31 @@ class ModelFacts:
     load_format: str
     seed: int
     config: Mapping[str, object]
+    dtype: str
     settings: Mapping[str, object]
     directory: Path | None
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Goes into the namespace, see `kvframework.api.compute_namespace`."""
-
-    model_name: str
-    revision: str
-    quantization: str
-
-
-def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> Identity:
-    """`model` and `weights` are the user's names for them. Reads samples of the weight files.
+def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
+    """`model` and `weights` are the user's names for them; with both, the KV is called as engines of other kinds call
+    it, see `named_identity`. Without `weights`, reads samples of the weight files.
 
     Raises `ConfigFieldError` if the weights have no name: they are no local files and `weights` is empty.
     """
+    if model and weights:
+        return named_identity(
+            model,
+            weights,
+            config=facts.config,
+            dtype=facts.dtype,
+            quantization=facts.quantization,
+            settings=facts.settings,
+        )
     told = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
-    text = json.dumps([told, dict(facts.settings)], sort_keys=True, default=str)
+    text = json.dumps([told, {"dtype": facts.dtype, **facts.settings}], sort_keys=True, default=str)
     shape = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-config").hexdigest()
     revision = f"{facts.revision}+{shape}+{weights or _weights(facts)}"
-    return Identity(model or facts.name, revision, facts.quantization)
+    return KvIdentity(model or facts.name, revision, facts.quantization)
 
 
 def fingerprint(directory: Path) -> str:

@@ -1,5 +1,6 @@
-"""Owns how vLLM's KV memory is declared to the framework: as opaque blocks under a name for all that two engines must
-have in common to read each other's blocks. Pure, by vLLM's own names; nothing is guessed from shapes.
+"""Owns how vLLM's KV memory is declared to the framework: layer groups, block tables, and the form `opaque`, blocks as
+they are under a name for all that two engines must have in common to read each other's. Pure, by vLLM's own names;
+nothing is guessed from shapes. `canonical` has the other form.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvf_vllm.steps import GroupBlocks
-from kvframework.api import NO_BLOCK, KVLayout
+from kvframework.api import NO_BLOCK, KVLayout, LayerTensors
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
@@ -34,6 +35,41 @@ class GroupFacts:
     window: int = 0
 
 
+class BlockForm(Protocol):
+    """In which form blocks become objects: the layout plugin's name, the packing in the namespace, and what the plugin
+    is given."""
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def packing(self) -> str: ...
+
+    def options(self, groups: Sequence[GroupFacts]) -> dict[str, object]:
+        """The layout plugin's options."""
+
+    def tensors(
+        self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    ) -> dict[str, LayerTensors]:
+        """Views of vLLM's tensors as the layout plugin takes them. Raises `BadLayout`."""
+
+
+@dataclass(frozen=True)
+class OpaqueBlocks:
+    """Blocks as they lie in memory."""
+
+    packing: str
+    layout: str = "opaque"
+
+    def options(self, groups: Sequence[GroupFacts]) -> dict[str, object]:
+        return {"packing": self.packing, "groups": group_rules(groups, block_axis=0)}
+
+    def tensors(
+        self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    ) -> dict[str, LayerTensors]:
+        return dict(block_tensors(groups, kv_caches, num_blocks))
+
+
 def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Mapping[str, object]) -> str:
     """Names the order of bytes inside a block. `facts` is everything else that it depends on: cache layout, and of each
     layer heads, head sizes, quantisation and so on."""
@@ -42,20 +78,17 @@ def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Map
     return "/".join((_ERA, backend, *([isa] if isa else []), dtype, f"b{block_size}", digest))
 
 
-def layout_options(packing: str, groups: Sequence[GroupFacts]) -> dict[str, object]:
-    """The options of the layout `opaque` for these groups."""
-    return {
-        "packing": packing,
-        "groups": [
-            {
-                "layers": [glob.escape(layer) for layer in group.layers],
-                "block_axis": 0,
-                "block_size": group.block_size,
-                "window": group.window,
-            }
-            for group in groups
-        ],
-    }
+def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, object]]:
+    """The option `groups` of a layout plugin."""
+    return [
+        {
+            "layers": [glob.escape(layer) for layer in group.layers],
+            "block_size": group.block_size,
+            "window": group.window,
+            **more,
+        }
+        for group in groups
+    ]
 
 
 def block_tensors(

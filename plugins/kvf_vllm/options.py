@@ -31,6 +31,13 @@ class VllmOptions(Options, frozen=True):
             '"sync": loads happen within the step that uses them, only for models with one KV group'
         ),
     ] = "async"
+    layout: Annotated[
+        Literal["opaque", "canonical"],
+        msgspec.Meta(
+            description='"opaque": blocks are stored as they lie, for engines that lay them out alike; "canonical": '
+            "element by element, also for engines that lay them out otherwise, where that is exact"
+        ),
+    ] = "opaque"
     lookup_deadline_s: Annotated[
         Seconds, msgspec.Meta(description="how long a request may wait for what L2 is still being asked for")
     ] = 2.0
@@ -50,7 +57,7 @@ class VllmOptions(Options, frozen=True):
     weights: Annotated[
         str,
         msgspec.Meta(
-            description="names the weights where they are no local files; default: a fingerprint of the weight files"
+            description="what the weights are called; default: a fingerprint of the weight files, where they are local"
         ),
     ] = ""
     min_hit_tokens: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,6 +24,7 @@ from transformers import (  # noqa: E402
 from kvf_transformers import TransformersKV  # noqa: E402
 from kvf_transformers.identity import fingerprint, identify  # noqa: E402
 from kvf_transformers.shapes import learn_layers  # noqa: E402
+from kvframework.client import named_identity  # noqa: E402
 from kvframework.errors import BadLayout, RequestError  # noqa: E402
 from tests.server_process import ServerProcess  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
@@ -263,10 +266,10 @@ def test_a_model_without_a_name_needs_one():
     model = make_model(LlamaConfig(**SMALL))
     with pytest.raises(RequestError, match="no name"):
         identify(model)
-    assert identify(model, "mine").name == "mine"
+    assert identify(model, "mine").model_name == "mine"
     assert identify(model, "mine", "v1").revision == f"v1+{fingerprint(model)}"
     model.config._name_or_path = "org/model"
-    assert identify(model).name == "org/model"
+    assert identify(model).model_name == "org/model"
 
 
 def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(tmp_path):
@@ -274,10 +277,47 @@ def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(t
     load = transformers.AutoModelForCausalLM.from_pretrained
     first, second = load(tmp_path), load(tmp_path)
     assert identify(first) == identify(second)
-    assert identify(first).name == str(tmp_path)
+    assert identify(first).model_name == str(tmp_path)
     with torch.no_grad():
         second.model.layers[1].mlp.down_proj.weight.mul_(1.001)
     assert identify(first) != identify(second)
     third = load(tmp_path)
     third.config.rope_parameters["rope_theta"] = 12345.0
     assert identify(first) != identify(third)
+
+
+def test_named_weights_are_called_as_engines_of_other_kinds_call_them(tmp_path):
+    make_model(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    first = load(tmp_path)
+    named = identify(first, "ours", weights="w1")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = LlamaConfig.from_dict(config).to_dict()
+    assert named == named_identity("ours", "w1", config=config, dtype="float32")
+    others = [
+        identify(first, "theirs", weights="w1"),
+        identify(first, "ours", weights="w2"),
+        identify(load(tmp_path, dtype=torch.bfloat16), "ours", weights="w1"),
+        identify(load(tmp_path, rope_parameters={"rope_theta": 7.0, "rope_type": "default"}), "ours", weights="w1"),
+        identify(first, "ours"),
+    ]
+    assert len({named, *others}) == 6
+
+
+@pytest.mark.parametrize("given", [{"weights": "w"}, {"model_name": "m", "weights": "w", "revision": "r"}])
+def test_weights_are_named_with_the_model_and_without_a_revision(given):
+    with pytest.raises(RequestError, match="weights"):
+        identify(make_model(LlamaConfig(**SMALL)), **given)
+
+
+def test_sessions_share_by_names_alone(server):
+    """The promise is the user's: weights are not looked at."""
+    model, ids = make_model(LlamaConfig(**SMALL)), prompt(seed=11)
+    with attach(model, server, "named", weights="w") as kv:
+        kv.save(ids, kv.prefill(ids)[1])
+        assert kv.restore(ids).hit_tokens == 3 * CHUNK
+    with attach(make_model(LlamaConfig(**SMALL), seed=1), server, "named", weights="w") as kv:
+        assert kv.restore(ids).hit_tokens == 3 * CHUNK
+    for other in ({"weights": "x"}, {}):
+        with attach(model, server, "named", **other) as kv:
+            assert kv.restore(ids).hit_tokens == 0

@@ -10,7 +10,7 @@ from kvf_hashers.sha256 import Sha256
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import LoadOp, Served, StepReport, StoreOp
+from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api import DIGEST_BYTES, MessagingFuture
 from kvframework.client import LookupResult, RequestHashes
 
@@ -18,6 +18,7 @@ BLOCK = 4
 CHUNK = 8
 SERVED = Served("m", b"n" * 16, CHUNK, 1)
 ONE_GROUP = (GroupFacts(("layer",), BLOCK),)
+WINDOWED = (GroupFacts(("full",), BLOCK), GroupFacts(("window",), BLOCK, window=6))
 
 
 @dataclass
@@ -113,6 +114,29 @@ def scheduler(
     side = SchedulerSide(server, groups, VllmOptions(**options), clock=clock or Clock(), **roles)
     side.heard(StepReport(served=dict.fromkeys(range(roles.get("workers", 1)), SERVED)))
     return side
+
+
+def table(tokens: int, first: int = 100) -> list[list[int]]:
+    return [list(range(first, first + -(-tokens // BLOCK)))]
+
+
+def computed(side: SchedulerSide, request: FakeRequest, tokens: int, blocks: list[list[int]] | None = None) -> StepPlan:
+    """One step that computes `tokens` of a request."""
+    held = blocks if blocks is not None else table(request.num_computed_tokens + tokens)
+    plan = side.plan_step({request.request_id: tokens}, lambda _request_id: held)
+    request.num_computed_tokens += tokens
+    return plan
+
+
+def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
+    """What another engine of the same model has stored."""
+    side = scheduler(server)
+    request = FakeRequest("other", tokens, **fields)
+    side.matched_tokens(request, 0)
+    for op in computed(side, request, len(tokens)).stores:
+        server.stored(op)
+    side.finished(request)
+    server.asked.clear()
 
 
 class FakeInstance:

@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch")
 
 from kvf_vllm import attach  # noqa: E402
 from kvf_vllm.attach import AttachedInstance  # noqa: E402
-from kvf_vllm.identity import Identity  # noqa: E402
-from kvf_vllm.layouts import GroupFacts, block_tensors  # noqa: E402
+from kvf_vllm.canonical import CanonicalBlocks, LayerForm  # noqa: E402
+from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors  # noqa: E402
 from kvf_vllm.lookups import ServerLookups  # noqa: E402
 from kvf_vllm.options import VllmOptions  # noqa: E402
 from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
 from kvf_vllm.steps import StepPlan  # noqa: E402
 from kvf_vllm.worker import WorkerSide  # noqa: E402
 from kvframework.api import NO_BLOCK  # noqa: E402
-from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
+from kvframework.client import KVClient, KvIdentity, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.server_process import ServerProcess  # noqa: E402
 from tests.vllm.stand_ins import FakeRequest  # noqa: E402
@@ -31,20 +31,21 @@ BLOCKS, HEADS, BLOCK, DIM = 32, 2, 16, 8
 CHUNK = 32
 HYBRID = (GroupFacts(("l.0", "l.1"), BLOCK), GroupFacts(("w.0",), BLOCK, window=20))
 PLAIN = HYBRID[:1]
+WHOLE = OpaqueBlocks("p")
 OPTIONS = VllmOptions(connect_timeout_s=1.0, control_timeout_s=2.0)
 
 
 class Engine:
     """One vLLM engine's connector, without vLLM: both sides, and tensors of several groups over the same memory."""
 
-    def __init__(self, server: ServerProcess, groups: tuple[GroupFacts, ...] = PLAIN, packing: str = "p") -> None:
+    def __init__(self, server: ServerProcess, groups: tuple[GroupFacts, ...] = PLAIN, form: BlockForm = WHOLE) -> None:
         # A layer of every group lies in the same memory, as hybrid models have it; block ids differ.
         layers = max(len(group.layers) for group in groups)
         self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
         self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, control_timeout_s=2.0) for _ in range(2)]
         self.instance = AttachedInstance(
-            self.clients[0], OPTIONS, identity=Identity("m", "r", ""), groups=groups, packing=packing, rank=0,
+            self.clients[0], OPTIONS, identity=KvIdentity("m", "r"), groups=groups, form=form, rank=0,
             world_size=1, num_blocks=BLOCKS,
         )  # fmt: skip
         self.instance.attach(self.kv)
@@ -159,7 +160,7 @@ def test_groups_with_a_window_move_what_the_window_needs(make: Any) -> None:
 
 
 def test_another_packing_never_mixes(make: Any) -> None:
-    first, other = make(), make(packing="q")
+    first, other = make(), make(form=OpaqueBlocks("q"))
     request = FakeRequest("a", list(range(CHUNK)))
     first.match(request)
     first.compute(request, [[1, 2]])
@@ -263,3 +264,47 @@ def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
     assert [op.block_ids[1] for op in plan.stores] == [[NO_BLOCK, NO_BLOCK, NO_BLOCK, 9]]
     engine.step(plan)
     assert engine.worker.tally.counts["failed_stores"] == 0
+
+
+def canonical(backend: str, isa: str, cache_layout: str) -> CanonicalBlocks:
+    described = LayerForm(
+        backend, isa, cache_layout, "FullAttentionSpec", "float32", "float32", "auto", HEADS, DIM, DIM, BLOCK
+    )
+    return CanonicalBlocks(dict.fromkeys(PLAIN[0].layers, described))
+
+
+def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:
+    pytest.importorskip("transformers")
+    from kvf_transformers.session import CacheSession
+
+    on_cpu, opaque = make(form=canonical("CPU_ATTN", "vec", "LBHNC")), make()
+    side_by_side = make(form=canonical("FLASH_ATTN", "", "LBHNC"))
+    tokens, blocks = list(range(2 * CHUNK)), [3, 1, 9, 8]
+    request = FakeRequest("a", tokens)
+    on_cpu.match(request)
+    on_cpu.compute(request, [blocks])
+
+    again = FakeRequest("b", tokens)
+    assert opaque.match(again) == 0
+    assert side_by_side.match(again) == 2 * CHUNK
+    assert side_by_side.load(again, [[4, 5, 6, 7]], 2 * CHUNK) == ({"b"}, set())
+    template = torch.empty(1, HEADS, 0, DIM)
+    session = CacheSession(
+        KvIdentity("m", "r"), [(template, template)] * 2, endpoint=server.endpoint, cache_salt="", transport="auto",
+        connect_timeout_s=5.0, control_timeout_s=2.0, transfer_timeout_s=10.0,
+    )  # fmt: skip
+    try:
+        # One token is always left to compute.
+        session.attach(30.0)
+        pairs = session.load([*tokens, 7]).pairs
+    finally:
+        session.close()
+
+    for layer, (keys, values) in enumerate(pairs):
+        packed = on_cpu.memory[layer, blocks].reshape(4, HEADS, 2, BLOCK * DIM)
+        wanted_keys = packed[:, :, 0].reshape(4, HEADS, DIM, BLOCK).permute(1, 0, 3, 2).reshape(HEADS, -1, DIM)
+        wanted_values = packed[:, :, 1].reshape(4, HEADS, BLOCK, DIM).transpose(0, 1).reshape(HEADS, -1, DIM)
+        assert torch.equal(keys[0], wanted_keys)
+        assert torch.equal(values[0], wanted_values)
+        loaded = side_by_side.memory[layer, 4:8].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)
+        assert torch.equal(loaded, torch.cat([wanted_keys, wanted_values], dim=-1))

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvf_vllm.facts import check_parallel, groups_of, packing_of, rank_of
+from kvf_vllm.canonical import CanonicalBlocks, LayerForm
+from kvf_vllm.facts import check_parallel, forms_of, groups_of, packing_of, rank_of
 from kvf_vllm.identity import ModelFacts, fingerprint, identify
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import check_version
+from kvframework.client import named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 # options
@@ -70,7 +72,8 @@ def weights(folder: Path, *, value: bytes = b"\x01" * 64, name: str = "model.saf
 def facts(**changes: Any) -> ModelFacts:
     given: dict[str, Any] = {
         "name": "org/model", "revision": "r", "quantization": "", "load_format": "auto", "seed": 0,
-        "config": {"hidden_size": 8, "_name_or_path": "anywhere"}, "settings": {"dtype": "float32"}, "directory": None,
+        "config": {"hidden_size": 8, "_name_or_path": "anywhere"}, "dtype": "torch.float32", "settings": {},
+        "directory": None,
     }  # fmt: skip
     return ModelFacts(**{**given, **changes})
 
@@ -83,7 +86,9 @@ def test_whatever_changes_kv_changes_the_identity(tmp_path: Path) -> None:
         identify(facts(directory=first, revision="s")),
         identify(facts(directory=first, quantization="fp8")),
         identify(facts(directory=first, config={"hidden_size": 9})),
-        identify(facts(directory=first, settings={"dtype": "bfloat16"})),
+        identify(facts(directory=first, dtype="torch.bfloat16")),
+        identify(facts(directory=first, settings={"disable_sliding_window": True})),
+        identify(facts(directory=first), model="org/model", weights="w1"),
         identify(facts(directory=first, name="org/other")),
         identify(facts(directory=first), model="called otherwise"),
         identify(facts(directory=None), weights="w1"),
@@ -98,6 +103,23 @@ def test_where_a_model_lies_does_not_change_the_identity(tmp_path: Path) -> None
     here, there = weights(tmp_path / "a"), weights(tmp_path / "b")
     moved = facts(directory=there, config={"hidden_size": 8, "_name_or_path": "elsewhere"})
     assert identify(facts(directory=here)) == identify(moved)
+
+
+def test_with_both_names_the_kv_is_called_as_any_engine_calls_it(tmp_path: Path) -> None:
+    config = {"hidden_size": 8, "_name_or_path": "anywhere"}
+    names = {"model": "our-llama", "weights": "2026-11"}
+    found = identify(facts(directory=weights(tmp_path / "a")), **names)
+    assert found == named_identity("our-llama", "2026-11", config=config, dtype="float32")
+    assert found == identify(facts(revision="other", name="elsewhere"), **names)
+    others = [
+        identify(facts(dtype="torch.bfloat16"), **names),
+        identify(facts(quantization="fp8"), **names),
+        identify(facts(config={**config, "hidden_size": 9}), **names),
+        identify(facts(settings={"disable_sliding_window": True}), **names),
+        identify(facts(), model="our-llama", weights="2026-12"),
+    ]
+    assert len({found, *others}) == 6
+    assert identify(facts(settings={"disable_sliding_window": False, "code_revision": ""}), **names) == found
 
 
 def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
@@ -168,7 +190,10 @@ def test_groups_that_vllm_does_not_transfer_are_refused() -> None:
 def engine(config: Any, *, isa: str = "vec", backend: str = "CPU_ATTN", kv_dtype: str = "auto") -> Any:
     layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), isa=isa, kv_cache_dtype=kv_dtype)
     names = [name for group in config.kv_cache_groups for name in group.layer_names]
-    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)))
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),
+        model_config=SimpleNamespace(dtype="torch.float32"),
+    )
 
 
 def test_the_packing_names_all_that_a_block_depends_on() -> None:
@@ -205,6 +230,27 @@ def test_a_layer_that_names_no_backend_is_refused() -> None:
     silent = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     with pytest.raises(BadLayout, match=r"layers\.0\.attn"):
         packing_of(silent, config, {})
+
+
+def test_what_vllm_says_of_a_layer_decides_whether_it_converts_exactly() -> None:
+    config = caches(spec("FullAttentionSpec", kv_quant_mode=0, tokens_per_state=1, state_content_bytes=None))
+    (form,) = forms_of(engine(config, backend="FLASH_ATTN", isa=""), config).values()
+    assert form == LayerForm(
+        "FLASH_ATTN", "", "LBHNC", "FullAttentionSpec", "float32", "float32", "auto", 4, 64, 64, 128
+    )
+    CanonicalBlocks({"layers.0.attn": form})
+    for changed in ({"kv_quant_mode": 1}, {"state_content_bytes": 99}, {"num_head_slots": 8}, {"tokens_per_state": 4}):
+        config = caches(spec("FullAttentionSpec", **changed))
+        with pytest.raises(BadLayout):
+            CanonicalBlocks(forms_of(engine(config, backend="FLASH_ATTN", isa=""), config))
+
+
+def test_layer_forms_name_the_layer_without_a_backend() -> None:
+    config = caches(spec("FullAttentionSpec"))
+    silent = engine(config)
+    silent.compilation_config.static_forward_context = {}
+    with pytest.raises(BadLayout, match=r"layers\.0\.attn"):
+        forms_of(silent, config)
 
 
 # splitting a model

@@ -1,0 +1,144 @@
+"""Owns the form `canonical`: which of vLLM's KV layouts hold each element of keys and values as it is, by vLLM's own
+names, and the views that show it. Such objects are read by engines of other layouts, so what is not named here is
+refused. Engine side, pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvf_vllm.layouts import GroupFacts, block_tensors, group_rules
+from kvframework.api import LayerTensors
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    # Keys and values of one layer, each [blocks, tokens, heads, dim].
+    Planes = tuple[torch.Tensor, torch.Tensor]
+
+AXES = ("block", "token", "head", "dim")
+# Every one of them has the same axes, in another order of memory: the tensors' strides say it.
+_ANY_ORDER = frozenset({"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"})
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """One layer's cache in vLLM's own words. `dtype` is that of the cache, `model_dtype` what the model computes in;
+    `spec` is the class of its cache's description, `packed` whether that says anything of an order of its own."""
+
+    backend: str
+    isa: str
+    cache_layout: str
+    spec: str
+    dtype: str
+    model_dtype: str
+    kv_dtype: str
+    heads: int
+    head_size: int
+    head_size_v: int
+    block_size: int
+    packed: bool = False
+
+    def __str__(self) -> str:
+        names = (self.backend, self.isa, self.cache_layout, self.spec, self.dtype, self.kv_dtype)
+        return "/".join(name for name in names if name)
+
+
+def _side_by_side(tensor: torch.Tensor, dim: int) -> Planes:
+    """Of `[blocks, heads, tokens, 2 * dim]`: a token's key, then its value."""
+    keys, values = tensor[..., :dim], tensor[..., dim:]
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _keys_transposed(tensor: torch.Tensor, dim: int) -> Planes:
+    """In each block and head first all keys, as `[dim, tokens]`, then all values, as `[tokens, dim]`."""
+    blocks, heads, tokens, _ = tensor.shape
+    halves = tensor.view(blocks, heads, 2, tokens * dim)
+    keys = halves[:, :, 0].view(blocks, heads, dim, tokens)
+    values = halves[:, :, 1].view(blocks, heads, tokens, dim)
+    return keys.permute(0, 3, 1, 2), values.transpose(1, 2)
+
+
+class _Exact(NamedTuple):
+    cache_layouts: frozenset[str]
+    planes: Callable[[torch.Tensor, int], Planes]
+
+
+# By attention backend and instruction set. What `amx` packs has more axes than a view of a block may have; of the
+# others nobody has looked yet.
+_EXACT = {
+    ("FLASH_ATTN", ""): _Exact(_ANY_ORDER, _side_by_side),
+    ("FLASHINFER", ""): _Exact(_ANY_ORDER, _side_by_side),
+    ("TRITON_ATTN", ""): _Exact(_ANY_ORDER, _side_by_side),
+    ("FLEX_ATTENTION", ""): _Exact(_ANY_ORDER, _side_by_side),
+    ("CPU_ATTN", "vec"): _Exact(frozenset({"LBHNC"}), _keys_transposed),
+    ("CPU_ATTN", "vec16"): _Exact(frozenset({"LBHNC"}), _keys_transposed),
+}
+_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+_FLOATS = frozenset({"float16", "bfloat16", "float32"})
+
+
+class CanonicalBlocks:
+    """Blocks whose elements become objects `[planes, layers, slots, hidden]`. Raises `BadLayout` for a layer whose
+    layout is not known to convert exactly."""
+
+    layout = "paged"
+    packing = ""
+
+    def __init__(self, forms: Mapping[str, LayerForm]) -> None:
+        for name, form in forms.items():
+            _check(name, form)
+        self._forms = dict(forms)
+
+    def options(self, groups: Sequence[GroupFacts]) -> dict[str, object]:
+        return {"axes": list(AXES), "groups": group_rules(groups)}
+
+    def tensors(
+        self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    ) -> dict[str, LayerTensors]:
+        return dict(self.planes(groups, kv_caches, num_blocks))
+
+    def planes(
+        self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
+    ) -> dict[str, Planes]:
+        """By layer, views of the engine's memory. Raises `BadLayout`."""
+        for group in groups:
+            _check_order(group.layers)
+        found = {}
+        for name in block_tensors(groups, kv_caches, num_blocks):
+            form, tensor = self._forms[name], kv_caches[name]
+            shape = (num_blocks, form.heads, form.block_size, form.head_size + form.head_size_v)
+            if tuple(tensor.shape) != shape:
+                raise _refused(f"its tensor has the shape {tuple(tensor.shape)}, not {shape}", name)
+            found[name] = _EXACT[form.backend, form.isa].planes(tensor, form.head_size)
+        return found
+
+
+def _check(name: str, form: LayerForm) -> None:
+    exact = _EXACT.get((form.backend, form.isa))
+    if exact is None or form.cache_layout not in exact.cache_layouts:
+        raise _refused(f"it is {form}, whose order of elements is not known to convert exactly", name)
+    if form.spec not in _SPECS or form.packed or form.head_size != form.head_size_v:
+        raise _refused(f"it is {form}, which holds more or less than keys and values of one size", name)
+    if form.dtype not in _FLOATS or form.dtype != form.model_dtype or form.kv_dtype not in ("auto", form.dtype):
+        raise _refused(f"it is {form} of a model in {form.model_dtype}: its KV is not what the model computed", name)
+
+
+def _check_order(names: Sequence[str]) -> None:
+    """Objects hold layers in the model's order, which vLLM tells by numbers in their names only."""
+    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    places = [int(found[0]) for found in numbers if len(found) == 1]
+    if len(places) != len(names) or places != sorted(set(places)):
+        raise _refused(f"the order of the layers cannot be told from their names: {', '.join(names[:4])}", names[0])
+
+
+def _refused(fact: str, layer: str) -> BadLayout:
+    known = "; ".join(sorted("/".join(filter(None, each)) for each in _EXACT))
+    return BadLayout(
+        f'kvframework.layout is "canonical", but {fact}', where=f"kvf_vllm, layer {layer}",
+        available=f"{known}; with --kv-cache-dtype auto", hint='leave kvframework.layout at "opaque"',
+    )  # fmt: skip

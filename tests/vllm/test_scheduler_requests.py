@@ -1,0 +1,163 @@
+"""The scheduler side of the connector as a state machine: which requests are left out or kept apart, and what it does
+before workers and server have spoken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.steps import Served, StepReport
+from tests.vllm.stand_ins import (
+    CHUNK,
+    SERVED,
+    WINDOWED,
+    Clock,
+    FakeRequest,
+    FakeServer,
+    computed,
+    filled,
+    scheduler,
+    table,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"lora_request": object()}, "lora"),
+        ({"prompt_embeds": object()}, "prompt_embeds"),
+        ({"pooling_params": object()}, "pooling"),
+        ({"resumable": True}, "streaming_input"),
+        ({"kv_transfer_params": {"kvframework.laod": False}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"kvframework.load": "no"}}, "kv_transfer_params"),
+        ({"kv_transfer_params": {"kvframework.load": False, "kvframework.store": False}}, "opted_out"),
+    ],
+)
+def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(16)), **fields)
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(16), 0)
+    assert not computed(side, request, 16).stores
+    assert not server.asked
+    assert dict(side.tally.counts) == {f"miss_requests|{reason}": 1}
+
+
+def test_opting_out_of_one_direction_only() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    only_stores = FakeRequest("a", list(range(16)), kv_transfer_params={"kvframework.load": False})
+    assert side.matched_tokens(only_stores, 0) == (0, False)
+    assert computed(side, only_stores, 16).stores
+    only_loads = FakeRequest("b", list(range(16)), kv_transfer_params={"kvframework.store": False})
+    assert side.matched_tokens(only_loads, 0) == (16, True)
+    assert not computed(side, only_loads, 16).stores
+
+
+def test_log_probabilities_of_the_prompt_need_it_computed() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(16)), skip_reading_prefix_cache=True)
+    assert side.matched_tokens(request, 0) == (0, False)
+    assert computed(side, request, 16).stores
+
+
+def test_salts_keep_requests_apart() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)), cache_salt="tenant")
+    side = scheduler(server)
+    same = {"cache_salt": "tenant"}
+    by_parameter = {"kv_transfer_params": {"kvframework.salt": "tenant"}}
+    both = {"cache_salt": "tenant", "kv_transfer_params": {"kvframework.salt": "more"}}
+    found = {
+        name: side.matched_tokens(FakeRequest(name, list(range(16)), **fields), 0)[0]
+        for name, fields in {"none": {}, "same": same, "by parameter": by_parameter, "both": both}.items()
+    }
+    assert found == {"none": 0, "same": 16, "by parameter": 16, "both": 0}
+
+
+def test_images_are_part_of_what_a_chunk_is_called() -> None:
+    def with_image(identifier: str, offset: int) -> dict[str, Any]:
+        place = SimpleNamespace(offset=offset, length=3)
+        return {"mm_features": [SimpleNamespace(identifier=identifier, mm_position=place)]}
+
+    server = FakeServer()
+    filled(server, list(range(24)), **with_image("cat", 9))
+    side = scheduler(server)
+    found = [
+        side.matched_tokens(FakeRequest(str(index), list(range(24)), **fields), 0)[0]
+        for index, fields in enumerate([with_image("cat", 9), with_image("dog", 9), with_image("cat", 10), {}])
+    ]
+    assert found == [24, 8, 8, 8]
+
+
+def test_nothing_is_found_after_a_reset() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    running = FakeRequest("running", list(range(80, 96)))
+    side.matched_tokens(running, 0)
+    side.reset()
+    assert not computed(side, running, 16).stores, "its KV may be of both kinds"
+    request = FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == (0, False)
+    for op in computed(side, request, 16).stores:
+        server.stored(op)
+    assert side.matched_tokens(FakeRequest("b", list(range(16))), 0) == (16, True)
+    assert scheduler(server).matched_tokens(FakeRequest("c", list(range(16))), 0) == (16, True)
+
+
+def test_before_the_workers_have_spoken_requests_wait_a_moment() -> None:
+    server, clock = FakeServer(), Clock()
+    filled(server, list(range(16)))
+    side = SchedulerSide(server, WINDOWED[:1], scheduler(server)._options, workers=2, clock=clock)
+    request = FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == (None, False)
+    side.heard(StepReport(served={0: SERVED}))
+    assert side.matched_tokens(request, 0) == (None, False)
+    side.heard(StepReport(served={1: SERVED}))
+    assert side.matched_tokens(request, 0) == (16, True)
+    late = SchedulerSide(server, WINDOWED[:1], side._options, clock=clock)
+    assert late.matched_tokens(request, 0) == (None, False)
+    clock.now += 10
+    assert late.matched_tokens(request, 0) == (0, False)
+
+
+def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    side = SchedulerSide(server, WINDOWED[:1], side._options)
+    side.heard(StepReport(served={0: None}))
+    request = FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == (0, False)
+    assert not computed(side, request, 16).stores
+    side.heard(StepReport(served={0: SERVED}))
+    assert side.matched_tokens(FakeRequest("b", list(range(16))), 0) == (16, True)
+    server.reachable = False
+    assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (0, False)
+
+
+def test_workers_that_disagree_about_names_load_and_store_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server = FakeServer()
+    side = SchedulerSide(server, WINDOWED[:1], scheduler(server)._options, workers=2)
+    side.heard(StepReport(served={0: SERVED, 1: Served("m", b"x" * 16, CHUNK, 1)}))
+    assert "differently" in caplog.text
+    assert side.matched_tokens(FakeRequest("a", list(range(16))), 0) == (0, False)
+
+
+@pytest.mark.parametrize(("role", "does"), [("loads", "stores"), ("stores", "loads")])
+def test_a_role_of_one_direction(role: str, does: str) -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server, **{role: False})
+    request = FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == ((16, True) if does == "loads" else (0, False))
+    assert bool(computed(side, request, 16).stores) is (does == "stores")
