@@ -60,7 +60,11 @@ def add(
     directory: _Directory,
     client: Annotated[str, typer.Argument(help="The client's name.")],
 ) -> None:
-    """Make one more client's key pair. A running server admits it at once; removing its *.public file ends that."""
+    """Make one more client's key pair. A running server admits it at once.
+
+    After its *.public file is removed the client is not admitted again; a connection that it has goes on until the
+    server is restarted.
+    """
     if not (directory / CLIENTS).is_dir():
         raise CurveKeyError("no keys here", where=str(directory), hint=f"kvframework keys new {directory}")
     _add(directory, client)

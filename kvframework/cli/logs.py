@@ -9,10 +9,22 @@ import threading
 from datetime import datetime, timezone
 
 from kvframework.config import LogConfig
+from kvframework.log_limit import LogLimit
+from kvframework.one_line import one_line
 
 HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 log = logging.getLogger(__name__)
+
+
+class HumanFormatter(logging.Formatter):
+    """A line an event, whatever clients and plugins wrote into it; only a traceback has more."""
+
+    def __init__(self) -> None:
+        super().__init__(HUMAN)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
+        return one_line(super().formatMessage(record))
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,7 +49,8 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(config: LogConfig) -> None:
     """All logs, warnings and errors of threads go to standard error in the configured form."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.format == "json" else logging.Formatter(HUMAN))
+    handler.setFormatter(JsonFormatter() if config.format == "json" else HumanFormatter())
+    handler.addFilter(LogLimit())
     logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error

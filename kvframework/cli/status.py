@@ -14,17 +14,20 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kvframework.cli.console import examples, print_error, stdout
-from kvframework.cli.status_view import unreachable, view_status
+from kvframework.cli.status_view import problem_lines, unreachable, view_status
 from kvframework.client.connection import ENDPOINT_VARIABLE, KVClient
 from kvframework.config import default_endpoint, load_config
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
+
+EXIT_DEGRADED = 1
 
 _EPILOG = examples(
     "kvframework status",
     "kvframework status --watch --interval 0.5",
     "kvframework status --json | jq .l1",
     "kvframework status --watch --json          one document a line",
+    "kvframework status --check --timeout 1     for a health probe",
 )
 
 
@@ -39,13 +42,25 @@ def status(
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print one line for each thing that is wrong, and exit with 1 if one is.")
+    ] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it again and again, through restarts, until Ctrl-C.")
     ] = False,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks with --watch.")] = 1.0,
 ) -> None:
-    """Show what a running server holds and does."""
+    """Show what a running server holds and does.
+
+    With --check: exit status 0 if all works as configured, 1 if the server works with something out of order (a tier
+    is down, a device lost its copier, a client is refused), 2 if it does not answer within the timeout. The answer
+    comes through the serving loop that engines are served by.
+    """
+    if check and (as_json or watch):
+        raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
+    # What the connection logs would stand in the middle of the picture, or beside the error that says the same.
+    logging.getLogger("kvframework").addHandler(logging.NullHandler())
     target = endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
     source = _Source(target, timeout)
     if watch:
@@ -55,10 +70,20 @@ def status(
         document = source.ask()
     finally:
         source.close()
-    if as_json:
+    if check:
+        _check(document)
+    elif as_json:
         stdout.print_json(document.decode())
     else:
         stdout.print(view_status(document))
+
+
+def _check(document: bytes) -> None:
+    lines = problem_lines(document)
+    for line in lines or ["ok"]:
+        stdout.print(line, markup=False)
+    if lines:
+        raise typer.Exit(EXIT_DEGRADED)
 
 
 class _Source:
@@ -71,12 +96,14 @@ class _Source:
         self._client: KVClient | None = None
 
     def ask(self) -> bytes:
-        """The status document. Blocks for at most twice the timeout; raises what `KVClient` does."""
+        """The status document. Blocks for the timeout at most; raises what `KVClient` does."""
+        deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name="status", connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
-            return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=self._timeout).document
+            left = max(deadline - time.monotonic(), 0.01)
+            return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left).document
         except KVFrameworkError:
             self.close()
             raise
@@ -88,8 +115,6 @@ class _Source:
 
 
 def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
-    # What the connection logs would stand in the middle of the picture, which tells it anyway.
-    logging.getLogger("kvframework").addHandler(logging.NullHandler())
     # A terminated watch leaves the terminal as it was, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

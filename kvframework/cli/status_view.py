@@ -11,29 +11,33 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api import ByteSize
+from kvframework.engine.trouble import trouble
 from kvframework.errors import KVFrameworkError
+from kvframework.one_line import one_line
+
+Document = dict[str, Any]
+REFUSED_SHOWN = 4
 
 
 def view_status(encoded: bytes) -> RenderableType:
     """The document that REPORT_STATUS returns."""
-    document: dict[str, Any] = msgspec.json.decode(encoded)
-    server, l1 = document["server"], document["l1"]
-    lines = [
-        f"kvframework {server['version']} at {server['endpoint']} (pid {server['pid']})",
-        f"up {server['uptime_s']:.0f} s, configuration {server['config']}, chunk size {server['chunk_size']}",
-        (
-            f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
-            f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
-            f"{l1['evictions']} evictions, fragmentation {l1['fragmentation']:.0%}"
-        ),
-    ]
-    tiers, instances = document["l2"], document["instances"]
+    document: Document = msgspec.json.decode(encoded)
+    tiers, instances, devices = document["l2"], document["instances"], _devices_of(document)
+    counted = [f"{name} {amount}" for name, amount in trouble(document).items()]
     return Group(
-        *(Text(line) for line in lines),
+        *(_text(line) for line in _head(document)),
+        *(_text(line, style="red") for line in _problems(document)),
+        *(_text(line, style="yellow") for line in _refused(document)),
+        *([Text(f"counted: {', '.join(counted)}", style="yellow")] if counted else []),
         *([_tiers(tiers)] if tiers else []),
-        *_tier_errors(tiers),
+        *([_devices(devices)] if devices else []),
         _instances(instances) if instances else Text("no instance is registered"),
     )
+
+
+def problem_lines(encoded: bytes) -> list[str]:
+    """What is wrong now, a line each."""
+    return _problems(msgspec.json.decode(encoded))
 
 
 def unreachable(endpoint: str, error: KVFrameworkError) -> RenderableType:
@@ -41,7 +45,45 @@ def unreachable(endpoint: str, error: KVFrameworkError) -> RenderableType:
     return Text.assemble((f"waiting for a server at {endpoint}\n", "bold yellow"), str(error))
 
 
-def _tiers(tiers: list[dict[str, Any]]) -> Table:
+def _head(document: Document) -> list[str]:
+    server, l1, lookups = document["server"], document["l1"], document.get("lookups", {})
+    tcp = f" and {server['tcp']}" if server.get("tcp") else ""
+    lines = [
+        f"kvframework {server['version']} at {server['endpoint']}{tcp} (pid {server['pid']})",
+        (
+            f"up {server['uptime_s']:.0f} s, boot {server.get('boot_id', '?')[:8]}, configuration {server['config']}, "
+            f"chunk size {server['chunk_size']}"
+        ),
+        (
+            f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
+            f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
+            f"{l1.get('write_leases', 0)} stores under way, {l1['evictions']} evictions, "
+            f"fragmentation {l1['fragmentation']:.0%}"
+        ),
+    ]
+    if l1.get("quarantined_bytes"):
+        lines.append(f"L1 quarantine {ByteSize(l1['quarantined_bytes'])}: of writers that were late and still live")
+    if lookups.get("asked_tokens"):
+        share = lookups["hit_tokens"] / lookups["asked_tokens"]
+        lines.append(f"{lookups['lookups']} lookups, hit {share:.0%} of {lookups['asked_tokens']} tokens")
+    return lines
+
+
+def _problems(document: Document) -> list[str]:
+    """A server before this field told none."""
+    return [f"{problem['where']}: {problem['fact']}" for problem in document.get("problems", ())]
+
+
+def _refused(document: Document) -> list[str]:
+    """The latest refusals, some of them."""
+    return [
+        f"refused: {each['what']!r} of {each['client'][:64]!r} (process {each['pid']}), {each['count']} times, last "
+        f"{each['ago_s']:.0f} s ago: [{each['code']}] {each['reason']}"
+        for each in document.get("messaging", {}).get("refused", ())[:REFUSED_SHOWN]
+    ]
+
+
+def _tiers(tiers: list[Document]) -> Table:
     """`get` and `put` are p50 and p99 of calls in milliseconds. A tier may leave out anything: servers differ."""
     counters = ("hits", "misses", "stored", "errors", "corrupt")
     table = _table("L2", "circuit", "codec", "used", *counters, "to write", "get ms", "put ms")
@@ -51,38 +93,51 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
             *(tier.get(counter, 0) for counter in counters), tier.get("write_pending", 0),
             _latency(tier, "get_into"), _latency(tier, "put"),
         )  # fmt: skip
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(_text(cell) for cell in cells))
     return table
 
 
-def _tier_errors(tiers: list[dict[str, Any]]) -> list[RenderableType]:
-    broken = [tier for tier in tiers if tier.get("state") != "closed" and tier.get("last_error")]
-    return [Text(f"L2 {tier.get('name', '?')}: {tier['last_error']}", style="red") for tier in broken]
-
-
-def _usage(tier: dict[str, Any]) -> str:
+def _usage(tier: Document) -> str:
     usage = tier.get("usage")
     return f"{ByteSize(usage['used_bytes'])} / {ByteSize(usage['capacity_bytes'])}" if usage else "-"
 
 
-def _latency(tier: dict[str, Any], call: str) -> str:
+def _latency(tier: Document, call: str) -> str:
     latency = tier.get("latency_ms", {}).get(call, {})
     return f"{latency['p50']:.3g} / {latency['p99']:.3g}" if latency.get("count") else "-"
 
 
-def _instances(instances: list[dict[str, Any]]) -> Table:
+def _devices_of(document: Document) -> list[Document]:
+    return [device for transport in document.get("transports", {}).values() for device in transport.get("devices", ())]
+
+
+def _devices(devices: list[Document]) -> Table:
+    table = _table("device", "copier", "starts", "instances", "last error")
+    for device in devices:
+        pid = "none" if device["pid"] is None else device["pid"]
+        cells = (device["device"], pid, device["starts"], device["instances"], device["last_error"] or "-")
+        table.add_row(*(_text(cell) for cell in cells))
+    return table
+
+
+def _instances(instances: list[Document]) -> Table:
     table = _table(
-        "instance", "pid", "model", "rank", "transport", "format", "layers", "dtype", "chunk", "bytes/token"
+        "instance", "pid", "model", "rank", "namespace", "transport", "format", "layers", "dtype", "chunk",
+        "bytes/token",
     )  # fmt: skip
     for context in instances:
         rank = "?" if context["rank"] is None else context["rank"]
         cells = (
             context["instance_id"], context["pid"], context["model"], f"{rank}/{context['world_size']}",
-            context["transport"], context["format"], context["layers"], context["dtype"], context["chunk_tokens"],
-            f"{context['bytes_per_token']:g}",
+            context["namespace"][:8], context["transport"], context["format"], context["layers"], context["dtype"],
+            context["chunk_tokens"], f"{context['bytes_per_token']:g}",
         )  # fmt: skip
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(_text(cell) for cell in cells))
     return table
+
+
+def _text(value: object, style: str = "") -> Text:
+    return Text(one_line(str(value)), style=style)
 
 
 def _table(*headers: str) -> Table:

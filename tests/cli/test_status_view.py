@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import msgspec
-import pytest
 from rich.console import Console
 
 from kvframework.cli.status_view import view_status
@@ -36,11 +35,11 @@ TIER = {
 }  # fmt: skip
 
 
-def shown(*tiers: dict[str, object], width: int = 160) -> list[str]:
+def shown(*tiers: dict[str, object], width: int = 160, **parts: object) -> list[str]:
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(view_status(msgspec.json.encode(DOCUMENT | {"l2": tiers})))
-    return capture.get().splitlines()
+        console.print(view_status(msgspec.json.encode(DOCUMENT | {"l2": tiers} | parts)))
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def cells(*tiers: dict[str, object]) -> list[list[str]]:
@@ -70,10 +69,46 @@ def test_without_l2_there_is_no_table() -> None:
     assert not any("circuit" in line for line in shown())
 
 
-@pytest.mark.parametrize(("state", "told"), [("closed", False), ("open", True), ("half-open", True)])
-def test_the_last_error_is_told_while_it_matters(state: str, told: bool) -> None:
-    lines = shown(TIER | {"state": state, "last_error": "no [bold]route[/bold] to host"})
-    assert any("L2 redis: no [bold]route[/bold] to host" in line for line in lines) is told
+def test_what_is_wrong_and_what_was_counted_is_told() -> None:
+    refused = {
+        "client": "an\x1b[2Jengine", "pid": 7, "what": "HELLO", "code": "protocol.version", "reason": "too [red]new",
+        "count": 9, "ago_s": 3.2,
+    }  # fmt: skip
+    lines = shown(
+        TIER | {"state": "open", "last_error": "-"},
+        problems=[{"where": "l2.0", "fact": "redis: no [bold]route[/bold] to host"}],
+        messaging={"counters": {"malformed": 4}, "refused": [refused]},
+    )
+    assert "l2.0: redis: no [bold]route[/bold] to host" in lines
+    (told,) = [line for line in lines if line.startswith("refused: ")]
+    assert "'HELLO' of 'an\\x1b[2Jengine' (process 7), 9 times, last 3 s ago: [protocol.version] too [red]new" in told
+    assert "counted: l2.0.corrupt 15, l2.0.errors 14, messaging.counters.malformed 4" in lines
+
+
+def test_what_clients_wrote_moves_no_cursor() -> None:
+    instance = {
+        "instance_id": 1, "pid": 2, "model": "m\x1b[2J\nx", "rank": 0, "world_size": 1, "namespace": "ab" * 16,
+        "transport": "t", "format": "f", "layers": 1, "dtype": "d", "chunk_tokens": 256, "bytes_per_token": 1.0,
+    }  # fmt: skip
+    text = "\n".join(shown(instances=[instance]))
+    assert "\x1b" not in text
+    assert "m\\x1b[2J; x" in text
+
+
+def test_devices_are_rows() -> None:
+    device = {"device": "GPU-1", "pid": None, "starts": 3, "instances": 2, "copies": 0, "last_error": "it ended"}
+    lines = shown(transports={"cpu_gather": {}, "cuda": {"devices": [device]}})
+    (row,) = [line for line in lines if "GPU-1" in line]
+    assert re.split(" {2,}", row.strip()) == ["GPU-1", "none", "3", "2", "it ended"]
+
+
+def test_quarantine_and_hit_rate_are_told() -> None:
+    lines = shown(
+        l1=DOCUMENT["l1"] | {"quarantined_bytes": 2 << 20},  # type: ignore[operator]
+        lookups={"lookups": 4, "asked_tokens": 2048, "hit_tokens": 512, "unknown_namespace": 0},
+    )
+    assert any(line.startswith("L1 quarantine 2.0 MiB") for line in lines)
+    assert "4 lookups, hit 25% of 2048 tokens" in lines
 
 
 def test_a_narrow_terminal_loses_nothing() -> None:

@@ -1,0 +1,109 @@
+"""`kvframework status --check`: the health of a real server as an exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvframework.errors import KVFrameworkError
+from kvframework.wire import messages as m
+from tests.cli.command import run
+from tests.redis_server import RedisServer
+from tests.server_process import ServerProcess
+from tests.waiting import wait_until
+from tests.wire_client import WireClient, key_for
+
+# A server whose serving thread hangs as soon as the file named by KVF_TEST_HANG is there; all its other threads live.
+HANGING = """
+import os, sys, time
+from kvframework.cli.main import main
+from kvframework.engine.engine import CacheEngine
+tick = CacheEngine.tick
+def hang(self):
+    while os.path.exists(os.environ["KVF_TEST_HANG"]):
+        time.sleep(0.05)
+    tick(self)
+CacheEngine.tick = hang
+main()
+"""
+
+
+def check(server: ServerProcess, timeout: float = 10.0) -> subprocess.CompletedProcess[str]:
+    return run("status", "--check", "--endpoint", server.endpoint, "--timeout", str(timeout))
+
+
+def test_a_healthy_server() -> None:
+    with ServerProcess() as server:
+        done = check(server)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+@pytest.mark.redis
+def test_a_tier_that_is_down_is_named_until_it_is_back(tmp_path: Path) -> None:
+    settings = ("l2.0.use=redis", "l2.0.timeout_s=0.5")
+    with (
+        RedisServer(tmp_path) as redis,
+        ServerProcess(*settings, f"l2.0.url={redis.url}") as server,
+        server.client() as client,
+    ):
+        redis.kill9()
+        client.store(key_for(client.register(), range(256)), b"x")
+        wait_until(lambda: client.status()["problems"], 60, "the tier's failure to be seen")
+        done = check(server)
+        (line,) = done.stdout.splitlines()
+        assert (done.returncode, done.stderr) == (1, "")
+        assert line.startswith("l2.0: redis is down for writes")
+        assert "[storage.tier]" in line
+        redis.start()
+        wait_until(lambda: not client.status()["problems"], 60, "the tier's return")
+        assert check(server).returncode == 0
+        assert "tier redis is down for writes: [storage.tier]" in server.log
+        assert "tier redis is back for writes after " in server.log
+
+
+def test_a_client_that_is_refused_is_named() -> None:
+    with ServerProcess() as server, WireClient(server.endpoint, hello=False) as client:
+        with pytest.raises(KVFrameworkError):
+            client.call("HELLO", m.Hello("from the\nfuture", 4711, min_version=98, max_version=99))
+        done = check(server)
+        assert done.returncode == 1
+        assert "process 4711" in done.stdout
+        assert len(done.stdout.splitlines()) == 1
+
+
+def test_nobody_serves() -> None:
+    done = run("status", "--check", "--endpoint", "ipc:///tmp/kvf-nobody/s.sock", "--timeout", "0.3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run.server_gone" in done.stderr
+
+
+def test_a_server_that_is_stopped_does_not_answer() -> None:
+    with ServerProcess() as server:
+        server.sigstop()
+        began = time.monotonic()
+        assert check(server, timeout=0.5).returncode == 2
+        assert time.monotonic() - began < 20
+        server.sigcont()
+        assert check(server).returncode == 0
+
+
+def test_it_is_the_serving_loop_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang, script = tmp_path / "hang", tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    monkeypatch.setenv("KVF_TEST_HANG", str(hang))
+    with ServerProcess(script=str(script)) as server:
+        assert check(server).returncode == 0
+        hang.touch()
+        wait_until(lambda: check(server, timeout=0.5).returncode == 2, 60, "the loop to hang")
+        hang.unlink()
+        assert check(server).returncode == 0
+
+
+@pytest.mark.parametrize("other", ["--json", "--watch"])
+def test_it_stands_alone(other: str) -> None:
+    done = run("status", "--check", other)
+    assert done.returncode == 2
+    assert "--check" in done.stderr

@@ -1,0 +1,244 @@
+"""What docs/operations.md quotes exists: log lines, fields, counters, error codes, exit statuses, the unit file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import kvframework
+from kvframework.cli.app import app
+from kvframework.devices.messages import Start
+from kvframework.devices.supervisor import CopierSupervisor
+from kvframework.engine.trouble import L1_TROUBLE, L2_TROUBLE, MESSAGING_TROUBLE
+from kvframework.errors import KVFrameworkError
+from kvframework.wire import messages as m
+from tests.cli.command import run
+from tests.server_process import ServerProcess
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
+LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+# Maps whose keys are not names of this project.
+OPEN_MAPS = {"l2[].latency_ms", "transports"}
+
+
+def section(title: str) -> str:
+    return re.split(r"^##+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table in a section, without its header."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+# log lines
+
+
+def log_patterns() -> Iterator[re.Pattern[str]]:
+    """What the calls of a logger in the sources can say. Lines that are all placeholder say nothing of themselves."""
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                named = ast.unparse(node.func.value).lower().strip("_").endswith(("log", "logger", "quiet"))
+                text = node.args[1 if node.func.attr == "log" or "quiet" in ast.unparse(node.func) else 0 :]
+                if named and node.func.attr in {*LOG_METHODS, "log"} and text:
+                    yield from _pattern(text[0])
+
+
+def _pattern(node: ast.expr) -> Iterator[re.Pattern[str]]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        pieces = re.split(r"%[-.\d]*[sdrf]", node.value)
+    elif isinstance(node, ast.JoinedStr):
+        pieces = "".join(each.value if isinstance(each, ast.Constant) else "\0" for each in node.values).split("\0")
+    else:
+        return
+    if len(re.findall("[a-z]", "".join(pieces))) > 7:
+        yield re.compile(".+".join(map(re.escape, pieces)), re.DOTALL)
+
+
+PATTERNS = list(log_patterns())
+
+
+def log_lines() -> list[str]:
+    """Quoted behind `S:` or `E:`, the server's log or the engine's."""
+    return re.findall(r"\b[SE]: `([^`]+)`", PAGE)
+
+
+@pytest.fixture(scope="module")
+def log() -> str:
+    """Of a server that refused somebody and something, and was refused by somebody."""
+    with ServerProcess() as server:
+        with server.client(hello=False) as client, pytest.raises(KVFrameworkError):
+            client.call("HELLO", m.Hello("new", 7, min_version=98, max_version=99))
+
+        def misunderstood() -> bool:
+            with server.client() as client, pytest.raises(KVFrameworkError):
+                client.answer(client.send("LOOKUP", m.Empty()), "LOOKUP")
+            return "was refused 'LOOKUP'" in server.log
+
+        def leave() -> bool:
+            with server.client(liveness=False) as client:
+                client.answer(client.send("GOODBYE", m.Goodbye("protocol.version", "another chunk size")), "GOODBYE")
+            return "refuses this server" in server.log
+
+        # Of different things one line a second is written.
+        wait_until(misunderstood, what="the refusal in the log")
+        wait_until(leave, what="the client's reason in the log")
+        return server.log
+
+
+@pytest.mark.parametrize("line", log_lines())
+def test_every_log_line_can_be_said(line: str, log: str) -> None:
+    in_the_source = any(pattern.fullmatch(line) for pattern in PATTERNS)
+    assert in_the_source or re.search(".+".join(map(re.escape, line.strip("…").split("…"))), log), line
+
+
+def test_there_are_log_lines_and_not_everything_is_one() -> None:
+    assert len(log_lines()) > 25
+    assert not any(pattern.fullmatch("the moon is full: nothing works") for pattern in PATTERNS)
+
+
+def test_every_error_code_is_one() -> None:
+    for module in pkgutil.walk_packages(kvframework.__path__, "kvframework."):
+        if "testing" not in module.name and "bench" not in module.name:
+            importlib.import_module(module.name)
+    codes = set(re.findall(r"\[((?:config|plugin|protocol|request|run|storage|device)\.[a-z_]+)\]", PAGE))
+    assert len(codes) > 8
+    assert codes <= KVFrameworkError._by_code.keys()
+
+
+# the status document
+
+
+def fields(value: Any, path: str = "") -> Iterator[str]:
+    """All paths of a document's leaves; `[]` for the items of a list, `*` for the keys of an open map."""
+    if isinstance(value, dict) and (value or path):
+        for name, inner in value.items():
+            step = "*" if path in OPEN_MAPS else name
+            yield from fields(inner, f"{path}.{step}" if path else step)
+        if not value:
+            yield path
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for inner in value:
+            yield from fields(inner, f"{path}[]")
+    else:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Of a server with an instance, a tier, and a client that was refused."""
+    settings = ("l2.0.use=filesystem", f"l2.0.path={tmp_path_factory.mktemp('tier')}", "l2.0.capacity=1GiB")
+    with ServerProcess(*settings) as server, server.client() as client:
+        client.register()
+        with server.client(hello=False) as stranger, pytest.raises(KVFrameworkError):
+            stranger.call("HELLO", m.Hello("new", 7, min_version=98, max_version=99))
+        wait_until(lambda: client.status()["l2"][0]["usage"], what="the tier's usage")
+        yield client.status()
+
+
+def documented() -> set[str]:
+    return {name for row in rows("Fields of the status document") for name in quoted(row[0])}
+
+
+def counters() -> set[str]:
+    return {name for row in rows("Counters") for name in quoted(row[0])}
+
+
+def test_every_field_is_documented_and_every_documented_field_is_there(document: dict[str, Any]) -> None:
+    found = {field for field in fields(document) if not field.startswith("messaging.counters.errors.")}
+    assert sorted(found - documented() - counters()) == []
+    elsewhere = {name for name in documented() | counters() if name.startswith(NOT_HERE)}
+    assert sorted((documented() | counters()) - found - elsewhere) == []
+
+
+# What this server has none of.
+NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms")
+
+
+def test_every_field_of_a_device_is_documented() -> None:
+    copier = CopierSupervisor(Start("module:create", "module:Options", b"", "device"), arena_fd=-1, stall_s=1.0)
+    try:
+        found = {f"transports.*.devices[].{name}" for name in copier.status()}
+    finally:
+        copier.stop()
+        assert copier.join(10)
+    assert found == {name for name in documented() if name.startswith("transports.*.devices")}
+
+
+def test_all_trouble_is_documented() -> None:
+    expected = {f"l1.counters.{name}" for name in L1_TROUBLE} | {f"l2[].{name}" for name in L2_TROUBLE}
+    expected |= {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} | {"prefetch.refused"}
+    assert expected <= counters()
+
+
+# commands
+
+
+def test_every_command_has_its_exit_statuses() -> None:
+    words = set()
+    command: Any = typer.main.get_command(app)
+    for name, inner in command.commands.items():
+        words |= {f"{name} {each}" for each in inner.commands} if hasattr(inner, "commands") else {name}
+    told = {name for row in rows("Exit statuses") for name in quoted(row[0])}
+    assert {name.removeprefix("kvframework ") for name in told} >= words
+
+
+def test_exit_statuses_are_as_told(tmp_path: Path) -> None:
+    toml = tmp_path / "kvf.toml"
+    toml.write_text("[l1]\ncapacty = 1\n")
+    nobody = f"ipc://{tmp_path}/n.sock"
+    cases = [
+        (("serve", "--config", str(toml)), 2),
+        (("status", "--endpoint", nobody, "--timeout", "0.1"), 2),
+        (("config", "check", str(toml)), 2),
+        (("plugins", "info", "tier.none"), 2),
+        (("keys", "add", str(tmp_path), "x"), 2),
+    ]
+    for arguments, status in cases:
+        assert run(*arguments).returncode == status, arguments
+
+
+# files
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_unit_file_is_one(tmp_path: Path) -> None:
+    (text,) = blocks("ini")
+    known = re.findall(r"^(\w+)=", text, re.MULTILINE)
+    assert {"ExecStart", "User", "RuntimeDirectory", "LimitNOFILE", "Restart"} <= set(known)
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    unit = tmp_path / "kvframework.service"
+    unit.write_text(re.sub(r"(?<==)/\S*/kvframework\b", sys.executable, text))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    complaints = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert complaints == []
+
+
+def test_the_page_is_short_and_linked() -> None:
+    assert len(PAGE.splitlines()) < 250
+    assert "docs/operations.md" in (ROOT / "README.md").read_text()
