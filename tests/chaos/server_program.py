@@ -1,0 +1,137 @@
+"""`kvframework serve` on a disk that is slow when the harness says so, and with one bug if it is told to plant one: a
+harness that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvf_filesystem.tier as filesystem
+from kvframework.api import Tier
+from kvframework.cli.main import main
+from kvframework.storage.manager import StorageManager
+from kvframework.testing.faults import FaultyTier
+
+SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
+# A bug shows once in so many calls.
+RARELY = 4
+
+
+class SlowDisk(FaultyTier):
+    """Each call waits first for as many seconds as stand in a file."""
+
+    def __init__(self, inner: Tier, slowness: Path) -> None:
+        super().__init__(inner, 0, ())
+        self._slowness = slowness
+
+    def _call(self) -> None:
+        try:
+            time.sleep(float(self._slowness.read_text()))
+        except (FileNotFoundError, ValueError):
+            return
+
+
+def slow_disk() -> None:
+    open_tier = filesystem.open_tier
+
+    def opened(*arguments: Any, **options: Any) -> Tier:
+        return SlowDisk(open_tier(*arguments, **options), Path(os.environ[SLOWNESS]))
+
+    filesystem.open_tier = opened  # type: ignore[assignment]
+
+
+# bugs
+
+
+def wrong_byte() -> None:
+    """A byte of a published object changes."""
+
+    def committed(manager: Any, result: int, _objects: list[Any]) -> int:
+        for stored in _objects[:1]:
+            manager._arena[stored.offset + stored.length // 2] ^= 1
+        return result
+
+    _after_commit(committed)
+
+
+def lost_commit() -> None:
+    """Objects that are said to be stored are not."""
+
+    def committed(manager: Any, result: int, objects: list[Any]) -> int:
+        with manager.lock:
+            for stored in objects:
+                manager._table.drop(stored.key)
+        return result
+
+    _after_commit(committed)
+
+
+def leaked_pin() -> None:
+    """What is pinned once more is never let go."""
+
+    def committed(manager: Any, result: int, objects: list[Any]) -> int:
+        manager.pin_present([stored.key for stored in objects[:1]])
+        return result
+
+    _after_commit(committed)
+
+
+def leaked_range() -> None:
+    """Memory that is neither free nor used."""
+
+    def committed(manager: Any, result: int, _objects: list[Any]) -> int:
+        with manager.lock:
+            manager._table.allocator.allocate(4096)
+        return result
+
+    _after_commit(committed)
+
+
+def leaked_descriptor() -> None:
+    def committed(_manager: Any, result: int, _objects: list[Any]) -> int:
+        for _ in range(10):
+            os.open(os.devnull, os.O_RDONLY)
+        return result
+
+    _after_commit(committed)
+
+
+def traceback() -> None:
+    def committed(_manager: Any, result: int, _objects: list[Any]) -> int:
+        try:
+            raise RuntimeError("planted")
+        except RuntimeError:
+            logging.getLogger("kvframework").exception("something failed")
+        return result
+
+    _after_commit(committed)
+
+
+def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
+    commit = StorageManager.commit
+    calls = 0
+
+    def committed(manager: StorageManager, lease_id: str, *, owner: int) -> int:
+        nonlocal calls
+        with manager.lock:
+            keys = [key for key, _, _ in manager._table._leases.write(lease_id, owner).items]
+            result = commit(manager, lease_id, owner=owner)
+            calls += 1
+            if result and calls % RARELY == 0:
+                result = planted(manager, result, [manager._table._objects[key] for key in keys])
+        return result
+
+    StorageManager.commit = committed  # type: ignore[method-assign]
+
+
+BUGS = {bug.__name__: bug for bug in (wrong_byte, lost_commit, leaked_pin, leaked_range, leaked_descriptor, traceback)}
+
+if __name__ == "__main__":
+    slow_disk()
+    if os.environ.get(PLANT):
+        BUGS[os.environ[PLANT]]()
+    main()

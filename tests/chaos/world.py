@@ -1,0 +1,137 @@
+"""Owns the processes of a run: a server, a Redis behind a proxy and a folder behind the server, and engines before it.
+
+Each part is driven by one thread at a time; `status` may be asked from any.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from kvframework.testing.faults import FaultProxy
+from tests.chaos import server_program
+from tests.chaos.events import AnyEvent, Claim, Settings
+from tests.chaos.footprint import Footprint
+from tests.chaos.ledger import Ledger
+from tests.chaos.process import EngineProcess, start_nursery
+from tests.chaos.witness import Witness
+from tests.redis_server import RedisServer
+from tests.server_process import ServerProcess
+
+MARK = "KVFRAMEWORK_CHAOS_RUN"
+L1 = "40MiB"  # some 320 objects, fewer than the engines use
+ENGINES = 4
+_START_S = 180.0
+_SHORT = ("server.store_lease_s=2", "server.retrieve_lease_s=2", "server.ticket_s=3", "server.session_timeout_s=5")
+_REDIS = ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a run consists of. `bug` names one of `server_program.BUGS`."""
+
+    seed: int
+    seconds: float
+    engines: int = ENGINES
+    l2: bool = True
+    bug: str = ""
+
+
+class World:
+    """Use it as a context manager: whatever it started ends with it."""
+
+    def __init__(self, plan: Plan, folder: Path, ledger: Ledger) -> None:
+        self.plan = plan
+        self.ledger = ledger
+        self.mark = secrets.token_hex(8)
+        self.folder = folder
+        self.disk = folder / "kv"
+        self.redis = RedisServer(folder, unix=True, options=_REDIS)
+        self.engines: list[EngineProcess] = []
+        self._slowness = folder / "slowness"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> World:
+        try:
+            self._environment(MARK, self.mark)
+            self._environment(server_program.SLOWNESS, str(self._slowness))
+            self._environment(server_program.PLANT, self.plan.bug)
+            self.server = ServerProcess(*self._settings(), capacity=L1, script=server_program.__file__)
+            self._stack.enter_context(self.server)
+            self.descriptors = Footprint(self.server.pid).descriptors  # before the first client
+            start_nursery(MARK)
+            self.witness = Witness(self.server.endpoint, self.ledger)
+            self._stack.callback(self.witness.close)
+            for number in range(self.plan.engines):
+                self.engines.append(self._engine(number))
+                self._stack.callback(self.engines[-1].kill9)
+                self.engines[-1].start()
+            for engine in self.engines:
+                assert engine.heard.wait(_START_S), f"an engine does not start: {engine.log.read_text()}"
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def status(self) -> dict[str, Any]:
+        """By a client of its own. Raises whatever a server that is away makes of it."""
+        with self.server.client(timeout=2.0) as client:
+            return client.status()
+
+    def set_slowness(self, seconds: float) -> None:
+        """Of every call to the folder from now on."""
+        if seconds:
+            self._slowness.write_text(str(seconds))
+        else:
+            self._slowness.unlink(missing_ok=True)
+
+    def _settings(self) -> list[str]:
+        if not self.plan.l2:
+            return list(_SHORT)
+        self._stack.enter_context(self.redis)
+        self.proxy = self._stack.enter_context(FaultProxy(str(self.redis.socket_path)))
+        tables = (
+            {"use": "redis", "url": f"unix://{self.proxy.address}", "timeout_s": 1},
+            {"use": "filesystem", "path": self.disk, "capacity": "24MiB", "timeout_s": 1},
+        )
+        return [
+            *_SHORT,
+            *(f"l2.{at}.{name}={value}" for at, table in enumerate(tables) for name, value in table.items()),
+        ]
+
+    def _engine(self, number: int) -> EngineProcess:
+        """Two models, whose KV must never be mixed up. One engine in three moves its bytes over the wire. One waits for
+        the server as engines do in earnest; on a busy machine that leaves the others to do the work."""
+        settings = Settings(
+            endpoint=self.server.endpoint,
+            seed=self.plan.seed,
+            number=number,
+            model=f"model {number % 2}",
+            path="wire" if number % 3 == 2 else "auto",
+            control_timeout_s=0.05 if number == 0 else 0.5,
+        )
+
+        def hear(event: AnyEvent) -> None:
+            if isinstance(event, Claim):
+                self.witness.ask(event)
+            self.ledger.hear(number, event)
+
+        def died(text: str) -> None:
+            self.ledger.violate(f"engine {number} {text}")
+
+        return EngineProcess(settings, self.folder / f"engine-{number}.log", hear, died)
+
+    def _environment(self, name: str, value: str) -> None:
+        """All processes of the run inherit it."""
+        os.environ[name] = value
+        self._stack.callback(os.environ.pop, name, None)

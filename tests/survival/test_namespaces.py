@@ -1,0 +1,182 @@
+"""Two workers of one model name whose KV differs never see each other's objects, and whoever looks sees why: the status
+shows both namespaces.
+
+What makes the bytes differ makes the namespace differ; what only lies elsewhere in the engine's memory (other strides,
+a block size that gives the same chunk) does not, since objects are canonical: such workers share on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
+from kvframework.wire import messages as m  # noqa: E402
+from tests.server_process import ServerProcess  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+AXES = ["plane", "block", "token", "head", "dim"]
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(capacity="192MiB") as process:
+        yield process
+
+
+@pytest.fixture
+def clients(server: ServerProcess) -> Iterator[tuple[KVClient, KVClient]]:
+    """Of two sessions, as two engine processes have."""
+    with (
+        server.client() as cleaner,
+        KVClient(server.endpoint, control_timeout_s=PATIENCE_S) as one,
+        KVClient(server.endpoint, control_timeout_s=PATIENCE_S) as two,
+    ):
+        cleaner.call("CLEAR", m.Clear())
+        yield one, two
+
+
+class Worker:
+    """A worker of the model "m", a scheduler beside it, and memory that holds one value everywhere."""
+
+    def __init__(
+        self,
+        client: KVClient,
+        instance_id: int,
+        value: float,
+        *,
+        dtype: torch.dtype = torch.float16,
+        shape: tuple[int, ...] = (2, -1, 16, 1, 2),
+        block_size: int = 16,
+        layout: str = "paged",
+        layout_options: dict[str, object] | None = None,
+        lora: bytes = b"",
+        **identity: Any,
+    ) -> None:
+        self.client, self.lora, self.value = client, lora, value
+        self.blocks = 2 * 288 // block_size
+        sizes = [self.blocks if size < 0 else size for size in shape]
+        self.kv = {f"l{index}": torch.full(sizes, value).to(dtype) for index in range(2)}
+        self.worker = WorkerAdapter(
+            client, instance_id=instance_id, model_name="m", layout=layout,
+            layout_options=layout_options or {"axes": AXES}, **identity,
+        )  # fmt: skip
+        registration = self.worker.register_kv_caches(self.kv, block_size=block_size)
+        self.namespace, self.chunk = registration.namespace, registration.desc.chunk_tokens
+        self.per_chunk = self.chunk // block_size
+        self.scheduler = SchedulerAdapter(
+            client, model_name="m", namespace=self.namespace, chunk_tokens=self.chunk
+        )  # fmt: skip
+
+    def request(self, token: int) -> RequestHashes:
+        request = RequestHashes(self.client.hasher, self.chunk, request_id="same")
+        request.extend([token] * self.chunk, {0: self.lora} if self.lora else None)
+        return request
+
+    def store(self, token: int) -> bool:
+        return self.worker.submit_store(self.request(token), 0, self.chunk, [list(range(self.per_chunk))]).result(0)
+
+    def hit(self, token: int) -> int:
+        result = self.scheduler.lookup(self.request(token))
+        self.scheduler.free(result)
+        return result.hit_tokens
+
+    def load(self, token: int) -> bool:
+        """Into other blocks than it stores from; afterwards they hold its own value, whatever came."""
+        blocks = list(range(self.blocks - self.per_chunk, self.blocks))
+        for tensor in self.kv.values():
+            tensor.zero_()
+        loaded = self.worker.submit_retrieve(self.request(token), 0, self.chunk, [blocks]).result(0)
+        kept = {name: tensor.clone() for name, tensor in self.kv.items()}
+        for name, tensor in self.kv.items():
+            own = torch.full_like(tensor, self.value)
+            if loaded:
+                assert int((kept[name] == own).sum()) == own.numel() * self.per_chunk // self.blocks, "foreign bytes"
+            else:
+                assert not kept[name].any(), "a miss wrote something"
+            tensor.copy_(own)
+        return loaded
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": torch.float32},
+    "dtype of the same size": {"dtype": torch.bfloat16},
+    "layout: one latent plane": {"shape": (-1, 16, 1, 2), "layout_options": {"axes": AXES[1:]}},
+    "layout: opaque blocks": {
+        "shape": (-1, 16, 2, 2), "layout": "opaque", "layout_options": {"packing": "amx", "block_axis": 0},
+    },
+    "layout: another packing": {"packing": "amx"},
+    "layout: more heads": {"shape": (2, -1, 16, 2, 2)},
+    "block size": {"shape": (2, -1, 48, 1, 2), "block_size": 48},
+    "quantisation": {"quantization": "fp8-kv"},
+    "LoRA merged into the weights": {"revision": "base+adapter"},
+    "LoRA of a request": {"lora": b"adapter 7"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_workers_that_differ_never_meet(
+    server: ServerProcess, clients: tuple[KVClient, KVClient], variant: str
+) -> None:
+    one = Worker(clients[0], 1, 1.0)
+    two = Worker(clients[1], 2, 2.0, **VARIANTS[variant])
+    assert one.store(11)
+    assert two.hit(11) == 0
+    assert not two.load(11)
+    assert two.store(12)
+    assert one.hit(12) == 0
+    assert not one.load(12)
+    # The same tokens from both: each has its own.
+    assert two.store(11)
+    assert one.store(12)
+    for token in (11, 12):
+        assert one.hit(token) == one.chunk
+        assert two.hit(token) == two.chunk
+        assert one.load(token)
+        assert two.load(token)
+
+    if variant == "LoRA of a request":
+        assert one.namespace == two.namespace, "one worker serves many adapters: it is the content that differs"
+        return
+    assert one.namespace != two.namespace
+    with server.client() as watcher:
+        assert watcher.status()["namespaces"] == sorted([one.namespace.hex(), two.namespace.hex()])
+
+
+def test_status_shows_both_namespaces(server: ServerProcess, clients: tuple[KVClient, KVClient]) -> None:
+    """It is there that somebody looks who wonders about a hit rate of 0."""
+    workers = [Worker(clients[0], 1, 1.0), Worker(clients[1], 2, 2.0, quantization="fp8-kv")]
+    text = status(server)
+    document = json.loads(status(server, "--json"))
+    assert {instance["model"] for instance in document["instances"]} == {"m"}
+    for worker, instance in zip(workers, document["instances"], strict=True):
+        assert worker.namespace.hex()[:8] in text
+        assert worker.namespace.hex() == instance["namespace"]
+
+
+def test_workers_whose_objects_are_equal_share_them(clients: tuple[KVClient, KVClient]) -> None:
+    one = Worker(clients[0], 1, 1.0)
+    two = Worker(
+        clients[1], 2, 1.0, shape=(-1, 32, 2, 1, 2), block_size=32,
+        layout_options={"axes": ["block", "token", "plane", "head", "dim"]},
+    )  # fmt: skip
+    assert one.namespace == two.namespace
+    assert one.store(11)
+    assert two.hit(11) == 256
+    assert two.load(11)
+
+
+def status(server: ServerProcess, *arguments: str) -> str:
+    command = [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", server.endpoint, *arguments]
+    wide = {**os.environ, "COLUMNS": "250"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=wide).stdout

@@ -1,0 +1,163 @@
+"""The server is killed and started again, quickly or slowly, while engine processes store and load."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+
+from kvframework.api import CacheKey, MemoryLayoutDesc
+from kvframework.wire import messages as m
+from tests.server_process import ServerProcess
+from tests.survival.process import arenas, children, descriptors
+from tests.survival.survivor_program import KNOWN, MODEL, tokens_of
+from tests.survival.survivors import Survivors
+from tests.tiers.nodes import await_count
+from tests.waiting import wait_until
+from tests.wire_client import WireClient, key_for
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+NOTICED_S = 2.0
+DEATHS = ["quickly", "slowly"]
+
+
+@pytest.mark.parametrize(
+    "deaths", [DEATHS, pytest.param(DEATHS * 30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])], ids=len
+)
+def test_engines_outlive_every_death_of_their_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: list[str]
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    tier = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.timeout_s=10")
+    with ServerProcess(*tier, capacity="32MiB") as server:
+        # Of the processes that are started from here on.
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        endpoint_folder = server.log_file.parent
+        with Survivors(server.endpoint, tmp_path, ["arena", "arena", "wire"]) as survivors:
+            engines = survivors.engines
+            with server.client() as watcher:
+                namespace = await_known(watcher)
+                boot = boot_of(watcher)
+            for engine in engines:
+                engine.await_event("worked", boot=boot)
+            open_before = {engine.instance_id: len(descriptors(engine.process.pid)) for engine in engines}
+            fresh_server = None
+
+            for death in deaths:
+                killed = time.monotonic()
+                server.kill9()
+                if death == "slowly":
+                    for engine in engines:
+                        engine.await_event("missed", since=killed)
+                server.start()
+                with server.client() as watcher:
+                    assert hits(watcher, namespace) == [len(prompt) * 256 for prompt in KNOWN], "L2 has them all"
+                    boot = boot_of(watcher)
+                    for engine in engines:
+                        assert engine.await_event("gone", since=killed).at - killed < NOTICED_S
+                        engine.await_event("up", boot=boot)
+                        engine.await_event("worked", boot=boot)
+                    status = watcher.status()
+                    assert status["non_gpu_instance_ids"] == [engine.instance_id for engine in engines]
+                for engine in engines:
+                    pid, most = engine.process.pid, open_before[engine.instance_id]
+                    wait_until(lambda pid=pid: arenas(pid) == 1, 10, "the end of the old arena")  # type: ignore[misc]
+                    wait_until(lambda pid=pid, most=most: len(descriptors(pid)) <= most, 10, "the old descriptors")  # type: ignore[misc]
+                    assert children(pid) == set()
+                assert children(server.pid) == set()
+                fresh_server = fresh_server or sorted(path.name for path in endpoint_folder.iterdir())
+                assert sorted(path.name for path in endpoint_folder.iterdir()) == fresh_server
+
+            reports = [engine.stop() for engine in engines]
+            assert all(report.stored > len(KNOWN) and report.loaded > 0 for report in reports), reports
+        with server.client() as watcher:
+            wait_until(lambda: watcher.status()["non_gpu_instance_ids"] == [], 5, "the end of the engines")
+            wait_until(lambda: held(watcher) == {}, 10, "what they held")
+        assert server.stop() == 0
+        assert [path.name for path in endpoint_folder.iterdir()] == [server.log_file.name]
+        assert "Traceback" not in server.log
+    assert list(temporary.iterdir()) == []
+    assert not list((tmp_path / "l2").glob("??/.*.tmp")), "half-written values"
+
+
+def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
+    """Whatever an engine process has asked for and not been answered."""
+    from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+
+    with ServerProcess("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}") as server:
+        with server.client() as other:
+            registered = other.register()
+            other.store(key_for(registered, [7] * 1024), b"kept")
+            await_count(other, "stored", 4)
+            other.call("CLEAR", m.Clear())
+        with KVClient(server.endpoint, control_timeout_s=30.0) as client:
+            assert client.wait_up(10)
+            scheduler = SchedulerAdapter(client, model_name="tiny", namespace=registered.namespace, chunk_tokens=256)
+            request = RequestHashes(client.hasher, 256, request_id="r")
+            request.extend([7] * 1024)
+            assert scheduler.wait(scheduler.lookup(request), 10).hit_tokens == 1024
+            server.sigstop()
+            key = key_for(registered, [9] * 1024)
+            futures = [
+                *(client._connection.request("LOOKUP", m.Lookup(key), timeout=60) for _ in range(50)),
+                *(client.submit(kind, key, 1, [[0] * 64], b"", 0) for kind in ("STORE", "RETRIEVE") for _ in range(50)),
+                client._connection.request("PREPARE_STORE", m.Prepare(key, 1), timeout=60),
+            ]
+            assert not any(future.query() for future in futures)
+            killed = time.monotonic()
+            server.kill9()
+            wait_until(lambda: all(future.query() for future in futures), 10, "an end of every future")
+            assert client.boot_id is None
+            late = client.submit("STORE", key, 1, [[0] * 64], b"", 0)
+            assert late.query(), "nothing is asked of nobody"
+            assert time.monotonic() - killed < 30
+
+
+def await_known(client: WireClient) -> bytes:
+    """Waits until L2 has what all engines have in common; the namespace."""
+    (namespace,) = client.status()["namespaces"]
+    found = bytes.fromhex(namespace)
+    # The oldest are written first.
+    await_count(client, "stored", sum(map(len, KNOWN)) + 1)
+    return found
+
+
+def hits(client: WireClient, namespace: bytes) -> list[int]:
+    """What a LOOKUP of each known prompt ends with, from a client that has registered nothing."""
+    replies = []
+    registered = m.Registered(namespace, MemoryLayoutDesc(256, ()))
+    for prompt in KNOWN:
+        key = msgspec.structs.replace(key_for(registered, tokens_of(prompt)), model_name=MODEL)
+        replies.append(_settled(client, key))
+    return replies
+
+
+def _settled(client: WireClient, key: CacheKey) -> int:
+    last = [client.lookup(key)]
+
+    def done() -> bool:
+        if last[0].pending:
+            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
+        return not last[0].pending
+
+    wait_until(done, 20, "a load from L2")
+    if last[0].ticket:
+        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
+    return last[0].hit_tokens
+
+
+def boot_of(client: WireClient) -> str:
+    return str(client.status()["server"]["boot_id"])
+
+
+def held(client: WireClient) -> dict[str, int]:
+    status = client.status()
+    names = ("pins", "pin_leases", "write_leases", "quarantined_bytes")
+    found = {name: status["l1"][name] for name in names} | {"tickets": status["tickets"]}
+    return {name: value for name, value in found.items() if value}
