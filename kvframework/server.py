@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kvframework
 from kvframework.api import (
+    ByteSize,
     CodecProvider,
     DeviceOptions,
     DeviceTransportProvider,
@@ -107,6 +109,12 @@ class Server:
 
     def serve_forever(self) -> None:
         """Serves until `stop`, then closes everything, within `STOP_S` seconds."""
+        log.info(
+            "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
+            kvframework.__version__, os.getpid(), self.engine.boot_id.hex()[:8], ByteSize(self.engine.storage.capacity),
+            " and ".join(table.tier.use for table in self._config.l2) or "none",
+            self.engine.chunk_size, self._config.source,
+        )  # fmt: skip
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         if self._config.server.insecure:
             log.warning("insecure = true: everybody who reaches the TCP port is served, in plain text")
@@ -196,6 +204,15 @@ class Server:
         return {
             "counters": dict(self._messages.counters),
             "sessions": [
-                {"session_id": s.session_id, "pid": s.pid, "name": s.name, "local": s.local} for s in sessions
+                {
+                    "session_id": s.session_id,
+                    "pid": s.pid,
+                    "name": s.name,
+                    "local": s.local,
+                    "version": s.version,
+                    "client_version": s.client_version,
+                }
+                for s in sessions
             ],
+            "refused": self._messages.refusals.report(),
         }

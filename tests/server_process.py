@@ -26,7 +26,11 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -52,7 +56,7 @@ class ServerProcess:
             command += ["--set", setting]
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
-        wait_until(self._answers, 20, "the server")
+        wait_until(self._answers, 110, "the server")
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
@@ -60,7 +64,7 @@ class ServerProcess:
             return 0
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        status = self.process.wait(10)
+        status = self.process.wait(60)  # on a busy machine the interpreter's own end takes long
         self.process = None
         return status
 

@@ -16,6 +16,7 @@ import zmq
 
 from kvframework.api import CacheKey, RetrievePlan, StorePlan
 from kvframework.errors import KVFrameworkError
+from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ErrorPayload, decode, error_from, join, split
 from kvframework.wire.table import REQUESTS
@@ -24,10 +25,20 @@ from kvframework.wire.table import REQUESTS
 class WireClient:
     """Sends requests and waits for their answers. Typed error frames are raised."""
 
-    def __init__(self, endpoint: str, *, timeout: float = 5.0, hello: bool = True, liveness: bool = True) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout: float = 5.0,
+        hello: bool = True,
+        liveness: bool = True,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        if keys is not None:
+            keys.load().apply(self.socket)
         self.socket.connect(endpoint)
         self._timeout = timeout
         self._ids = itertools.count(1)
@@ -62,6 +73,8 @@ class WireClient:
             self._live.connect(self.hello.liveness)
             self._live.sendall(self.hello.session)
             _, fds, _, _ = socket.recv_fds(self._live, 1, 1)
+            if not fds:
+                raise ConnectionError("the server closed the liveness socket")
             self.arena = mmap.mmap(fds[0], os.fstat(fds[0]).st_size)
             os.close(fds[0])
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Annotated, Union
+
+from msgspec import Meta
 
 from kvframework.api.types import Message, dtype_bytes
 from kvframework.errors import BadLayout, BadRange
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 AXES = ("layer", "plane", "block", "token", "head", "dim")
 MAX_OBJECT_BYTES = 1 << 30
 MAX_GROUPS = 64
+MAX_CHUNK_TOKENS = 1 << 24
 MAX_PACKING = 128
+# Bounds of what is decoded at all.
+MAX_DIMS = 16
+MAX_LAYERS = 4096
 CANONICAL = "canonical"
 OPAQUE = "opaque:"
 
@@ -53,11 +59,11 @@ class LayerGroup(Message, frozen=True):
     head_dim: int
     dtype: str
     planes: int = 2
-    axes: tuple[str, ...] = ()
-    strides: tuple[int, ...] = ()
+    axes: Annotated[tuple[str, ...], Meta(max_length=MAX_DIMS)] = ()
+    strides: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)] = ()
     window: int = 0
     compress_ratio: int = 1
-    layer_names: tuple[str, ...] = ()
+    layer_names: Annotated[tuple[str, ...], Meta(max_length=MAX_LAYERS)] = ()
     state: bool = False
     packing: str = ""
     num_blocks: int = 0
@@ -90,7 +96,7 @@ class KVLayout(Message, frozen=True):
     """How one instance holds KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown)."""
 
     format: str
-    groups: tuple[LayerGroup, ...]
+    groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)]
     num_blocks: int = 0
     attention_backend: str = ""
 
@@ -108,7 +114,7 @@ class GroupDesc(Message, frozen=True):
     for full attention, 1 for a state.
     """
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
     dtype: str
     form: str = CANONICAL
     window: int = 0
@@ -122,7 +128,7 @@ class MemoryLayoutDesc(Message, frozen=True):
     """What one chunk is, per layer group: the object's shape and dtype. Found by namespace; stored in L2 beside it."""
 
     chunk_tokens: int
-    groups: tuple[GroupDesc, ...]
+    groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,7 +150,13 @@ def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
         raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
     unit = math.lcm(*block_sizes)
-    return -(-chunk_size // unit) * unit
+    tokens = -(-chunk_size // unit) * unit
+    if tokens > MAX_CHUNK_TOKENS:
+        raise BadLayout(
+            f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}",
+            hint="choose block sizes that have a small common multiple",
+        )
+    return tokens
 
 
 def validate_layout(layout: KVLayout) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from kvframework.api.futures import MessagingFuture
 from kvframework.api.keys import CacheKey
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvframework.api.requests import ClientInfo
+
+
+# Ranges that one plan may hold: a bound of what is decoded at all.
+MAX_RANGES = 1 << 16
 
 
 class ArenaRange(Message, frozen=True, array_like=True):
@@ -54,7 +60,7 @@ class StorePlan(Message, frozen=True):
     """
 
     lease: str
-    ranges: tuple[ArenaRange, ...]
+    ranges: Annotated[tuple[ArenaRange, ...], Meta(max_length=MAX_RANGES)]
     outcome: StoreOutcome
     lease_s: float = 0.0
 
@@ -67,7 +73,7 @@ class RetrievePlan(Message, frozen=True):
 
     hit: bool
     lease: str = ""
-    ranges: tuple[ArenaRange, ...] = ()
+    ranges: Annotated[tuple[ArenaRange, ...], Meta(max_length=MAX_RANGES)] = ()
     lease_s: float = 0.0
     reason: str = ""
 
@@ -322,6 +328,10 @@ class ServerTransport(ABC):
     def attach(self, arena_fd: int) -> None:
         """Told once, before anything is opened: the arena's descriptor, borrowed until `close`."""
         del arena_fd
+
+    def status(self) -> dict[str, object]:
+        """The transport's part of the status document, plain values of JSON. Called from any thread; must not block."""
+        return {}
 
     @abstractmethod
     def close(self) -> None: ...

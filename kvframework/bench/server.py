@@ -18,6 +18,7 @@ from kvframework.bench.child import BenchChild, running
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
+from kvframework.wire.handshake import offer
 
 _START_S = 30.0
 _READY_S = 120.0
@@ -71,7 +72,7 @@ def _await_answer(child: BenchChild, endpoint: str) -> None:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 2)
         dealer.connect(endpoint)
-        dealer.send_multipart(join(1, "HELLO", m.Hello(client="bench", pid=os.getpid())))
+        dealer.send_multipart(join(1, "HELLO", offer("bench", os.getpid())))
         deadline = time.monotonic() + _START_S
         while not dealer.poll(100):
             child.check_alive()

@@ -108,6 +108,9 @@ class CpuGather(TransferContext):
         except Exception as error:  # noqa: BLE001 - whatever fails, the engine computes the tokens
             self._quiet.warning("load", f"the KV of request {request_id!r} was not loaded: {error}", error=error)
             return MessagingFuture.resolved(False)
+        if not held:
+            why = "it was evicted, or its pin lapsed"
+            self._quiet.warning("lost", f"the KV of request {request_id!r} was not loaded: {why}")
         return MessagingFuture.resolved(held)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:

@@ -122,10 +122,20 @@ def test_a_poisoned_context_harms_no_other_device(
     works(other)
 
 
+def copiers(client: KVClient) -> dict[str, Any]:
+    """By device, as `status` tells of them."""
+    return {device["device"]: device for device in status_of(client)["transports"]["simdev"]["devices"]}
+
+
 def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
-    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
+    engines: list[KitEngine],
+    node: SimulatedNode,
+    client: KVClient,
+    pids: Callable[[], dict[str, int]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first, second, other = engines
+    before = copiers(client)
     request = first.request()
     with held_copy(node, node.devices[0]):
         held = first.store(request, first.source())
@@ -138,6 +148,14 @@ def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
     comes_back(first)
     comes_back(second)
     assert first.hit(request) == 0, "nothing of it was published"
+    after = copiers(client)
+    killed, unharmed = node.devices[:2]
+    assert after[killed]["starts"] == before[killed]["starts"] + 1
+    assert after[killed]["pid"] == pids()[killed]
+    assert "ended by signal SIGKILL" in after[killed]["last_error"]
+    assert after[unharmed] == before[unharmed]
+    assert f"the copier of {killed} ended by signal SIGKILL; its instances have to register again" in caplog.text
+    wait_until(lambda: status_of(client)["problems"] == [], what="both instances to be there again")
 
 
 def test_a_copier_that_hangs_is_killed(

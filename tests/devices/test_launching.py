@@ -329,4 +329,5 @@ def test_a_copier_that_can_not_be_started_keeps_nobody_waiting(monkeypatch: pyte
             with pytest.raises(DeviceLost, match="cannot be started"):
                 supervisor.open(LAYOUT, DESC, (), None).opened.result(20.0)
     finally:
-        supervisor.close()
+        supervisor.stop()
+        assert supervisor.join(20.0)

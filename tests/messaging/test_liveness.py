@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -76,6 +77,19 @@ def test_a_crowd_of_half_open_connections_keeps_nobody_out(lab: Lab) -> None:
     finally:
         for sock in crowd:
             sock.close()
+
+
+def test_the_clients_of_a_node_may_come_all_at_once(endpoint: str) -> None:
+    """As after a restart, and before the server has time for any: whom the kernel cannot queue it refuses."""
+    server = make_server(endpoint, Work(b"boot"))
+    server.bind()
+    path = ipc_path(endpoint) + ".live"
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(300):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(5)
+            sock.connect(path)
 
 
 def test_a_session_lives_as_long_as_its_last_liveness_socket(lab: Lab) -> None:

@@ -97,12 +97,14 @@ def test_a_failing_server_is_a_load_that_missed(method):
     assert engine.retrieve().result() is False
 
 
-def test_a_miss_and_a_lost_pin_are_false():
+def test_a_miss_and_a_lost_pin_are_false_and_told_once(caplog):
     engine = Engine()
     assert engine.retrieve().result() is False
     engine.store()
     engine.link.held = False
     assert engine.retrieve().result() is False
+    (record,) = caplog.records
+    assert "was not loaded: it was evicted, or its pin lapsed" in record.getMessage()
 
 
 def test_an_arena_that_is_not_mapped_is_a_miss_that_says_why(caplog):

@@ -52,7 +52,8 @@ def test_without_keys_nothing_is_ever_answered(server: RemoteServer) -> None:
     before = sessions(server)
     with pytest.raises(TimeoutError):
         WireClient(server.tcp, timeout=1.0).close()
-    with KVClient(server.tcp, connect_timeout_s=4.0) as client:
+    with KVClient(server.tcp, connect_timeout_s=0.1) as client:
+        wait_until(lambda: client._connection.why_down is not None)
         with pytest.raises(ServerGone, match="no answer to HELLO") as caught:
             _ = client.hello
         assert "kvframework keys" in caught.value.hint
@@ -65,13 +66,14 @@ def test_a_client_that_is_not_admitted_is_counted_and_never_answered(server: Rem
     assert server.keys is not None
     before = refused(server)
     stranger = server.keys.add("stranger", admitted=False)
-    with server.connect() as admitted, KVClient(server.tcp, curve=stranger, connect_timeout_s=1.5) as client:
+    with server.connect() as admitted, KVClient(server.tcp, curve=stranger, connect_timeout_s=0.1) as client:
         assert admitted.wait_up(10)
+        wait_until(lambda: client._connection.why_down is not None)
         with pytest.raises(ServerGone) as caught:
             _ = client.hello
         assert "among those that the server admits" in caught.value.hint
         assert admitted.request("PING", m.Empty(), m.Pong)
-    assert refused(server) > before
+    wait_until(lambda: refused(server) > before)
 
 
 def test_a_client_does_not_talk_to_another_server(server: RemoteServer, tmp_path: Path) -> None:

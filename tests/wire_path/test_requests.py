@@ -16,7 +16,7 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, split
 from kvframework.wire.indices import pack_indices, unpack_indices
 from tests.waiting import wait_until
 from tests.wire_client import WireClient, key_for
-from tests.wire_path.remote import RemoteServer, held, remote_server
+from tests.wire_path.remote import RemoteServer, clear, held, remote_server
 
 TOKENS = list(range(1024))
 NBYTES = 2 * 2 * 256 * 8 * 4  # of one object of WireClient's model
@@ -31,10 +31,10 @@ def server() -> Iterator[RemoteServer]:
 
 @pytest.fixture
 def client(server: RemoteServer) -> Iterator[WireClient]:
+    clear(server)
     with WireClient(server.tcp) as connected:
-        connected.call("CLEAR", m.Clear())
         yield connected
-        assert held(connected) == (0, 0, 0, 0)
+        wait_until(lambda: held(connected) == (0, 0, 0, 0))
         connected.call("GOODBYE", m.Empty())
 
 

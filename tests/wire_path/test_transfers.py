@@ -49,7 +49,7 @@ def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteS
         assert not torch.equal(second.tokens(OTHERS)[:, :, :20], first.tokens(BLOCKS)[:, :, :20])
         second.scheduler.free(result)
     with server.local() as watcher:
-        assert held(watcher) == (0, 0, 0, 0)
+        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
 
 
 def test_wire_and_arena_hold_the_same_objects(server: RemoteServer, client: KVClient) -> None:
@@ -89,7 +89,7 @@ def test_a_miss_is_false_and_leaves_no_pin(server: RemoteServer, client: KVClien
     assert engine.retrieve(engine.request(TOKENS), OTHERS) is False
     assert torch.equal(engine.tokens(OTHERS), before)
     with server.local() as watcher:
-        assert held(watcher) == (0, 0, 0, 0)
+        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
 
 
 def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:

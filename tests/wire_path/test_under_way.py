@@ -99,7 +99,7 @@ def test_kill_9_in_the_middle_of_a_store_publishes_nothing(server: RemoteServer,
             assert other.scheduler.lookup(request).hit_tokens == 0
             wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], 10, "the end of the dead worker")
         assert other.scheduler.lookup(request).hit_tokens == 0
-        assert held(watcher) == (0, 0, 0, 0)
+        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
         assert watcher.status()["l1"]["objects"] == 0
         assert other.store(request, BLOCKS)
         assert other.retrieve(request, OTHERS)
@@ -113,14 +113,14 @@ def test_a_stopped_worker_holds_up_nobody_and_may_go_on(server: RemoteServer, wa
             stopped.signal(signal.SIGSTOP)
             proxy.release()
             assert other.scheduler.lookup(request).hit_tokens == 0
-            assert held(watcher) == (0, 0, 0, 0)
+            wait_until(lambda: held(watcher) == (0, 0, 0, 0))
             assert other.store(request, BLOCKS), "the keys are free for another writer"
             wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], 10, "the end of its session")
             stopped.signal(signal.SIGCONT)
             assert stopped.heard() in ("True", "False")
         assert other.retrieve(request, OTHERS)
         assert torch.equal(other.tokens(OTHERS), other.tokens(BLOCKS)), "of another writer, not of the one that woke up"
-        assert held(watcher) == (0, 0, 0, 0)
+        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
 
 
 def test_control_is_answered_while_bulk_stands_still(server: RemoteServer, watcher: WireClient) -> None:
@@ -149,13 +149,13 @@ def test_a_retrieve_that_outlives_its_pins_is_false(server: RemoteServer, watche
         thread = threading.Thread(target=lambda: results.append(engine.retrieve(engine.request(TOKENS), OTHERS)))
         thread.start()
         wait_until(proxy.stalled.is_set, 10, "the middle of the retrieve")
-        assert watcher.status()["l1"]["pins"] == 4
-        wait_until(lambda: watcher.status()["l1"]["pins"] == 0, 10, "the lapse of the pins")
+        assert watcher.status()["l1"]["pins"] >= 4
+        wait_until(lambda: watcher.status()["l1"]["counters"]["lapsed"], 10, "the lapse of the pins")
         watcher.call("CLEAR", m.Clear())
         proxy.release()
         thread.join(20)
         assert results == [False]
-        assert held(watcher) == (0, 0, 0, 0)
+        wait_until(lambda: held(watcher) == (0, 0, 0, 0))
 
 
 def test_the_server_stops_cleanly_while_it_sends(server: RemoteServer) -> None:

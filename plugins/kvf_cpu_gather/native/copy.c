@@ -91,6 +91,27 @@ static copy_run choose(const kvf_product *product)
     return copy_plain;
 }
 
+/* A step of single elements without a call for each, as keys have it that lie transposed in their block. */
+static int copy_elements(const kvf_product *product, const kvf_step *step, uint8_t *engine, uint8_t *arena)
+{
+    uint8_t *to = product->to_arena ? arena : engine;
+    const uint8_t *from = product->to_arena ? engine : arena;
+    int64_t to_step = product->to_arena ? step->arena : step->engine;
+    int64_t from_step = product->to_arena ? step->engine : step->arena;
+#define COPY_EACH(size)                                                             \
+    for (uint64_t at = 0; at < step->count; at++, to += to_step, from += from_step) \
+        memcpy(to, from, size);                                                     \
+    return 1
+    switch (product->run) {
+    case 1: COPY_EACH(1);
+    case 2: COPY_EACH(2);
+    case 4: COPY_EACH(4);
+    case 8: COPY_EACH(8);
+    }
+#undef COPY_EACH
+    return 0;
+}
+
 static void copy_steps(const part *p, uint64_t level, uint8_t *engine, uint8_t *arena)
 {
     const kvf_product *product = p->product;
@@ -102,6 +123,8 @@ static void copy_steps(const part *p, uint64_t level, uint8_t *engine, uint8_t *
         return;
     }
     const kvf_step *step = &product->steps[level];
+    if (level + 1 == product->step_count && copy_elements(product, step, engine, arena))
+        return;
     for (uint64_t at = 0; at < step->count; at++, engine += step->engine, arena += step->arena)
         copy_steps(p, level + 1, engine, arena);
 }
