@@ -56,7 +56,7 @@ class ServerProcess:
             command += ["--set", setting]
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
-        wait_until(self._answers, 110, "the server")
+        wait_until(self._answers, 60, "the server")
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
@@ -64,7 +64,7 @@ class ServerProcess:
             return 0
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        status = self.process.wait(60)  # on a busy machine the interpreter's own end takes long
+        status = self.process.wait(15)
         self.process = None
         return status
 

@@ -55,7 +55,8 @@ def test_a_tier_that_is_down_is_named_until_it_is_back(tmp_path: Path) -> None:
         done = check(server)
         (line,) = done.stdout.splitlines()
         assert (done.returncode, done.stderr) == (1, "")
-        assert line.startswith("l2.0: redis is down for writes")
+        # The reads follow once the idle tier was asked often enough.
+        assert line.startswith(("l2.0: redis is down for writes", "l2.0: redis is down for reads and writes"))
         assert "[storage.tier]" in line
         redis.start()
         wait_until(lambda: not client.status()["problems"], 60, "the tier's return")
