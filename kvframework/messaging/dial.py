@@ -56,6 +56,7 @@ def dial(
     else:
         address = parse_endpoint(endpoint)
         _probe_tcp(address, endpoint, timeout)
+    unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
     dealer = context.socket(zmq.DEALER)
     try:
         frames_io.bound(dealer)
@@ -69,7 +70,6 @@ def dial(
         dealer.connect(endpoint)
         frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
         deadline = time.monotonic() + timeout
-        unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
         waiting(unanswered)
         while not dealer.poll(int(_POLL_S * 1000)):
             if closing() or time.monotonic() >= deadline:
@@ -80,6 +80,10 @@ def dial(
         except ProtocolError as error:
             _say_why(dealer, error)
             raise
+    except zmq.Again:
+        # The server has hung up before HELLO was on its way, as it does with clients that have no keys.
+        dealer.close(0)
+        raise unanswered from None
     except zmq.ZMQError as error:
         dealer.close(0)
         raise ServerGone(f"cannot connect: {error}", where=endpoint) from None

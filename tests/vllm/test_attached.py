@@ -35,6 +35,13 @@ WHOLE = OpaqueBlocks("p")
 OPTIONS = VllmOptions(connect_timeout_s=1.0, control_timeout_s=2.0)
 
 
+def canonical(backend: str, isa: str, cache_layout: str) -> CanonicalBlocks:
+    described = LayerForm(
+        backend, isa, cache_layout, "FullAttentionSpec", "float32", "float32", "auto", HEADS, DIM, DIM, BLOCK
+    )
+    return CanonicalBlocks(dict.fromkeys((layer for group in HYBRID for layer in group.layers), described))
+
+
 class Engine:
     """One vLLM engine's connector, without vLLM: both sides, and tensors of several groups over the same memory."""
 
@@ -144,8 +151,9 @@ def test_local_blocks_are_not_written(make: Any) -> None:
     assert torch.equal(other.memory[:, 8:11], first.memory[:, 2:5])
 
 
-def test_groups_with_a_window_move_what_the_window_needs(make: Any) -> None:
-    first, other = make(HYBRID), make(HYBRID)
+@pytest.mark.parametrize("form", [WHOLE, canonical("CPU_ATTN", "vec", "LBHNC")], ids=["opaque", "canonical"])
+def test_groups_with_a_window_move_what_the_window_needs(make: Any, form: BlockForm) -> None:
+    first, other = make(HYBRID, form), make(HYBRID, form)
     tokens = list(range(3 * CHUNK + 1))
     request = FakeRequest("a", tokens)
     first.match(request)
@@ -264,13 +272,6 @@ def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
     assert [op.block_ids[1] for op in plan.stores] == [[NO_BLOCK, NO_BLOCK, NO_BLOCK, 9]]
     engine.step(plan)
     assert engine.worker.tally.counts["failed_stores"] == 0
-
-
-def canonical(backend: str, isa: str, cache_layout: str) -> CanonicalBlocks:
-    described = LayerForm(
-        backend, isa, cache_layout, "FullAttentionSpec", "float32", "float32", "auto", HEADS, DIM, DIM, BLOCK
-    )
-    return CanonicalBlocks(dict.fromkeys(PLAIN[0].layers, described))
 
 
 def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:
