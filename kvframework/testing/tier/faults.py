@@ -45,4 +45,4 @@ class FaultTests(TierKit):
         exercise(store, keys, 19, 10)
         faulty.stop()
         persist(lambda: save(store, keys), self.patience_s)
-        assert load(store, keys) == [True] * len(keys)
+        assert persist(lambda: load(store, keys), self.patience_s) == [True] * len(keys)
