@@ -9,7 +9,8 @@ from types import TracebackType
 
 import redis
 
-from tests.redis_server import RedisServer, free_port, redis_executable
+from tests.ports import free_port
+from tests.redis_server import RedisServer, redis_executable
 from tests.waiting import wait_until
 
 MASTER = "kvf-master"

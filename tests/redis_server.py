@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.certificates import Certificate
+from tests.ports import free_port
 
 _START_S = 30.0
 # Of a member of a cluster, whose bus listens 10000 above: below what the kernel gives to anybody.
@@ -211,13 +212,6 @@ class RedisServer:
         context = ssl.create_default_context(cafile=str(self.certificate.certificate))
         context.load_cert_chain(self.certificate.certificate, self.certificate.key)
         return context.wrap_socket(sock, server_hostname="127.0.0.1")
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def _free_cluster_port() -> int:

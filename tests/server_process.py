@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import wait_until
 from tests.wire_client import WireClient
@@ -80,6 +81,10 @@ class ServerProcess:
     def sigcont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
+    def status(self) -> dict[str, Any]:
+        with self.client(timeout=1.0) as client:
+            return client.status()
+
     def client(self, **options: object) -> WireClient:
         return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
 
@@ -89,9 +94,9 @@ class ServerProcess:
         if not Path(self.endpoint.removeprefix("ipc://")).exists():
             return False
         try:
-            with self.client(timeout=1.0) as client:
-                status = client.status()
+            return self._is_ready(self.status())
         except TimeoutError:
             return False
-        ready, capacity = status["l1"]["ready_bytes"], status["l1"]["capacity_bytes"]
-        return bool(ready == capacity)
+
+    def _is_ready(self, status: dict[str, Any]) -> bool:
+        return bool(status["l1"]["ready_bytes"] == status["l1"]["capacity_bytes"])

@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.ports import free_port
 from tests.server_process import ServerProcess
 from tests.vllm.engine import Ask, Order, kvframework_transfer
 from tests.vllm.model import make, prompt
@@ -51,7 +52,7 @@ def kvframework() -> Iterator[Transfer]:
 
 @contextlib.contextmanager
 def lmcache(*mode: str) -> Iterator[Transfer]:
-    port, http = _free_port(), _free_port()
+    port, http = free_port(), free_port()
     command = [
         str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port),
         "--http-host", "127.0.0.1", "--http-port", str(http), "--l1-size-gb", "2", "--eviction-policy", "LRU",
@@ -198,11 +199,6 @@ def main() -> None:
     for line in results.table() if arguments.rounds else ():
         print(line)
     print(f"\n{added}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:

@@ -44,7 +44,6 @@ MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept for as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
-MAX_HANDLES = 4096
 MAX_HANDLE_BYTES = 4096
 
 
@@ -117,8 +116,10 @@ class Registrations:
                 f"transport {transport.name!r} needs a client on this node",
                 available="ipc://, or cpu_gather over tcp://",
             )
-        if len(payload.handles) > MAX_HANDLES or any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
-            raise MessageTooLarge("the memory handles are too many or too long", where="handles")
+        if any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
+            raise MessageTooLarge(
+                "a memory handle is too long", where="handles", available=f"{MAX_HANDLE_BYTES} bytes each"
+            )
         if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
             raise MessageTooLarge(
                 "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"

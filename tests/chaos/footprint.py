@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from tests.processes import descriptors, own_bytes
 
 # Connections of the tiers come and go; what leaks with every client or request is more than this.
 SPARE_DESCRIPTORS = 24
@@ -15,10 +14,8 @@ class Footprint:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        (line,) = [line for line in status if line.startswith("RssAnon")]
-        self.bytes = int(line.split()[1]) << 10
+        self.descriptors = len(descriptors(pid))
+        self.bytes = own_bytes(pid)
 
     def check_flat(self, warm: Footprint, *, descriptors: int) -> None:
         """`warm` is of the same process, some time ago; `descriptors` those of a server that nobody used yet."""

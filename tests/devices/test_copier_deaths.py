@@ -29,7 +29,9 @@ from kvframework.testing.transport.node import (
     status_of,
 )
 from kvframework.testing.transport.rig import RigSpec
+from tests.devices.engines import works
 from tests.devices.rigs import simdev
+from tests.processes import children
 from tests.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -81,15 +83,6 @@ def engines(rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode) -> 
         engine.close()
     wait_until(lambda: held_by(status_of(client)) == (0, 0))
     assert node.violations() == []
-
-
-def works(engine: KitEngine) -> None:
-    """A store and a load of it, bit for bit."""
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
-    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    assert engine.differences() == []
 
 
 def comes_back(engine: KitEngine) -> None:
@@ -275,18 +268,13 @@ def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> N
         with closing(spec.make()) as rig, client_of(rig, endpoint) as client:
             engine = KitEngine(rig, client, 1, NHD)
             works(engine)
-            copiers = children_of(program.process.pid)
+            copiers = children(program.process.pid)
             assert len(copiers) == 1
             program.process.kill()
             wait_until(lambda: not any(lives(pid) for pid in copiers), PATIENCE_S, "the end of the copier")
             assert rig.open_elsewhere() == 0
     finally:
         program.close()
-
-
-def children_of(pid: int) -> list[int]:
-    found = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for each in found for child in each]
 
 
 def lives(pid: int) -> bool:

@@ -15,8 +15,8 @@ import pytest
 from kvframework.api import ByteSize
 from kvframework.config import ServerConfig
 from tests.cli.command import run
+from tests.ports import free_port
 from tests.waiting import wait_until
-from tests.wire_path.remote import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()

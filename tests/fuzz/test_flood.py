@@ -19,6 +19,7 @@ from kvframework.wire.frames import decode, join, split
 from kvframework.wire.table import REQUESTS
 from tests.fuzz.mutation import mutated, mutated_frames
 from tests.golden.samples import every_field, required_fields
+from tests.processes import descriptors
 from tests.server_process import ServerProcess
 from tests.wire_client import key_for
 
@@ -156,10 +157,6 @@ def rss_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in fields if line.startswith("Anonymous:"))
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
 def flood(server: ServerProcess, seed: int, messages: int, seconds: float) -> Honest:
     """Until both are over: `messages` sent and `seconds` gone."""
     rng = Random(seed)
@@ -184,7 +181,7 @@ def flood(server: ServerProcess, seed: int, messages: int, seconds: float) -> Ho
 
 def check(server: ServerProcess, seed: int, messages: int, seconds: float) -> None:
     flood(server, seed, SETTLE, 0)
-    size, files = rss_kib(server.pid), descriptors(server.pid)
+    size, files = rss_kib(server.pid), len(descriptors(server.pid))
     honest = flood(server, seed + 1, messages, seconds)
     assert honest.loads > messages // 200
     assert honest.slowest < 20.0
@@ -201,7 +198,7 @@ def check(server: ServerProcess, seed: int, messages: int, seconds: float) -> No
     assert status["messaging"]["refused"]
     assert "Traceback" not in server.log
     assert rss_kib(server.pid) - size < GROWTH_KIB
-    assert descriptors(server.pid) <= files + 8
+    assert len(descriptors(server.pid)) <= files + 8
 
 
 @pytest.fixture(autouse=True)

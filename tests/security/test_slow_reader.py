@@ -11,10 +11,11 @@ from kvframework.api import RetrievePlan
 from kvframework.wire import messages as m
 from kvframework.wire.frames import split
 from kvframework.wire.indices import pack_indices
+from tests.ports import free_port
 from tests.server.in_process import serving
 from tests.waiting import wait_until
 from tests.wire_client import WireClient, key_for
-from tests.wire_path.remote import RemoteServer, free_port, held, remote_server
+from tests.wire_path.remote import RemoteServer, held, remote_server
 from tests.wire_path.stalling_proxy import StallingProxy
 
 CHUNKS = 24

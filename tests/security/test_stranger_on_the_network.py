@@ -20,6 +20,7 @@ from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pa
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from tests.messaging.lab import HASHER, connected
+from tests.processes import descriptors
 from tests.tcp_peer import TcpPeer
 from tests.waiting import wait_until
 from tests.wire_client import WireClient, key_for
@@ -102,12 +103,12 @@ def test_connections_that_say_nothing_cost_others_nothing(server: RemoteServer) 
     pid = server.process.pid
     with server.local() as inside, contextlib.ExitStack() as strangers:
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        in_use = len(os.listdir(f"/proc/{pid}/fd"))
+        in_use = len(descriptors(pid))
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (in_use + 20, before[1]))
         try:
             for _ in range(60):
                 strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
-            wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) >= in_use + 20)
+            wait_until(lambda: len(descriptors(pid)) >= in_use + 20)
             for _ in range(20):
                 assert inside.call("PING", m.Empty())
         finally:

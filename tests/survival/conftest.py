@@ -1,7 +1,22 @@
-"""What these tests share with those of the tiers: the seed of all that is left to chance, and a Redis."""
+"""What these tests share: the seed of all that is left to chance, a Redis, and an eye on the module's `server`."""
 
 from __future__ import annotations
 
-from tests.tiers.conftest import redis, seed
+from collections.abc import Iterator
 
-__all__ = ["redis", "seed"]
+import pytest
+
+from kvframework.wire import messages as m
+from tests.server_process import ServerProcess
+from tests.tiers.conftest import redis, seed
+from tests.wire_client import WireClient
+
+__all__ = ["redis", "seed", "watcher"]
+
+
+@pytest.fixture
+def watcher(server: ServerProcess) -> Iterator[WireClient]:
+    """A client of the server, which holds nothing yet."""
+    with server.client(timeout=20.0) as client:
+        client.call("CLEAR", m.Clear())
+        yield client

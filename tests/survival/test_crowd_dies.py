@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from kvframework.wire import messages as m
+from tests.processes import descriptors
 from tests.server_process import ServerProcess
 from tests.survival import nursery_program
 from tests.survival.nursery_program import TOKENS
@@ -28,16 +28,12 @@ def held(watcher: WireClient) -> tuple[int, int, int, int]:
     )  # fmt: skip
 
 
-def descriptors(server: ServerProcess) -> int:
-    return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
-
-
 def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
     with ServerProcess() as server, server.client(timeout=PATIENCE_S) as client:
         registered = client.register()
         key = key_for(registered, TOKENS)
         client.store(key, b"PINS")
-        before, files = held(client), descriptors(server)
+        before, files = held(client), len(descriptors(server.pid))
         command = [
             sys.executable, "-m", nursery_program.__name__, server.endpoint, registered.namespace.hex(), str(CLIENTS)
         ]  # fmt: skip
@@ -57,7 +53,7 @@ def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
             for child in children:
                 os.kill(child, signal.SIGKILL)
             wait_until(lambda: held(client) == before, 20, "the end of all that the dead had")
-            wait_until(lambda: descriptors(server) <= files, 20, "the end of their descriptors")
+            wait_until(lambda: len(descriptors(server.pid)) <= files, 20, "the end of their descriptors")
             assert client.retrieve(key) is not None
             assert client.call("CLEAR", m.Clear()).in_use == 0, "nothing is pinned any more"
             counters = client.status()["messaging"]["counters"]

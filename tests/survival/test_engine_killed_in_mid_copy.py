@@ -31,8 +31,9 @@ from kvframework.testing.transport.node import (
     status_of,
 )
 from kvframework.wire import messages as m
+from tests.devices.engines import works
 from tests.devices.rigs import simdev
-from tests.survival.process import busy_s, children, descriptors
+from tests.processes import busy_s, children, descriptors
 from tests.waiting import wait_until
 from tests.wire_client import WireClient
 
@@ -145,15 +146,6 @@ def test_an_engine_that_ends_after_it_has_cancelled(
         # One more than before: the copier of the device that was not in use.
         wait_until(lambda: len(descriptors(server.process.pid)) <= before + 2, PATIENCE_S, "its descriptors")
         bystander.close()
-
-
-def works(engine: KitEngine) -> None:
-    """A store and a load of it, bit for bit."""
-    request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
-    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    assert engine.differences() == []
 
 
 def idles(pid: int) -> bool:

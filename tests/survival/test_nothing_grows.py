@@ -22,10 +22,10 @@ from kvframework.testing.accelerator import SimulatedNode
 from kvframework.testing.transport import RigSpec
 from kvframework.testing.transport.node import ServerProgram, endpoint_in
 from kvframework.wire import messages as m
+from tests.processes import children, descriptors, own_bytes, threads
 from tests.server_process import ServerProcess
 from tests.survival import traced_server
-from tests.survival.process import children, descriptors, own_bytes, threads
-from tests.survival.test_server_killed import held
+from tests.survival.holdings import held
 from tests.survival.traced import FOLDER_VARIABLE, traced_bytes_of
 from tests.waiting import wait_until
 from tests.wire_client import WireClient

@@ -24,13 +24,6 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def watcher(server: ServerProcess) -> Iterator[WireClient]:
-    with server.client(timeout=PATIENCE_S) as client:
-        client.call("CLEAR", m.Clear())
-        yield client
-
-
-@pytest.fixture
 def engines(server: ServerProcess) -> Iterator[tuple[Actor, Actor]]:
     with Actor(server.endpoint, 1) as one, Actor(server.endpoint, 2) as two:
         yield one, two

@@ -12,8 +12,9 @@ pytest.importorskip("torch")
 
 from kvframework.api import CacheKey, MemoryLayoutDesc
 from kvframework.wire import messages as m
+from tests.processes import arenas, children, descriptors
 from tests.server_process import ServerProcess
-from tests.survival.process import arenas, children, descriptors
+from tests.survival.holdings import held
 from tests.survival.survivor_program import KNOWN, MODEL, tokens_of
 from tests.survival.survivors import Survivors
 from tests.tiers.nodes import await_count
@@ -154,10 +155,3 @@ def _settled(client: WireClient, key: CacheKey) -> int:
 
 def boot_of(client: WireClient) -> str:
     return str(client.status()["server"]["boot_id"])
-
-
-def held(client: WireClient) -> dict[str, int]:
-    status = client.status()
-    names = ("pins", "pin_leases", "write_leases", "quarantined_bytes")
-    found = {name: status["l1"][name] for name in names} | {"tickets": status["tickets"]}
-    return {name: value for name, value in found.items() if value}

@@ -25,13 +25,6 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture
-def watcher(server: ServerProcess) -> Iterator[WireClient]:
-    with server.client(timeout=PATIENCE_S) as client:
-        client.call("CLEAR", m.Clear())
-        yield client
-
-
 def l1(watcher: WireClient) -> dict[str, int]:
     found: dict[str, int] = watcher.status()["l1"]
     return found

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.redis_server import free_port
+from tests.ports import free_port
 from tests.server_process import ServerProcess
 from tests.vllm.model import make, prompt
 from tests.waiting import wait_until

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.redis_server import free_port
+from tests.ports import free_port
 from tests.vllm import rows
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Answer, Bench

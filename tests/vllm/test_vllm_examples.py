@@ -14,7 +14,8 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.plugins import PluginRegistry, check_config
-from tests.redis_server import RedisServer, free_port
+from tests.ports import free_port
+from tests.redis_server import RedisServer
 from tests.vllm.model import make
 from tests.vllm.rows import server_for
 

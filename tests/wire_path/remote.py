@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +10,9 @@ from pathlib import Path
 from kvframework.client import CurveKeys, KVClient
 from kvframework.messaging.curve import write_pair
 from kvframework.wire import messages as m
+from tests.ports import free_port
 from tests.server_process import ServerProcess
 from tests.wire_client import WireClient
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Keys:

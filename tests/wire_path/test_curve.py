@@ -18,9 +18,10 @@ from kvframework.messaging.curve import AdmittedClients, CurveKeyError, read_pub
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.cli.command import run
+from tests.ports import free_port
 from tests.waiting import wait_until
 from tests.wire_client import WireClient
-from tests.wire_path.remote import Keys, RemoteServer, free_port, remote_server
+from tests.wire_path.remote import Keys, RemoteServer, remote_server
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,15 @@
+"""What the tests ask of an engine of the transport kit."""
+
+from __future__ import annotations
+
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S
+
+
+def works(engine: KitEngine) -> None:
+    """A store and a load of it, bit for bit."""
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    assert engine.differences() == []
