@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from tests.wire_client import WireClient
 
 
 class ServerProcess:
-    """`kvframework serve` in a process of its own. Settings are `--set` overrides."""
+    """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
+    the interpreter is given."""
 
-    def __init__(self, *settings: str, capacity: str = "64MiB", script: str | None = None) -> None:
+    def __init__(self, *settings: str, capacity: str = "64MiB", program: Sequence[str] = ("-m", "kvframework.cli.main")) -> None:
         # Socket paths are short, so not below pytest's long tmp_path.
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self.endpoint = f"ipc://{self._directory.name}/s.sock"
         self.log_file = Path(self._directory.name) / "server.log"
-        self._program = [script] if script else ["-m", "kvframework.cli.main"]
+        self._program = program
         self._settings = (f"server.endpoint={self.endpoint}", f"l1.capacity={capacity}", *settings)
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -61,7 +61,7 @@ class World:
             self._environment(MARK, self.mark)
             self._environment(server_program.SLOWNESS, str(self._slowness))
             self._environment(server_program.PLANT, self.plan.bug)
-            self.server = ServerProcess(*self._settings(), capacity=L1, script=server_program.__file__)
+            self.server = ServerProcess(*self._settings(), capacity=L1, program=("-m", server_program.__name__))
             self._stack.enter_context(self.server)
             self.descriptors = Footprint(self.server.pid).descriptors  # before the first client
             start_nursery(MARK)

@@ -95,7 +95,7 @@ def test_it_is_the_serving_loop_that_answers(tmp_path: Path, monkeypatch: pytest
     hang, script = tmp_path / "hang", tmp_path / "hanging.py"
     script.write_text(HANGING)
     monkeypatch.setenv("KVF_TEST_HANG", str(hang))
-    with ServerProcess(script=str(script)) as server:
+    with ServerProcess(program=(str(script),)) as server:
         assert check(server).returncode == 0
         hang.touch()
         wait_until(lambda: check(server, timeout=0.5).returncode == 2, 60, "the loop to hang")

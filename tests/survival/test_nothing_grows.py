@@ -34,7 +34,8 @@ FEW = {"sessions": 48, "registrations": 60, "forks": 120, "aborted": 120, "copie
 MANY = 10_000
 # The first half warms up, what follows is looked at so often.
 LOOKS = 6
-# Bytes a turn. Torch leaves traces of tensors that are long gone, a bounded number of some 60 bytes each.
+# Bytes a turn. The first hundreds of turns fill caches of the interpreter and of torch that have a bound: the names in
+# the cache of attributes alone came to 100 KB by turn 500 of `sessions`, and from there on nothing was added.
 TRACED_LIMIT = {"few": 300, "many": 16}
 RESIDENT_LIMIT = {"few": 16384, "many": 128}
 
@@ -87,7 +88,7 @@ def server_for(kind: str, directory: Path) -> Iterator[tuple[int, str, str]]:
     """Its process, its endpoint, and the rig that a client needs."""
     if kind != "copies":
         tier = ("l2.0.use=filesystem", f"l2.0.path={directory / 'l2'}", "l2.0.timeout_s=20")
-        with ServerProcess(*tier, capacity="8MiB", script=traced_server.__file__) as server:
+        with ServerProcess(*tier, capacity="8MiB", program=("-m", traced_server.__name__)) as server:
             yield server.pid, server.endpoint, ""
             server.kill9()  # traced as it is, its orderly end takes long
         return

@@ -94,10 +94,10 @@ def test_a_full_disk_fails_no_store_and_writes_again_once_there_is_room(tmp_path
 
 
 def test_a_disk_that_becomes_read_only_is_read_and_written_again_later() -> None:
-    script = remountable_server.__file__
+    program = (remountable_server.__file__,)
     with (
         small_disk("16m") as disk,
-        ServerProcess(*settings(disk / "kv"), script=script) as server,
+        ServerProcess(*settings(disk / "kv"), program=program) as server,
         Engine(server.endpoint) as engine,
     ):
         kept, lost, fresh = (prompt(range(first, first + 8)) for first in (0, 100, 200))

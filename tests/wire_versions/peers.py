@@ -24,7 +24,7 @@ class OtherServer(ServerProcess):
     """A server of another release; `start` again after setting `release` replaces it by one of yet another."""
 
     def __init__(self, release: Release) -> None:
-        super().__init__(script=str(HERE / "server_program.py"))
+        super().__init__(program=(str(HERE / "server_program.py"),))
         self.release = release
 
     def start(self) -> None:
