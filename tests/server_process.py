@@ -19,7 +19,9 @@ class ServerProcess:
     """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
     the interpreter is given."""
 
-    def __init__(self, *settings: str, capacity: str = "64MiB", program: Sequence[str] = ("-m", "kvframework.cli.main")) -> None:
+    def __init__(
+        self, *settings: str, capacity: str = "64MiB", program: Sequence[str] = ("-m", "kvframework.cli.main")
+    ) -> None:
         # Socket paths are short, so not below pytest's long tmp_path.
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self.endpoint = f"ipc://{self._directory.name}/s.sock"
