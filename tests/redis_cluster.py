@@ -111,7 +111,11 @@ class RedisCluster:
         return _role(self.on(server, "ROLE"))[0] == "master"
 
     def move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """Gives an empty slot to another master; all masters know when it returns."""
+        """Gives a slot to another master, without the keys that tests left in it; all masters know when it returns."""
+        left = self.on(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000)
+        assert isinstance(left, list)
+        if left:
+            self.on(source, "DEL", *left)
         others = [each for each in self.running if each not in (source, target) and self.is_master(each)]
         for server in (target, source, *others):
             self.on(server, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_engines_outlive_every_death_of_their_server(
                 boot = boot_of(watcher)
             for engine in engines:
                 engine.await_event("worked", boot=boot)
-            open_before = {engine.instance_id: len(descriptors(engine.process.pid)) for engine in engines}
+            open_before = {engine.instance_id: descriptors(engine.process.pid) for engine in engines}
             fresh_server = None
 
             for death in deaths:
@@ -69,7 +70,7 @@ def test_engines_outlive_every_death_of_their_server(
                 for engine in engines:
                     pid, most = engine.process.pid, open_before[engine.instance_id]
                     wait_until(lambda pid=pid: arenas(pid) == 1, 10, "the end of the old arena")  # type: ignore[misc]
-                    wait_until(lambda pid=pid, most=most: len(descriptors(pid)) <= most, 10, "the old descriptors")  # type: ignore[misc]
+                    await_no_more(pid, most)
                     assert children(pid) == set()
                 assert children(server.pid) == set()
                 fresh_server = fresh_server or sorted(path.name for path in endpoint_folder.iterdir())
@@ -151,6 +152,14 @@ def _settled(client: WireClient, key: CacheKey) -> int:
     if last[0].ticket:
         client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
     return last[0].hit_tokens
+
+
+def await_no_more(pid: int, before: dict[int, str]) -> None:
+    """The process has no more descriptors open than before."""
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: len(descriptors(pid)) <= len(before), 10)
+    now = descriptors(pid)
+    assert len(now) <= len(before), f"opened: {now.items() - before.items()}, closed: {before.items() - now.items()}"
 
 
 def boot_of(client: WireClient) -> str:

@@ -4,9 +4,11 @@ measured, and for those who measure."""
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import tracemalloc
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.waiting import wait_until
@@ -21,22 +23,30 @@ def start() -> None:
     signal.signal(signal.SIGUSR1, _tell)
 
 
-def traced_bytes() -> int:
+@dataclass(frozen=True)
+class Traced:
+    """What the Python objects of a process take, and how many of them the garbage collector follows: what has parts."""
+
+    nbytes: int
+    objects: int
+
+
+def traced() -> Traced:
     """Of this process, without what only waits to be collected."""
     gc.collect()
-    return tracemalloc.get_traced_memory()[0]
+    return Traced(tracemalloc.get_traced_memory()[0], len(gc.get_objects()))
 
 
-def traced_bytes_of(pid: int) -> int:
+def traced_of(pid: int) -> Traced:
     """Of a process that has called `start`."""
     path = Path(os.environ[FOLDER_VARIABLE]) / str(pid)
     path.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)
     wait_until(path.exists, 20, "the traced memory")
-    return int(path.read_text())
+    return Traced(**json.loads(path.read_text()))
 
 
 def _tell(*_: object) -> None:
     path = Path(os.environ[FOLDER_VARIABLE]) / str(os.getpid())
-    path.with_suffix(".new").write_text(str(traced_bytes()))
+    path.with_suffix(".new").write_text(json.dumps(asdict(traced())))
     path.with_suffix(".new").replace(path)

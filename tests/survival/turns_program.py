@@ -1,14 +1,16 @@
 """A client process that does the same over and over: KIND ENDPOINT [RIG]. For each number that it reads it does so many
-turns and prints how many bytes its Python objects have then. Measured from outside, see `test_nothing_grows.py`.
+turns and prints what its Python objects take then. Measured from outside, see `test_nothing_grows.py`.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from kvframework.api import CacheKey
@@ -195,7 +197,7 @@ def main() -> None:
         for _ in range(int(line)):
             number += 1
             turn(number)
-        print(traced.traced_bytes(), flush=True)
+        print(json.dumps(asdict(traced.traced())), flush=True)
 
 
 if __name__ == "__main__":
