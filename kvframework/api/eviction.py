@@ -9,7 +9,10 @@ from kvframework.api.keys import PackedKey
 
 
 class EvictionPolicy(ABC):
-    """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written."""
+    """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written.
+
+    Called from several threads, one at a time. No call takes longer where more objects are in.
+    """
 
     name: str
 

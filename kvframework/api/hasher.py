@@ -30,5 +30,6 @@ class KeyHasher(ABC):
 
         `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can go
         on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
-        multimodal and embedding digests). Blocking, CPU only; keeps no reference to `tokens`.
+        multimodal and embedding digests); those behind the last whole chunk are ignored. Blocking, CPU only; called
+        from several threads at once; keeps no reference to `tokens`.
         """

@@ -201,20 +201,19 @@ def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-bo
     Example, BLAKE2b (entry point `hasher.blake2b`):
 
         import hashlib
-        from kvframework.api import TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
+        from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
 
         class Blake2b(KeyHasher):
             name = "blake2b"
             fingerprint = "blake2b-256/1"
 
             def chunk_digests(self, tokens, chunk_tokens, *, parent=b"", extras=None):
-                view, step, digests = memoryview(tokens), chunk_tokens * TOKEN_BYTES, []
+                view, step, digests = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES, []
+                digest = parent or bytes(DIGEST_BYTES)
                 for index in range(view.nbytes // step):
-                    parent = hashlib.blake2b(
-                        b"".join((parent, (extras or {}).get(index, b""), view[index * step : (index + 1) * step])),
-                        digest_size=32,
-                    ).digest()
-                    digests.append(parent)
+                    extra, chunk = (extras or {}).get(index, b""), view[index * step : (index + 1) * step]
+                    digest = hashlib.blake2b(b"".join((digest, extra, chunk)), digest_size=DIGEST_BYTES).digest()
+                    digests.append(digest)
                 return b"".join(digests)
 
         @hookimpl
@@ -239,9 +238,13 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
                 return [memoryview(zlib.compress(data, 1))]
 
             def decode_into(self, packed, out):
-                data = zlib.decompress(packed, bufsize=out.nbytes)
-                if len(data) != out.nbytes:
-                    raise ValueError(f"expected {out.nbytes} bytes, found {len(data)}")
+                stream = zlib.decompressobj()
+                try:
+                    data = stream.decompress(packed, out.nbytes + 1)  # a bomb goes no further
+                except zlib.error as error:
+                    raise ValueError(f"no zlib stream: {error}") from error
+                if len(data) != out.nbytes or not stream.eof or stream.unused_data:
+                    raise ValueError(f"no whole stream of {out.nbytes} bytes")
                 out[:] = data
 
         @hookimpl

@@ -7,16 +7,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvframework.testing.codec import CodecConformance
+    from kvframework.testing.eviction import EvictionConformance
     from kvframework.testing.faults import FaultProxy, FaultyTier
+    from kvframework.testing.hasher import HasherConformance
     from kvframework.testing.layout import LayoutConformance
     from kvframework.testing.tier import TierConformance
     from kvframework.testing.transport import TransportConformance
 
-__all__ = ["FaultProxy", "FaultyTier", "LayoutConformance", "TierConformance", "TransportConformance"]
+__all__ = [
+    "CodecConformance",
+    "EvictionConformance",
+    "FaultProxy",
+    "FaultyTier",
+    "HasherConformance",
+    "LayoutConformance",
+    "TierConformance",
+    "TransportConformance",
+]
 
 _HOMES = {
+    "CodecConformance": "codec",
+    "EvictionConformance": "eviction",
     "FaultProxy": "faults",
     "FaultyTier": "faults",
+    "HasherConformance": "hasher",
     "LayoutConformance": "layout",
     "TierConformance": "tier",
     "TransportConformance": "transport",
@@ -24,7 +39,8 @@ _HOMES = {
 
 if "pytest" in sys.modules:
     # Else a failing assertion of the kit would not show its values.
-    sys.modules["pytest"].register_assert_rewrite(f"{__name__}.layout", f"{__name__}.tier", f"{__name__}.transport")
+    _KITS = sorted({*_HOMES.values(), "making"} - {"faults"})
+    sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{kit}" for kit in _KITS))
 
 
 def __getattr__(name: str) -> object:

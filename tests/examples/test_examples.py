@@ -52,24 +52,26 @@ def test_the_node_with_a_disk_outlives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def s3fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The distribution as pip would install it: its module, and metadata with its own entry points."""
-    project = EXAMPLES / "kvf-fifo"
+    project = EXAMPLES / "kvf-s3fifo"
     entry_points = dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', (project / "pyproject.toml").read_text(), re.MULTILINE))
-    install(tmp_path, "kvf-fifo", entry_points, {"kvf_fifo": (project / "kvf_fifo.py").read_text()})
+    install(tmp_path, "kvf-s3fifo", entry_points, {"kvf_s3fifo": (project / "kvf_s3fifo.py").read_text()})
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    sys.modules.pop("kvf_fifo", None)
+    sys.modules.pop("kvf_s3fifo", None)
 
 
-@pytest.mark.usefixtures("fifo")
-def test_the_fifo_distribution_decides_what_a_server_evicts() -> None:
-    with serving("l1.eviction.use=fifo", capacity="1MiB") as server, WireClient(server.endpoint) as client:
+@pytest.mark.usefixtures("s3fifo")
+def test_the_s3fifo_distribution_decides_what_a_server_evicts() -> None:
+    settings = ("l1.eviction.use=s3fifo", "l1.eviction.ghost=3")
+    with serving(*settings, capacity="1MiB") as server, WireClient(server.endpoint) as client:
         registered = client.register(hidden_dim_size=128)
-        keys = [key_for(registered, [token] * 256) for token in range(2)]
-        for key in keys:
-            client.store(key, b"x")
-        assert client.retrieve(keys[0]) is not None, "used last, and yet the first to go"
-        client.store(key_for(registered, [9] * 256), b"x")
-        assert client.retrieve(keys[0]) is None
-        assert client.retrieve(keys[1]) is not None
+        old, new, newest = (key_for(registered, [token] * 256) for token in range(3))
+        client.store(old, b"x")
+        for _ in range(2):
+            assert client.retrieve(old) is not None
+        client.store(new, b"x")
+        client.store(newest, b"x")
+        assert client.retrieve(new) is None, "used least, though not longest ago"
+        assert client.retrieve(old) is not None

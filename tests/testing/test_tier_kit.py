@@ -151,7 +151,7 @@ def test_every_planted_bug_has_its_test() -> None:
 
 
 def test_importing_the_kits_imports_no_test_framework() -> None:
-    code = "import sys, kvframework.testing.faults; print({'pytest', 'hypothesis'} & {*sys.modules})"
+    code = "import sys, kvframework.testing.faults; print({'pytest', 'hypothesis', 'torch'} & {*sys.modules})"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
 

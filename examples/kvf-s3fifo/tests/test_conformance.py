@@ -1,0 +1,12 @@
+"""The policy does what every eviction policy must."""
+
+from kvframework.testing import EvictionConformance
+
+
+class TestS3Fifo(EvictionConformance):
+    use = "s3fifo"
+
+
+class TestS3FifoOfOtherShares(EvictionConformance):
+    use = "s3fifo"
+    options = {"small": 0.5, "ghost": 3.0}  # noqa: RUF012

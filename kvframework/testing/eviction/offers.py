@@ -1,0 +1,80 @@
+"""Owns the tests of who is offered: all that is in, each once, whatever came and went before."""
+
+from __future__ import annotations
+
+from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy
+from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
+
+
+class OfferTests(EvictionKit):
+    """One call after the other."""
+
+    def test_it_has_the_plugins_name(self, policy: EvictionPolicy) -> None:
+        self.must_be_named(policy.name)
+
+    # who is offered
+
+    def test_nothing_is_offered_where_nothing_is(self, policy: EvictionPolicy) -> None:
+        assert list(policy.victims()) == []
+        (key,) = fresh_keys(1)
+        policy.on_insert(key, MIB)
+        policy.on_remove(key)
+        assert list(policy.victims()) == []
+
+    def test_all_that_is_in_is_offered_once(self, policy: EvictionPolicy) -> None:
+        keys = fresh_keys(300)
+        insert(policy, keys)
+        for turn in range(5):  # the first keys are used once, the last ones five times
+            for key in keys[turn * 60 :]:
+                policy.on_access(key)
+        must_offer(policy, keys)
+        for key in keys[::3]:
+            policy.on_remove(key)
+        must_offer(policy, [key for index, key in enumerate(keys) if index % 3])
+
+    def test_a_key_that_comes_again_is_in_once(self, policy: EvictionPolicy) -> None:
+        keys = fresh_keys(20)
+        for turn in range(4):
+            insert(policy, keys, nbytes=MIB << turn)
+            for key in keys[turn:]:
+                policy.on_access(key)
+            must_offer(policy, keys)
+            for key in list(policy.victims()) if turn % 2 else keys:
+                policy.on_remove(key)
+            must_offer(policy, [])
+
+    def test_keys_are_equal_by_their_bytes(self, policy: EvictionPolicy) -> None:
+        keys = fresh_keys(10)
+        insert(policy, keys)
+        copies = [bytes(bytearray(key)) for key in keys]
+        for key in copies:
+            policy.on_access(key)
+        for key in copies[:5]:
+            policy.on_remove(key)
+        must_offer(policy, keys[5:])
+
+    def test_keys_that_differ_in_one_byte_are_different(self, policy: EvictionPolicy) -> None:
+        """Ranks, layer groups and salts of one chunk are."""
+        keys = [bytes(index == at for index in range(PACKED_KEY_BYTES)) for at in range(PACKED_KEY_BYTES)]
+        insert(policy, keys)
+        policy.on_access(keys[0])
+        policy.on_remove(keys[-1])
+        must_offer(policy, keys[:-1])
+
+    def test_any_size_is_taken(self, policy: EvictionPolicy) -> None:
+        keys = fresh_keys(8)
+        for key, nbytes in zip(keys, (1, 1 << 40, 4096, 1, 3, 1 << 40, MIB, 1), strict=True):
+            policy.on_insert(key, nbytes)
+        must_offer(policy, keys)
+        while len(keys) > 1:
+            policy.on_remove(keys.pop(1))
+            must_offer(policy, keys)
+
+    def test_two_policies_have_nothing_in_common(self, make_policy: MakePolicy) -> None:
+        one, other = make_policy(), make_policy()
+        keys = fresh_keys(4)
+        insert(one, keys)
+        must_offer(other, [])
+        insert(other, keys[:2])
+        other.on_remove(keys[0])
+        must_offer(one, keys)

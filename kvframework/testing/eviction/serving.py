@@ -1,0 +1,144 @@
+"""Owns the tests of how the core asks: it stops anywhere, skips what is pinned, and calls from several threads."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy, PackedKey
+from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.leases import NO_DEADLINE, PinLease
+from kvframework.storage.objects import ObjectTable
+from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
+
+_OWNER = 1
+
+
+class ServingTests(EvictionKit):
+    """The policy behind the server's own object table, and against a set."""
+
+    def test_asking_may_end_anywhere_and_changes_nobody(self, policy: EvictionPolicy) -> None:
+        """As when all that was offered is pinned. A walk that was left off may lie about, closed or not."""
+        keys = fresh_keys(30)
+        insert(policy, keys)
+        left_off = []
+        for count in (0, 1, 7, 29, 30):
+            walk = policy.victims()
+            offered = list(islice(walk, count))
+            assert len(set(offered)) == count
+            left_off.append(walk)
+            must_offer(policy, keys)
+            policy.on_remove(keys.pop())
+            policy.on_access(keys[0])
+            new = fresh_keys(1)
+            insert(policy, new)
+            keys += new
+        del left_off
+        must_offer(policy, keys)
+
+    def test_it_serves_the_servers_object_table(self, policy: EvictionPolicy) -> None:
+        """Stores that push others out, pins, drops and clears, in the order of calls that the server makes."""
+        allocator = RangeAllocator()
+        allocator.grow(40 * ALIGNMENT)
+        table, chance = ObjectTable(allocator, policy), random.Random(7)  # noqa: S311  a fixed sequence
+        keys, pins = fresh_keys(60), list[PinLease]()
+        for _ in range(500):
+            chosen = chance.sample(keys, chance.randint(1, 4))
+            action = chance.choices(["store", "pin", "unpin", "drop", "low", "clear"], [60, 30, 20, 10, 5, 1])[0]
+            if action == "store":
+                items = [(key, chance.randint(1, 3 * ALIGNMENT)) for key in chosen]
+                lease = table.reserve(items, owner=_OWNER, request_id="", deadline=NO_DEADLINE).lease
+                if lease is not None:
+                    table.commit(lease.id, owner=_OWNER, now=0.0)
+            elif action == "pin":
+                found = [key for key in chosen if key in table]
+                held = table.pin(found, owner=_OWNER, request_id="", deadline=NO_DEADLINE)
+                assert held is not None
+                pins.append(held)
+            elif action == "unpin" and pins:
+                table.unpin(pins.pop(chance.randrange(len(pins))).id, owner=_OWNER, now=0.0)
+            elif action == "drop":
+                table.drop(chosen[0])
+            elif action == "low":
+                table.evict(table.candidates(table.used_bytes * 2 // 3)[::2])
+            elif action == "clear":
+                table.clear()
+            must_offer(policy, [key for key in keys if key in table])
+        assert table.evictions > 50
+
+    def test_it_behaves_like_a_set(self, make_policy: MakePolicy) -> None:
+        class Machine(_Machine):
+            make = staticmethod(make_policy)
+
+        # Some releases of hypothesis have no types for it.
+        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+            Machine,
+            settings=settings(
+                max_examples=self.examples, stateful_step_count=30, deadline=None, report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip
+
+    def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
+        """One at a time: the storage lock is held."""
+        keys = fresh_keys(6)
+
+        def access() -> None:
+            for key in keys:
+                policy.on_access(key)
+
+        self.in_threads(lambda: insert(policy, keys))
+        self.in_threads(access)
+        self.in_threads(lambda: policy.on_remove(keys[0]))
+        self.in_threads(lambda: must_offer(policy, keys[1:]))
+        must_offer(policy, keys[1:])
+
+
+class _Machine(RuleBasedStateMachine):
+    """One policy and the set of what is in."""
+
+    make: ClassVar[MakePolicy]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._policy = type(self).make()
+        self._keys = [bytes([number]) * PACKED_KEY_BYTES for number in range(8)]
+        self._inside: set[PackedKey] = set()
+
+    @rule(number=st.integers(0, 7), nbytes=st.sampled_from([1, MIB, 3 * MIB]))
+    def insert_or_access(self, number: int, nbytes: int) -> None:
+        key = self._keys[number]
+        if key in self._inside:
+            self._policy.on_access(key)
+        else:
+            self._policy.on_insert(key, nbytes)
+            self._inside.add(key)
+
+    @rule(number=st.integers(0, 7))
+    def remove(self, number: int) -> None:
+        if (key := self._keys[number]) in self._inside:
+            self._policy.on_remove(key)
+            self._inside.remove(key)
+
+    @precondition(lambda self: self._inside)
+    @rule(count=st.integers(1, 4), kept=st.sets(st.integers(0, 3)))
+    def evict(self, count: int, kept: set[int]) -> None:
+        offered = list(islice(self._policy.victims(), count))
+        assert len(offered) == len(set(offered)) == min(count, len(self._inside))
+        for index, key in enumerate(offered):
+            if index not in kept:
+                assert key in self._inside, "a key is offered that is not in"
+                self._policy.on_remove(key)
+                self._inside.remove(key)
+
+    @rule()
+    def ask_for_all(self) -> None:
+        must_offer(self._policy, self._inside)
+
+    def teardown(self) -> None:
+        must_offer(self._policy, self._inside)

@@ -1,0 +1,45 @@
+"""The key hasher `sha256`: what every hasher must do, its bytes, and what it refuses."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+
+import pytest
+
+from kvf_hashers import Sha256
+from kvframework.errors import RequestError
+from kvframework.testing import HasherConformance
+
+HASHER = Sha256()
+
+
+class TestSha256(HasherConformance):
+    use = "sha256"
+
+
+def test_the_bytes_that_are_hashed_are_fixed() -> None:
+    ids = array.array("I", range(8)).tobytes()
+    root = hashlib.sha256(b"kvframework/sha256/1").digest()
+    first = hashlib.sha256(root + b"\0\0\0\0" + ids[:16]).digest()
+    second = hashlib.sha256(first + b"\3\0\0\0" + b"img" + ids[16:]).digest()
+    assert HASHER.chunk_digests(ids, 4, extras={1: b"img"}) == first + second
+    assert first.hex() == "7fb709996c80388903c2a9872456d5d17e367dd206e4815387c207b570319721"
+    assert HASHER.fingerprint == "sha256/1"
+
+
+def test_an_empty_extra_is_none() -> None:
+    assert HASHER.chunk_digests(bytes(32), 4, extras={1: b""}) == HASHER.chunk_digests(bytes(32), 4)
+
+
+def test_an_extra_is_not_taken_for_tokens() -> None:
+    assert HASHER.chunk_digests(b"abcdefgh", 2) != HASHER.chunk_digests(b"efgh", 1, extras={0: b"abcd"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"parent": b"short"}, {"parent": bytes(33)}, {"chunk_tokens": 0}, {"chunk_tokens": -1}, {"extras": {-1: b"x"}}],
+)
+def test_nonsense_is_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(RequestError):
+        HASHER.chunk_digests(**({"tokens": bytes(64), "chunk_tokens": 4} | arguments))
