@@ -22,6 +22,7 @@ from kvframework.api import (
     KeyHasher,
     Message,
     MessagingFuture,
+    RequestSpec,
     RetrievePlan,
     StoreOutcome,
     StorePlan,
@@ -59,7 +60,8 @@ class KVClient(EngineLink):
     `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `control_timeout_s`
     bounds every call on an engine's thread; after one timeout all fail at once until the server answers PINGs again.
     `curve` are the key files for a tcp:// endpoint; None: those of $KVFRAMEWORK_CURVE_SECRET (this client's secret key)
-    and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if set. Raises `EndpointError` and `CurveKeyError`.
+    and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if set. `requests` are those of plugins, which `request`
+    then knows beside the core's. Raises `EndpointError` and `CurveKeyError`.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class KVClient(EngineLink):
         control_timeout_s: float = 0.05,
         plugins: PluginRegistry | None = None,
         curve: CurveKeys | None = None,
+        requests: Sequence[RequestSpec] = (),
     ) -> None:
         self.endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or default_endpoint()
         self.control_timeout_s = control_timeout_s
@@ -84,7 +87,7 @@ class KVClient(EngineLink):
         self._connection = Connection(
             self.endpoint,
             offer(name, os.getpid()),
-            table=REQUESTS,
+            table={spec.name: spec for spec in requests} | REQUESTS,
             on_up=self._up,
             on_down=self._down,
             keys=keys_for(self.endpoint, curve),

@@ -1,0 +1,26 @@
+"""Owns the options of the tier, as they stand in its `[[l2]]` table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvframework.api import ByteSize, Options
+
+
+class SqliteOptions(Options, frozen=True):
+    """See the descriptions of the fields."""
+
+    path: Annotated[str, Meta(min_length=1, description="the file; made with mode 0600 if it is missing")]
+    capacity: Annotated[
+        ByteSize, Meta(description="bytes of values that it may hold; what was used longest ago makes room")
+    ] = ByteSize(10 << 30)
+    sync: Annotated[
+        Literal["normal", "full"],
+        Meta(description="what a loss of power may take: normal, the last values; full, nothing, for a sync each"),
+    ] = "normal"
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError("capacity is at least 1 byte, found 0")

@@ -1,0 +1,17 @@
+"""The tier does what every tier must, and what its capabilities promise."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvframework.testing import TierConformance
+
+
+class TestSqlite(TierConformance):
+    use = "sqlite"
+    capacity_options = {"capacity": "1MiB"}  # noqa: RUF012
+
+    @pytest.fixture
+    def tier_options(self, tmp_path: Path) -> Mapping[str, object]:
+        return {"path": str(tmp_path / "l2.db"), "capacity": "1GiB"}

@@ -1,0 +1,46 @@
+"""Owns `kvframework new`: the folder of a new plugin, and what to do with it next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from kvframework.cli.console import examples, stdout
+from kvframework.plugins import KINDS
+from kvframework.scaffold import choose_names, render, write_distribution
+
+_EPILOG = examples(
+    "kvframework new tier mystore                  into ./kvf-mystore",
+    "kvframework new eviction slru --path ~/slru",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("new", epilog=_EPILOG)(new)
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.", autocompletion=_complete)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help='What a TOML calls it: use = "NAME".')],
+    path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
+) -> None:
+    """Write a new plugin: a distribution of its own that works as it is, with its tests, to be changed into yours."""
+    names = choose_names(kind, name)
+    folder = path if path is not None else Path(names.distribution)
+    files = render(names)
+    write_distribution(folder, files)
+    stdout.print(Text(f"{folder}: {len(files)} files, which work as they are. Next:"))
+    for command in (
+        f'cd {shlex.quote(str(folder))} && pip install -e . "kvframework[{names.test_extras}]"',
+        "pytest",
+        f"kvframework plugins check {names.title}",
+    ):
+        stdout.print(Text(f"  {command}"))

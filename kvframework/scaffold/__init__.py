@@ -1,0 +1,20 @@
+"""A new plugin's distribution, complete and working, from the templates in this package. Runs in the command's process.
+
+`templates/shared` is what every kind has; `templates/KIND` goes on top of it. Files end in `-tpl`, so that no tool
+takes them for code of this package.
+"""
+
+from kvframework.scaffold.errors import FolderExists, NameRefused, ScaffoldError
+from kvframework.scaffold.names import PluginNames, choose_names
+from kvframework.scaffold.rendering import render
+from kvframework.scaffold.writing import write_distribution
+
+__all__ = [
+    "FolderExists",
+    "NameRefused",
+    "PluginNames",
+    "ScaffoldError",
+    "choose_names",
+    "render",
+    "write_distribution",
+]

@@ -1,0 +1,81 @@
+"""Owns the names that a new plugin goes by, and which of them are refused. Looks at what is installed; imports none of
+it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+
+from kvframework.plugins import KINDS, discover
+from kvframework.scaffold.errors import NameRefused
+
+_LONGEST = 32
+_WORDS = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class PluginNames:
+    """`name` is what a TOML says: `use = "my_store"`. The others follow from it."""
+
+    kind: str
+    name: str
+
+    @property
+    def distribution(self) -> str:
+        """What is installed, in the normal form of such names: `kvf-my-store`."""
+        return f"kvf-{self.name.replace('_', '-')}"
+
+    @property
+    def module(self) -> str:
+        """What is imported: `kvf_my_store`."""
+        return f"kvf_{self.name}"
+
+    @property
+    def class_prefix(self) -> str:
+        """How its classes' names begin: `MyStore`."""
+        return "".join(word.capitalize() for word in self.name.split("_"))
+
+    @property
+    def title(self) -> str:
+        """Its entry point: `tier.my_store`."""
+        return f"{self.kind}.{self.name}"
+
+    @property
+    def test_extras(self) -> str:
+        """The extras of kvframework that its tests need: the kits, and torch where KV is made of tensors."""
+        return "testing,torch" if self.kind == "layout" else "testing"
+
+
+def choose_names(kind: str, name: str) -> PluginNames:
+    """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
+    if kind not in KINDS:
+        raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
+    if not _WORDS.fullmatch(name) or len(name) > _LONGEST:
+        meant = _repaired(name)
+        raise NameRefused(
+            f"{name!r} cannot be the name of a plugin", where="NAME",
+            available=f"lower-case letters, digits and single underscores between them, at most {_LONGEST}",
+            hint=f"did you mean {meant}?" if meant else "choose one such as my_store",
+        )  # fmt: skip
+    names = PluginNames(kind, name)
+    for offer in discover():
+        if (offer.kind, offer.name) == (kind, name):
+            raise NameRefused(
+                f"{offer.origin} offers {names.title} already", where="NAME",
+                hint="choose another name: of two plugins with one name neither can be used",
+            )  # fmt: skip
+    found = importlib.util.find_spec(names.module)
+    if found is not None:
+        raise NameRefused(
+            f"there is a module {names.module} already", where="NAME", available=f"it is at {found.origin}",
+            hint="choose another name: only one of the two modules would be found",
+        )  # fmt: skip
+    return names
+
+
+def _repaired(name: str) -> str:
+    """The nearest name that can be, "" if there is none."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip()).lower().removeprefix("kvf-").removeprefix("kvf_")
+    tried = re.sub(r"[^a-z0-9]+", "_", spaced).strip("_")[:_LONGEST].rstrip("_")
+    return tried if _WORDS.fullmatch(tried) else ""

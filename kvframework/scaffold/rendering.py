@@ -1,0 +1,59 @@
+"""Owns how templates become the files of one plugin. Pure, but that it reads this package's data.
+
+A template is the real file of a plugin called `newname`; only those words are replaced. Of a file that both the shared
+templates and a kind have, the kind's part comes behind the shared one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from kvframework import __version__
+from kvframework.scaffold.names import PluginNames
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+_SUFFIX = "-tpl"
+
+
+def render(names: PluginNames) -> dict[str, str]:
+    """The text of each file by its path in the new folder, with `/` between its parts."""
+    words = _words(names)
+    files: dict[str, str] = {}
+    for part in ("shared", names.kind):
+        for path, template in _walk(resources.files(__package__) / "templates" / part):
+            files[_replaced(path, words)] = files.get(_replaced(path, words), "") + _replaced(
+                template.read_text(encoding="utf-8"), words
+            )
+    return files
+
+
+def _words(names: PluginNames) -> dict[str, str]:
+    """In the order in which they are replaced."""
+    return {
+        "kvf-newname": names.distribution,
+        "Newname": names.class_prefix,
+        "newname": names.name,
+        "NEWNAME": names.name.upper(),
+        "newkind": names.kind,
+        "PRESENT_MINOR": ".".join(__version__.split(".")[:2]),
+        "TEST_EXTRAS": names.test_extras,
+    }
+
+
+def _replaced(text: str, words: dict[str, str]) -> str:
+    for word, meant in words.items():
+        text = text.replace(word, meant)
+    return text
+
+
+def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversable]]:
+    """Path and file of every template below `folder`, in the order of their names."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(_SUFFIX):
+            yield prefix + entry.name.removesuffix(_SUFFIX), entry

@@ -1,0 +1,154 @@
+"""`kvframework new` writes a folder or nothing, says what to do next, and refuses what could not work."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvframework import __version__
+from kvframework.plugins import KINDS
+from kvframework.scaffold import (
+    FolderExists,
+    NameRefused,
+    PluginNames,
+    ScaffoldError,
+    choose_names,
+    render,
+    write_distribution,
+)
+from tests.cli.command import COMMAND, environment
+from tests.plugins.fake_distributions import install
+
+
+def new(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "new", *arguments],
+        cwd=folder, env=environment(site), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> None:
+    done = new(tmp_path, "tier", "my_store")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "kvf-my-store"
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert found == {
+        ".github/workflows/test.yml", ".gitignore", "README.md", "pyproject.toml", "tox.ini",
+        "kvf_my_store/__init__.py", "kvf_my_store/options.py", "kvf_my_store/py.typed", "kvf_my_store/tier.py",
+        "tests/test_conformance.py",
+    }  # fmt: skip
+    first, *commands = done.stdout.splitlines()
+    assert first.startswith("kvf-my-store: 10 files")
+    assert [command.strip() for command in commands] == [
+        'cd kvf-my-store && pip install -e . "kvframework[testing]"',
+        "pytest",
+        "kvframework plugins check tier.my_store",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_word_of_the_templates_is_left(kind: str) -> None:
+    names = PluginNames(kind, "my_store")
+    files = render(names)
+    for path, text in files.items():
+        assert not re.search("newname|newkind|PRESENT_MINOR|TEST_EXTRAS|-tpl", path + text, re.IGNORECASE), path
+        assert text.endswith("\n") or not text
+    assert f'dependencies = ["kvframework>={__version__.rpartition(".")[0]}"]' in files["pyproject.toml"]
+    assert f'"{kind}.my_store" = "kvf_my_store"' in files["pyproject.toml"]
+
+
+def test_the_folder_may_be_given_with_parents_that_are_not_there(tmp_path: Path) -> None:
+    done = new(tmp_path, "hasher", "mine", "--path", "some where/mine")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "some where" / "mine" / "kvf_mine" / "hasher.py").is_file()
+    assert "cd 'some where/mine' && " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("MyStore", "did you mean my_store?"),
+        ("my-store", "did you mean my_store?"),
+        ("my store", "did you mean my_store?"),
+        ("KVF-store", "did you mean store?"),
+        ("2fast", "choose one such as"),
+        ("", "choose one such as"),
+        ("../up", "did you mean up?"),
+        ("a__b", "did you mean a_b?"),
+        ("größe", "did you mean gr_e?"),
+        ("x" * 33, "did you mean xxx"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused_with_one_that_can(name: str, hint: str) -> None:
+    with pytest.raises(NameRefused) as refused:
+        choose_names("tier", name)
+    assert hint in refused.value.hint
+    assert refused.value.where == "NAME"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fact"),
+    [
+        ("tear", "mine", "there is no kind 'tear'"),
+        ("tier", "filesystem", "offers tier.filesystem already"),
+        ("codec", "redis", "there is a module kvf_redis already"),
+    ],
+)
+def test_what_would_not_work_is_refused(kind: str, name: str, fact: str) -> None:
+    with pytest.raises(NameRefused) as refused:
+        choose_names(kind, name)
+    assert fact in refused.value.fact
+
+
+def test_a_name_that_an_installed_plugin_has_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    site, work = tmp_path / "site", tmp_path / "work"
+    site.mkdir()
+    work.mkdir()
+    install(site, "acme-kvf", {"eviction.mine": "acme"})
+    done = new(work, "eviction", "mine", site=site)
+    assert done.returncode == 2
+    assert "[scaffold.name] NAME: acme-kvf 1.0 offers eviction.mine already" in done.stderr
+    assert os.listdir(work) == []
+    assert new(work, "codec", "mine", site=site).returncode == 0, "another kind may have this name"
+
+
+@pytest.mark.parametrize("there", ["folder", "file", "link"])
+def test_nothing_is_ever_overwritten(tmp_path: Path, there: str) -> None:
+    place = tmp_path / "kvf-mine"
+    if there == "folder":
+        place.mkdir()
+    elif there == "file":
+        place.write_text("mine")
+    else:
+        place.symlink_to("nowhere")
+    with pytest.raises(FolderExists, match="exists already"):
+        write_distribution(place, {"a": "text"})
+    assert os.listdir(tmp_path) == ["kvf-mine"]
+    assert there != "folder" or not os.listdir(place)
+    assert there != "file" or place.read_text() == "mine"
+
+
+@pytest.mark.parametrize("parent", ["file", "/proc", "read_only"])
+def test_where_nothing_can_be_written_it_says_so(tmp_path: Path, parent: str) -> None:
+    folder = Path(parent) if parent == "/proc" else tmp_path / parent
+    if parent == "file":
+        folder.write_text("")
+    elif parent == "read_only":
+        folder.mkdir(mode=0o555)
+        if os.access(folder, os.W_OK):
+            pytest.skip("this user may write everywhere")
+    with pytest.raises(ScaffoldError) as refused:
+        write_distribution(folder / "kvf-mine", {"a": "text"})
+    assert refused.value.code == "scaffold.failed"
+    assert "cannot be written" in refused.value.fact
+    assert refused.value.hint
+
+
+def test_what_was_begun_is_removed_when_it_cannot_be_finished(tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match="cannot be written"):
+        write_distribution(tmp_path / "mine", {"a": "text", "a/b": "below a file"})
+    assert os.listdir(tmp_path) == []
