@@ -14,6 +14,7 @@ from kvframework.api.driver import (
     Step,
 )
 from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.findings import Finding, Level
 from kvframework.api.futures import MessagingFuture
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
@@ -135,6 +136,7 @@ __all__ = [
     "EvictionPolicy",
     "EvictionProvider",
     "Exported",
+    "Finding",
     "GroupDesc",
     "Handler",
     "HandlerResult",
@@ -147,6 +149,7 @@ __all__ = [
     "LayerTensors",
     "Layout",
     "LayoutProvider",
+    "Level",
     "MemoryLayoutDesc",
     "Message",
     "MessagingFuture",

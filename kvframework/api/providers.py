@@ -9,12 +9,13 @@ from typing import ClassVar, Generic, TypeVar
 from kvframework.api.codec import Codec
 from kvframework.api.driver import Arena, CopierDriver, DeviceOptions, EngineDriver
 from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.findings import Finding
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
 from kvframework.api.requests import EngineServices, Handler
 from kvframework.api.tier import L1Memory, Tier
 from kvframework.api.transport import EngineLink, ServerTransport, TransferContext
-from kvframework.api.types import Message, NoOptions, Options
+from kvframework.api.types import NoOptions, Options
 from kvframework.errors import PluginBroken
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -33,6 +34,9 @@ class TierContext:
     """What a tier may know when it is created: its place in the TOML, for error texts."""
 
     where: str
+
+
+Diagnose = Callable[[O, TierContext, float], Sequence[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,40 +90,55 @@ class DeviceTransportProvider(TransportProvider[D]):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutProvider(Provider[O]):
+    """`create` makes the layout: in engines with the engine's options, in servers with those of the TOML."""
+
     kind = "layout"
     create: Callable[[O], Layout]
 
 
 @dataclass(frozen=True, kw_only=True)
 class L1Provider(Provider[O]):
-    """A tier for `[l1]`: provides the arena's memory."""
+    """A tier for `[l1]`: provides the arena's memory. `diagnose` as for `TierProvider`."""
 
     kind = "tier"
     create: Callable[[O, TierContext], L1Memory]
+    diagnose: Diagnose[O] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierProvider(Provider[O]):
-    """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan"."""
+    """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan".
+
+    `diagnose(options, context, deadline)` says what `kvframework doctor` should tell of the store: is it reachable,
+    large enough, set up as a cache? It runs in a process of its own, may block until `deadline` on `time.monotonic()`,
+    and changes nothing: a server may be using the store. What is wrong is a finding or a `KVFrameworkError`.
+    """
 
     kind = "tier"
     create: Callable[[O, TierContext], Tier]
+    diagnose: Diagnose[O] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionProvider(Provider[O]):
+    """`create` makes the policy of one server's L1."""
+
     kind = "eviction"
     create: Callable[[O], EvictionPolicy]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HasherProvider(Provider[O]):
+    """`create` makes a hasher: the server one, and every client one by the name that the server tells it."""
+
     kind = "hasher"
     create: Callable[[O], KeyHasher]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProvider(Provider[O]):
+    """`create` makes the codec that all tiers of one server share."""
+
     kind = "codec"
     create: Callable[[O], Codec]
 
@@ -129,4 +148,4 @@ class RequestsProvider(Provider[O]):
     """Requests of a plugin's own; their names start with `name` and a dot."""
 
     kind = "requests"
-    create: Callable[[O, EngineServices], Sequence[Handler[Message]]]
+    create: Callable[[O, EngineServices], Sequence[Handler]]  # type: ignore[type-arg]

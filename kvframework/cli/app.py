@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import bench, config, demo, keys, plugins, serve, status
+from kvframework.cli import bench, config, demo, doctor, keys, new, plugins, serve, status
 from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples, print_error, print_unforeseen, stdout
 from kvframework.errors import KVFrameworkError
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, config, keys, plugins, bench, demo):
+for command in (serve, status, config, keys, plugins, new, doctor, bench, demo):
     command.register(app)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from kvframework.errors import KVFrameworkError
 
 EXIT_UNFORESEEN = 1
+EXIT_FOUND = 1  # a check that found something wrong
 EXIT_ERROR = 2
 _PIPE_WIDTH = 1000
 

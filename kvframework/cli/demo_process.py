@@ -25,7 +25,9 @@ _POLL_S = 0.02
 
 
 class DemoFailed(KVFrameworkError):
-    """The demo could not be carried out; this says nothing about whether the tokens are equal."""
+    """The demo could not be carried out; this says nothing about whether the tokens are equal.
+
+    What to do: the text holds the end of the failed process's log."""
 
     code = "demo.failed"
 

@@ -1,4 +1,5 @@
-"""Owns `kvframework plugins`: what is installed, what each plugin takes, and why something of it cannot be used."""
+"""Owns `kvframework plugins`: what is installed, what each plugin takes, why something of it cannot be used, and what
+its author should mend."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.cli.console import examples, print_document, print_table
+from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table
+from kvframework.cli.inspection_view import show_report
 from kvframework.cli.plugin_view import PluginView, show_plugin
 from kvframework.errors import PluginNotFound
+from kvframework.inspection import inspect_plugin
 from kvframework.plugins import KINDS, PluginInfo, PluginRegistry, discover
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 _STYLES = {"available": "green", "unavailable": "yellow"}
 
-_app = typer.Typer(help="List and describe the installed plugins.", no_args_is_help=True)
+_app = typer.Typer(help="List, describe and check plugins.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -69,6 +72,28 @@ def info(
         print_document(view)
     else:
         show_plugin(view)
+
+
+@_app.command(
+    "check", epilog=examples("kvframework plugins check tier.mystore", "kvframework plugins check kvf_mystore --json")
+)
+def check(
+    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.", autocompletion=_complete)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+) -> None:
+    """Check a plugin as its author would want it before it is published: its metadata, source, import, hooks, options,
+    and what it makes.
+
+    It is imported and called in processes of their own, each with a deadline. The exit status is 1 if there is an
+    error; warnings alone leave it 0. What only use can show is for the conformance kits of kvframework.testing.
+    """
+    report = inspect_plugin(plugin)
+    if as_json:
+        print_document(report)
+    else:
+        show_report(report)
+    if report.errors:
+        raise typer.Exit(EXIT_FOUND)
 
 
 def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvf_filesystem.options import FilesystemOptions
-from kvframework.api import Tier, TierContext, TierProvider, hookimpl
+from kvframework.api import Finding, Tier, TierContext, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
@@ -20,6 +20,12 @@ def _create(options: FilesystemOptions, context: TierContext) -> Tier:
     return open_tier(options, where=context.where)
 
 
+def _diagnose(options: FilesystemOptions, _context: TierContext, _deadline: float) -> list[Finding]:
+    from kvf_filesystem.advice import diagnose
+
+    return diagnose(options)
+
+
 @hookimpl
 def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
     """The provider of the filesystem tier."""
@@ -31,5 +37,6 @@ def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
             capabilities=frozenset({"capacity", "scan", "shared"}),
             probe=_probe,
             create=_create,
+            diagnose=_diagnose,
         )
     ]

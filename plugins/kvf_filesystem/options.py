@@ -12,21 +12,37 @@ from kvframework.api import ByteSize, Options
 class FilesystemOptions(Options, frozen=True):
     """See the descriptions of the fields."""
 
-    path: Annotated[str, Meta(min_length=1, description="the folder; made with mode 0700 if it is missing")]
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="the folder; made with mode 0700 if it is missing. One that holds anything else, or that "
+            "everybody may write to, is refused",
+        ),
+    ]
     capacity: Annotated[ByteSize, Meta(description="bytes of values that the folder may hold")] = ByteSize(10 << 30)
     fsync: Annotated[
         Literal["none", "data", "full"],
-        Meta(description="what is on the disk before a put returns: nothing, the file, or also its name"),
+        Meta(
+            description='what is on the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
+            "also its name. Only a power failure or a crash of the kernel makes a difference, and what it tears "
+            "is found by its checksum"
+        ),
     ] = "none"
     direct: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="which large values bypass the page cache: auto, those written to an unshared folder; on, all"
+            description="which large values (1 MiB and more) bypass the page cache: auto, those written to a folder "
+            "that is not shared, where the file system can do it; on, all, written and read"
         ),
     ] = "auto"
-    shared: Annotated[bool, Meta(description="several servers use the folder at the same time, for example by NFS")] = (
-        False
-    )
+    shared: Annotated[
+        bool,
+        Meta(
+            description="several servers use the folder at the same time, for example by NFS; all of them set it. "
+            "Without it a second server is refused"
+        ),
+    ] = False
     recount_s: Annotated[
         float, Meta(gt=0, le=86400, description="with shared: seconds between two counts of the bytes in the folder")
     ] = 60.0

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api import L1Memory, L1Provider, TierContext, hookimpl
+from kvframework.api import Finding, L1Memory, L1Provider, TierContext, hookimpl
 
 
 def _create(options: PinnedOptions, context: TierContext) -> L1Memory:
     return MemfdArena(options.capacity, where=context.where)
+
+
+def _diagnose(options: PinnedOptions, _context: TierContext, _deadline: float) -> list[Finding]:
+    from kvf_pinned.advice import diagnose
+
+    return diagnose(options)
 
 
 @hookimpl
@@ -21,5 +27,6 @@ def kvf_tiers() -> list[L1Provider[PinnedOptions]]:
             options=PinnedOptions,
             capabilities=frozenset({"capacity"}),
             create=_create,
+            diagnose=_diagnose,
         )
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_redis.options import RedisOptions
-from kvframework.api import Tier, TierContext, TierProvider, hookimpl
+from kvframework.api import Finding, Tier, TierContext, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
@@ -24,6 +24,12 @@ def _create(options: RedisOptions, context: TierContext) -> Tier:
     return open_tier(options, where=context.where)
 
 
+def _diagnose(options: RedisOptions, context: TierContext, deadline: float) -> list[Finding]:
+    from kvf_redis.advice import diagnose
+
+    return diagnose(options, context, deadline)
+
+
 @hookimpl
 def kvf_tiers() -> list[TierProvider[RedisOptions]]:
     """The provider of the Redis tier."""
@@ -35,5 +41,6 @@ def kvf_tiers() -> list[TierProvider[RedisOptions]]:
             capabilities=frozenset({"shared", "ttl"}),
             probe=_probe,
             create=_create,
+            diagnose=_diagnose,
         )
     ]

@@ -71,7 +71,7 @@ class Connector:
             )
         return connected
 
-    def ask(self, place: Place, *words: str, read: Callable[[Any], T], deadline: float) -> T:
+    def ask(self, place: Place | None, *words: str, read: Callable[[Any], T], deadline: float) -> T:
         """What `read` makes of the reply to a command, over a connection of its own."""
 
         def reply(connection: Any) -> T:

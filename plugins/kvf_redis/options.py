@@ -22,20 +22,28 @@ class RedisOptions(Options, frozen=True):
         SecretUrl,
         Meta(
             min_length=1,
-            description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0; with a "
-            "topology: the first node of the cluster, or the first sentinel",
+            description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0, with "
+            "redis-py's other parameters; with a topology: the first node of the cluster, or the first sentinel",
         ),
     ]
     topology: Annotated[
         Literal["single", "sentinel", "cluster"], Meta(description="one server, Redis Sentinel or Redis Cluster")
     ] = "single"
     nodes: Annotated[
-        list[str], Meta(description='more nodes of the cluster, or more sentinels: ["host:port", ...]')
+        list[str],
+        Meta(
+            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; one that lives is enough to '
+            "find all"
+        ),
     ] = []  # noqa: RUF012  msgspec gives each its own
     master_name: Annotated[str, Meta(description="what the sentinels call the master; for topology sentinel")] = ""
     username: Annotated[str, Meta(description="ACL user; takes precedence over the one in url")] = ""
     password_env: Annotated[
-        str, Meta(description="environment variable that holds the password; takes precedence over the one in url")
+        str,
+        Meta(
+            description="name of the environment variable that holds the password, read when the server starts; takes "
+            "precedence over the one in url"
+        ),
     ] = ""
     password_file: Annotated[
         str,
@@ -45,7 +53,7 @@ class RedisOptions(Options, frozen=True):
         ),
     ] = ""
     sentinel_password_env: Annotated[
-        str, Meta(description="environment variable that holds the password of the sentinels themselves")
+        str, Meta(description="name of the environment variable that holds the password of the sentinels themselves")
     ] = ""
     tls_ca: Annotated[str, Meta(description="certificates to trust, a PEM file; empty: those of the system")] = ""
     tls_cert: Annotated[str, Meta(description="the client's certificate, a PEM file")] = ""
@@ -53,13 +61,23 @@ class RedisOptions(Options, frozen=True):
     prefix: Annotated[str, Meta(description="comes before the 72 bytes of every key")] = "kvf:"
     ttl_s: Annotated[
         int,
-        Meta(ge=0, le=10 * _YEAR_S, description="keys expire this long after they were last stored or used; 0: never"),
+        Meta(
+            ge=0,
+            le=10 * _YEAR_S,
+            description="seconds after which a key that is neither stored nor used expires; 0: never, "
+            "leave it to the server's maxmemory-policy",
+        ),
     ] = 0
-    max_value_bytes: Annotated[ByteSize, Meta(description="larger values are stored in pieces; 64 KiB to 512 MiB")] = (
-        MOST_VALUE_BYTES
-    )
+    max_value_bytes: Annotated[
+        ByteSize,
+        Meta(
+            description="larger values are stored in pieces; 64 KiB to 512 MiB, and no more than the server's "
+            "proto-max-bulk-len"
+        ),
+    ] = MOST_VALUE_BYTES
     connections: Annotated[
-        int, Meta(ge=1, le=64, description="connections to each server at most; a call uses one")
+        int,
+        Meta(ge=1, le=64, description="connections to each server at most; a call uses one of each server it needs"),
     ] = 2
 
     def __post_init__(self) -> None:

@@ -19,11 +19,13 @@ def install(
     *,
     version: str = "1.0",
     group: str = "kvframework.v1",
+    metadata: str = "",
 ) -> None:
-    """Adds a distribution to `site`; a second call of the same name adds another group to it."""
+    """Adds a distribution to `site`; a second call of the same name adds another group to it. `metadata` are further
+    lines of its METADATA."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
     with (info / "entry_points.txt").open("a") as file:
         file.write(f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in entry_points.items()))
     for module, source in (modules or {}).items():

@@ -1,0 +1,72 @@
+"""Owns the check of torch and CUDA. torch is read as files and never imported: that takes seconds, and memory of a
+device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from kvframework.api import Finding
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DEVICES = Path("/dev")
+
+
+def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
+    driver = _driver(driver_file)
+    yield _torch(bool(driver))
+    if not driver:
+        yield Finding("cuda.driver", "ok", "no NVIDIA driver: nothing of CUDA can be used here")
+        return
+    yield Finding("cuda.driver", "ok", f"NVIDIA driver {driver}")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        yield Finding(
+            "cuda.library", "warn", "there is a driver and no libcuda.so.1 that can be loaded",
+            "start the container with the NVIDIA runtime, or install the driver's libraries",
+        )  # fmt: skip
+    else:
+        yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
+    found = sorted(each for each in devices.glob("nvidia[0-9]*"))
+    closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
+    if closed or not found:
+        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver and no device"
+        advice = "give the process the devices: --gpus all, or the group of /dev/nvidia*"
+        yield Finding("cuda.devices", "warn", fact, advice)
+    else:
+        yield Finding("cuda.devices", "ok", f"{len(found)}: {', '.join(each.name for each in found)}")
+
+
+def _driver(file: Path) -> str:
+    try:
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else "of an unknown version"
+
+
+def _torch(driver: bool) -> Finding:
+    try:
+        found = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return Finding(
+            "torch.version", "ok", "torch is not installed; the server needs none",
+            'engines need it for a transport: pip install "kvframework[torch]"',
+        )  # fmt: skip
+    try:
+        text = Path(str(found.locate_file("torch/version.py"))).read_text()
+    except OSError:
+        text = ""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    if driver and match is None:
+        return Finding(
+            "torch.version", "warn", f"torch {found.version} is built without CUDA, and there is an NVIDIA driver",
+            "install a torch that is built for CUDA where engines run",
+        )  # fmt: skip
+    built = f"for CUDA {match[1]}" if match else "without CUDA"
+    return Finding("torch.version", "ok", f"torch {found.version}, {built}")

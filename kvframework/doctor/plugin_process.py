@@ -1,0 +1,60 @@
+"""Owns the process that asks one configured plugin: whether it can be used, and what it has to say of its store.
+Reports a `Finding` a line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from kvframework import api
+from kvframework.api import Finding, L1Provider, Options, Provider, TierContext, TierProvider, TransportProvider
+from kvframework.doctor.limits import memlock
+from kvframework.doctor.plugins import Subject
+from kvframework.errors import KVFrameworkError
+from kvframework.plugins import PluginRegistry, resolve_table
+
+
+def main() -> None:
+    """Reads a `Subject` from standard input; `argv[1]` is the report's descriptor."""
+    started = time.monotonic()
+    subject = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Subject)
+    descriptor = int(sys.argv[1])
+    for finding in _findings(subject, started + subject.diagnose_s):
+        placed = msgspec.structs.replace(finding, where=finding.where or subject.table.where)
+        os.write(descriptor, msgspec.json.encode(placed) + b"\n")
+
+
+def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
+    role: type[Provider[Any]] = getattr(api, subject.role)
+    use = subject.table.use
+    try:
+        provider, options = resolve_table(PluginRegistry(), subject.table, role)
+    except KVFrameworkError as error:
+        yield Finding("plugin.usable", "fail", error.fact, error.hint or error.available, error.where)
+        return
+    yield Finding("plugin.usable", "ok", f"{role.kind} {use} can be used")
+    if isinstance(provider, TransportProvider) and provider.is_gpu:
+        yield memlock(f"{role.kind} {use}")
+    if isinstance(provider, (L1Provider, TierProvider)) and provider.diagnose is not None and subject.diagnose_s > 0:
+        yield from _diagnosis(provider, options, subject, deadline)
+
+
+def _diagnosis(
+    provider: L1Provider[Any] | TierProvider[Any], options: Options, subject: Subject, deadline: float
+) -> Iterator[Finding]:
+    assert provider.diagnose is not None
+    try:
+        yield from provider.diagnose(options, TierContext(where=subject.table.where), deadline)
+    except KVFrameworkError as error:
+        placed = error.where.startswith(subject.table.where)  # a plugin may name a place of its own
+        fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
+        where = error.where if placed else subject.table.where
+        yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
+    except Exception as error:  # noqa: BLE001  whatever a plugin raises
+        fact = " ".join(f"{subject.table.use}: its diagnosis failed with {type(error).__name__}: {error}".split())
+        yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")

@@ -1,0 +1,159 @@
+"""Owns the contract of each kind, and the check of a class or an object against it: methods, signatures, attributes,
+capabilities. Calls nothing of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from kvframework.api import (
+    TIER_CAPABILITIES,
+    Codec,
+    CopierDriver,
+    EngineDriver,
+    EvictionPolicy,
+    KeyHasher,
+    L1Memory,
+    L1Provider,
+    Layout,
+    ServerTransport,
+    Tier,
+    TierProvider,
+    TransferContext,
+)
+from kvframework.inspection.problems import Problem, problem
+from kvframework.plugins.loader import AnyProvider
+
+
+class Maker(NamedTuple):
+    """One function of a provider that makes something, how many arguments the core gives it, and what it makes."""
+
+    name: str
+    arguments: int
+    contract: type[Any] | None
+
+
+_MAKERS: dict[str, tuple[Maker, ...]] = {
+    "DeviceTransportProvider": (Maker("create_engine", 1, EngineDriver), Maker("create_copier", 3, CopierDriver)),
+    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 1, ServerTransport)),
+    "LayoutProvider": (Maker("create", 1, Layout),),
+    "L1Provider": (Maker("create", 2, L1Memory), Maker("diagnose", 3, None)),
+    "TierProvider": (Maker("create", 2, Tier), Maker("diagnose", 3, None)),
+    "EvictionProvider": (Maker("create", 1, EvictionPolicy),),
+    "HasherProvider": (Maker("create", 1, KeyHasher),),
+    "CodecProvider": (Maker("create", 1, Codec),),
+    "RequestsProvider": (Maker("create", 2, None),),
+}
+# What a capability of a tier is implemented by. The others are promises about the store, which only the kit can prove.
+_METHODS = {"capacity": "usage", "scan": "scan"}
+
+
+def makers(provider: AnyProvider) -> tuple[Maker, ...]:
+    """What the core calls of a provider, by its nearest class that is known here."""
+    return next(_MAKERS[each.__name__] for each in type(provider).__mro__ if each.__name__ in _MAKERS)
+
+
+def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
+    for maker in makers(provider):
+        function = getattr(provider, maker.name)
+        if function is None:
+            continue
+        if not callable(function) or not _takes(function, [None] * maker.arguments, {}):
+            yield problem(
+                "wrong-signature", f"{title}: {maker.name}", f"it does not take {maker.arguments} arguments",
+                expected=f"a function of {maker.arguments}, see {type(provider).__name__}", hint="mend its parameters",
+            )  # fmt: skip
+        if inspect.iscoroutinefunction(function):
+            yield problem(
+                "async-method", f"{title}: {maker.name}", "it is a coroutine function", expected="def", hint="write def"
+            )
+
+
+def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator[Problem]:
+    """What the core would trip over with objects of `made`."""
+    for name in sorted(getattr(made, "__abstractmethods__", ())):
+        yield problem(
+            "missing-method", f"{title}: {made.__name__}", f"it has no {name}()",
+            expected=f"{name}{_text(contract, name)}", hint=f"implement it as {contract.__name__} describes it",
+        )  # fmt: skip
+    for name, told in inspect.getmembers(contract, inspect.isfunction):
+        own = inspect.getattr_static(made, name, None)
+        if name.startswith("_") or own is told or own is None or getattr(own, "__isabstractmethod__", False):
+            continue
+        place = f"{title}: {made.__name__}.{name}"
+        if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
+            yield problem("async-method", place, "it is asynchronous", expected=f"def {name}", hint="write def")
+        elif inspect.isfunction(own) and not _serves(own, told):
+            yield problem(
+                "wrong-signature", place, f"it takes {inspect.signature(own)}",
+                expected=f"{name}{inspect.signature(told)}",
+                hint="take the parameters of the contract, by these names; more need defaults",
+            )  # fmt: skip
+
+
+def attribute_problems(made: object, contract: type[Any], title: str) -> Iterator[Problem]:
+    """Attributes that the contract declares, and an object lacks."""
+    for name in dict.fromkeys(name for each in contract.__mro__ for name in inspect.get_annotations(each)):
+        if not name.startswith("_") and not hasattr(made, name):
+            yield problem(
+                "missing-attribute", f"{title}: {type(made).__name__}", f"it has no attribute {name}",
+                expected=f"{name}, see {contract.__name__}", hint="set it in the class or in __init__",
+            )  # fmt: skip
+
+
+def capability_problems(provider: AnyProvider, made: type[Any] | None, title: str) -> Iterator[Problem]:
+    """`made` is the class of the tier, None if it is not known."""
+    known = TIER_CAPABILITIES if isinstance(provider, (TierProvider, L1Provider)) else {}
+    for name in sorted(provider.capabilities - known.keys()):
+        yield problem(
+            "unknown-capability", title, f"there is no capability {name!r}", expected=", ".join(known) or "none",
+            hint="leave it out",
+        )  # fmt: skip
+    if made is None or not isinstance(provider, TierProvider):
+        return
+    for name, method in _METHODS.items():
+        implemented = getattr(made, method, None) is not getattr(Tier, method)
+        if name in provider.capabilities and not implemented:
+            yield problem(
+                "false-capability", title, f"it declares {name!r}, and {made.__name__} has no {method}() of its own",
+                expected=f"{method}(), or no {name!r}", hint=TIER_CAPABILITIES[name],
+            )  # fmt: skip
+        if implemented and name not in provider.capabilities:
+            yield problem(
+                "undeclared-capability", title, f"{made.__name__} has {method}(), and {name!r} is not declared",
+                expected=f"capabilities=frozenset({{{name!r}, ...}})", hint="the core calls it only if it is declared",
+            )  # fmt: skip
+
+
+def _serves(own: Callable[..., Any], told: Callable[..., Any]) -> bool:
+    """Whether `own` can be called in every way that `told` may be: in order, and by keyword."""
+    parameters = list(inspect.signature(told).parameters.values())
+    kinds = inspect.Parameter
+    needed = [each for each in parameters if each.default is each.empty]
+    ways = []
+    for chosen in (parameters, needed):
+        plain = [each for each in chosen if each.kind is kinds.POSITIONAL_OR_KEYWORD]
+        only = {each.name: None for each in chosen if each.kind is kinds.KEYWORD_ONLY}
+        ways.append(([None] * len(plain), only))
+        # The core leaves out what has a default and names what comes behind.
+        named = {each.name: None for each in plain if each.default is not each.empty}
+        ways.append(([None] * (len(plain) - len(named)), only | named))
+    return all(_takes(own, positional, by_name) for positional, by_name in ways)
+
+
+def _takes(function: Callable[..., Any], positional: list[None], by_name: dict[str, None]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True  # of C: nothing can be said
+    try:
+        signature.bind(*positional, **by_name)
+    except TypeError:
+        return False
+    return True
+
+
+def _text(contract: type[Any], name: str) -> str:
+    found = getattr(contract, name, None)
+    return str(inspect.signature(found)) if inspect.isfunction(found) else "()"

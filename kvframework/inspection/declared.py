@@ -1,0 +1,105 @@
+"""Owns the check of what a provider says of itself: summary, probe, options. Makes nothing that `create` makes. Runs in
+the inspecting process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import inspect
+
+from kvframework.api import ByteSize, L1Provider, Options, TierProvider
+from kvframework.config import convert, toml_value
+from kvframework.config.schema import L1Keys, L2Keys
+from kvframework.errors import ConfigFieldError, PluginError
+from kvframework.inspection.problems import Problem, problem
+from kvframework.plugins import loader
+from kvframework.plugins.loader import AnyProvider
+from kvframework.plugins.options import describe_options
+
+
+def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
+    """What can be said without calling anything but the probe."""
+    if not isinstance(provider.summary, str) or not provider.summary.strip():
+        yield problem(
+            "no-summary", title, "its summary is empty", expected="a line of text",
+            hint="`kvframework plugins info` shows it",
+        )  # fmt: skip
+    try:
+        loader.probe(provider, title)
+    except PluginError as error:
+        yield problem(
+            "probe-fails", title, error.fact.removeprefix(f"{title}: "), expected="None, or why it cannot run here",
+            hint="find out with importlib.util.find_spec, without an import",
+        )  # fmt: skip
+    yield from _option_problems(provider, title)
+
+
+def core_keys(provider: AnyProvider) -> tuple[str, ...]:
+    """The keys that the core takes out of a provider's table."""
+    if isinstance(provider, L1Provider):
+        return ("use", "eviction", *L1Keys.__struct_fields__)
+    return ("use", *L2Keys.__struct_fields__) if isinstance(provider, TierProvider) else ("use",)
+
+
+def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
+    reserved = core_keys(provider)
+    struct = inspect.type_info(provider.options)
+    assert isinstance(struct, inspect.StructType)
+    for option, field in zip(describe_options(provider.options), struct.fields, strict=True):
+        place = f"{title}: {provider.options.__name__}.{field.name}"
+        if not option.description.strip():
+            yield problem(
+                "undocumented-option", place, "the option has no description",
+                expected=f"{field.name}: Annotated[..., msgspec.Meta(description=...)]",
+                hint="`kvframework plugins info` shows it",
+            )  # fmt: skip
+        if option.name in reserved:
+            yield problem(
+                "reserved-option", place, f"{option.name} is a key of the core: the plugin never sees it",
+                expected=f"a name that is none of {', '.join(reserved)}", hint="rename the option",
+            )  # fmt: skip
+        if _unreadable(field.type):
+            yield problem(
+                "unreadable-option", place, f"nothing can be read as {option.type}",
+                expected="a type that msgspec reads by itself, or ByteSize",
+                hint="take a text, and make the rest of it in `create`",
+            )  # fmt: skip
+        elif not option.required and (reason := _wrong_default(provider.options, option.name, option.default)):
+            yield problem(
+                "wrong-default", place, reason, expected="a value as a TOML could say it, within the option's bounds",
+                hint="take a text, number, boolean, array, table or None, and make the rest of it in `create`",
+            )  # fmt: skip
+
+
+def _unreadable(kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.Metadata):
+        return _unreadable(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return any(map(_unreadable, kind.types))
+    return isinstance(kind, inspect.CustomType) and kind.cls is not ByteSize
+
+
+def _wrong_default(options: type[Options], name: str, default: object) -> str:
+    """Why the default is none that a TOML could give, or ""."""
+    if default is not None:
+        try:
+            toml_value(msgspec.to_builtins(default, enc_hook=_plain))
+        except TypeError:
+            return f"its default is a {type(default).__name__}, which no TOML can say"
+    field = next(each for each in msgspec.structs.fields(options) if each.encode_name == name)
+    one = msgspec.defstruct("One", [(field.name, field.type)], bases=(Options,), frozen=True, rename={field.name: name})
+    try:
+        plain = msgspec.to_builtins(default, enc_hook=_plain)
+        read = getattr(convert({name: plain}, one, where=name), field.name)
+    except NotImplementedError:
+        return ""  # deep inside it is of a type that nothing is read as; only who sets it will know
+    except ConfigFieldError as error:
+        return f"its default {default!r} is refused: {error.fact}"
+    return "" if read == default else f"its default {default!r} comes back as {read!r}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, ByteSize):
+        return int(value)
+    raise NotImplementedError(type(value).__name__)

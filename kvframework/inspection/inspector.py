@@ -1,0 +1,78 @@
+"""Owns the whole inspection of a plugin: what is read here, what other processes find out, and the report of it. Runs
+in the process of a command; blocks for seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvframework.inspection.cost import cost_problems
+from kvframework.inspection.isolated import Ran, run_isolated
+from kvframework.inspection.lines import Line
+from kvframework.inspection.metadata import metadata_problems
+from kvframework.inspection.problems import Problem, problem
+from kvframework.inspection.source import import_problems, read_sources
+from kvframework.inspection.targets import Target, find_targets
+
+DEADLINE_S = 20.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`checked` are the providers that were looked at; `notes` say what could not be, and why."""
+
+    target: str
+    checked: list[str]
+    problems: list[Problem]
+    notes: list[str]
+
+    @property
+    def errors(self) -> int:
+        return sum(each.severity == "error" for each in self.problems)
+
+
+def inspect_plugin(text: str, *, deadline_s: float = DEADLINE_S) -> Report:
+    """Inspects MODULE or KIND.NAME. Nothing of it is imported into this process; what takes longer than `deadline_s` is
+    ended and reported. Raises `PluginNotFound` and `PluginWrongKind` if there is no such plugin."""
+    checked: list[str] = []
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for target in find_targets(text):
+        for line in _inspect(target, deadline_s):
+            problems += [line.problem] if line.problem else []
+            notes += [line.note] if line.note else []
+            checked += [line.provider] if line.provider else []
+    return Report(text, list(dict.fromkeys(checked)), list(dict.fromkeys(problems)), list(dict.fromkeys(notes)))
+
+
+def _inspect(target: Target, deadline_s: float) -> Iterator[Line]:
+    for each in metadata_problems(target):
+        yield Line(problem=each)
+    for each in import_problems(read_sources(target.module)):
+        yield Line(problem=each)
+    found, importable = cost_problems(
+        target.module, {offer.distribution for offer in target.offers}, deadline_s=deadline_s
+    )
+    for each in found:
+        yield Line(problem=each)
+    if importable:
+        ran = run_isolated("kvframework.inspection.process", msgspec.json.encode(target), deadline_s=deadline_s)
+        lines = [msgspec.json.decode(line, type=Line) for line in ran.lines]
+        yield from lines
+        if ran.ended:
+            yield Line(problem=_death(target, ran, [line.step for line in lines if line.step][-1]))
+
+
+def _death(target: Target, ran: Ran, step: str) -> Problem:
+    said = ran.printed.strip().splitlines()
+    cause = f": {said[-1]}" if said else ""
+    if step.startswith("create of "):
+        name, where = "create-dies", step.removeprefix("create of ")
+    elif step.startswith("the probe of "):
+        name, where = "probe-fails", step.removeprefix("the probe of ")
+    else:
+        name, where = ("import-fails" if step == "import" else "hook-fails"), target.value
+    return problem(
+        name, where, f"{step}: the process {ran.ended}{cause}", expected="a call that returns",
+        hint="a plugin raises what goes wrong, and waits for nothing without a deadline",
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Owns how code of a plugin is run where it can do no harm: in a fresh interpreter, with a deadline.
+
+What it reports goes, line by line, into a file that both hold: what was said before it died or hung is not lost. Used
+by the process of a command; blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of it: its report's lines, how it ended ("" if as it should), and the end of what it printed."""
+
+    lines: list[bytes]
+    ended: str
+    printed: str
+
+
+def run_isolated(module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = ()) -> Ran:
+    """Calls `main()` of `module` with the arguments FD and `arguments` and `request` as standard input, and kills it,
+    and all that it has started, after `deadline_s` seconds. FD is where it writes its report. It finds modules where
+    this process does."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
+    with (
+        tempfile.TemporaryFile() as report,
+        tempfile.TemporaryFile() as printed,
+        tempfile.TemporaryFile() as wanted,
+    ):
+        wanted.write(request)
+        wanted.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(report.fileno()), *arguments],
+            stdin=wanted,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=[report.fileno()],
+            start_new_session=True,
+        )
+        try:
+            ended = _ended(process.wait(deadline_s))
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {deadline_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = _all(printed.fileno())[-_TAIL_BYTES:].decode(errors="replace")
+        return Ran(_all(report.fileno()).splitlines(), ended, said)
+
+
+def _ended(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended the interpreter with status {status}" if status else ""
+
+
+def _all(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)

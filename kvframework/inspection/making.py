@@ -1,0 +1,132 @@
+"""Owns how the class of what a provider makes is found: from `create` itself, by making one, or from the source. Runs
+in the inspecting process."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvframework.api import (
+    CacheKey,
+    EngineServices,
+    Handler,
+    L1Provider,
+    MemoryLayoutDesc,
+    PackedKey,
+    PrefetchTask,
+    RequestsProvider,
+    TierContext,
+    TierProvider,
+    TransportProvider,
+)
+from kvframework.errors import KVFrameworkError
+from kvframework.inspection.contracts import Maker
+from kvframework.inspection.problems import Problem, problem
+from kvframework.inspection.source import SourceFile, classes_of
+from kvframework.plugins.loader import AnyProvider
+
+WHERE = "plugins check"
+
+
+class NotMade(Exception):
+    """Why there is no object here; no fault of the plugin."""
+
+
+def declared_class(function: Callable[..., Any], contract: type[Any]) -> type[Any] | None:
+    """The class that `create` is, or says that it returns; None if it says nothing, or only the contract."""
+    if isinstance(function, type):
+        return function
+    try:
+        told = typing.get_type_hints(function).get("return")
+    except Exception:  # noqa: BLE001  annotations may name what is imported for type checkers only
+        return None
+    told = typing.get_origin(told) or told
+    return told if isinstance(told, type) and issubclass(told, contract) and told is not contract else None
+
+
+def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any] | None:
+    """The only class of the plugin's package that names the contract as a base. Imports its module."""
+    found = list(classes_of(sources, contract.__name__))
+    if len(found) != 1:
+        return None
+    module, name = found[0]
+    try:
+        made = getattr(importlib.import_module(module), name, None)
+    except Exception:  # noqa: BLE001  it needs what is not installed here
+        return None
+    return made if isinstance(made, type) else None
+
+
+def make(provider: AnyProvider, maker: Maker, title: str) -> tuple[object, list[Problem]]:
+    """What `create` makes of default options, open until the process ends. Raises `NotMade`."""
+    if isinstance(provider, TransportProvider):
+        raise NotMade("it needs an engine")
+    if reason := provider.probe():
+        raise NotMade(reason)
+    needed = [field.encode_name for field in msgspec.structs.fields(provider.options) if field.required]
+    if needed:
+        raise NotMade(f"its options {', '.join(needed)} have no default")
+    arguments: list[object] = [provider.options()]
+    if isinstance(provider, (TierProvider, L1Provider)):
+        arguments.append(TierContext(where=WHERE))
+    if isinstance(provider, RequestsProvider):
+        arguments.append(_NoServices())
+    try:
+        made = typing.cast("Any", provider).create(*arguments)
+    except KVFrameworkError as error:
+        raise NotMade(f"{error.fact} [{error.code}]") from error
+    except Exception as error:
+        if isinstance(error, TypeError) and "abstract" in str(error):
+            raise NotMade(str(error)) from error  # the class tells it method by method
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return None, [_fails(title, f"create() with default options raises {cause}", maker)]
+    if isinstance(provider, RequestsProvider):
+        return made, list(_handler_problems(provider, made, title, maker))
+    if maker.contract is not None and not isinstance(made, maker.contract):
+        return None, [_fails(title, f"create() returns {type(made).__name__}", maker)]
+    return made, []
+
+
+def _fails(title: str, fact: str, maker: Maker) -> Problem:
+    return problem(
+        "create-fails", title, fact, expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
+        hint="what cannot be had here is a KVFrameworkError, or the probe's to say",
+    )  # fmt: skip
+
+
+def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Maker) -> Iterator[Problem]:
+    if not isinstance(made, (list, tuple)) or not all(isinstance(each, Handler) for each in made):
+        yield _fails(title, f"create() returns {type(made).__name__}", maker)
+        return
+    for handler in made:
+        name = handler.spec.name
+        if not name.startswith(f"{provider.name}."):
+            yield problem(
+                "create-fails", title, f"the request {name!r} is outside its namespace",
+                expected=f"{provider.name}.NAME", hint="rename the request",
+            )  # fmt: skip
+        if inspect.iscoroutinefunction(handler.call):
+            yield problem(
+                "async-method", f"{title}: {name}", "its handler is asynchronous", expected="def",
+                hint="return a MessagingFuture for what takes time",
+            )  # fmt: skip
+
+
+class _NoServices(EngineServices):
+    """For handlers that are made and never called."""
+
+    chunk_size = 256
+
+    def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
+        return {}
+
+    def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
+        return None
+
+    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
+        return None

@@ -1,0 +1,65 @@
+"""Owns what an inspection says: a problem of a plugin, its stable ids, and how severe each is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Severity = Literal["error", "warning"]
+
+# Each id with its severity and what it means.
+PROBLEMS: dict[str, tuple[Severity, str]] = {
+    "import-fails": ("error", "the module raises when it is imported"),
+    "import-dies": ("error", "the module ends or hangs the interpreter that imports it"),
+    "heavy-import": ("error", "the import takes long, takes much memory, or brings in a library of an accelerator"),
+    "eager-import": ("warning", "the import brings in a distribution that only `create` needs"),
+    "internal-import": ("warning", "the source imports what is no part of the plugin API"),
+    "misspelt-hook": ("error", "a hook implementation has the name of no hook"),
+    "unmarked-hook": ("error", "a function has a hook's name, or nearly, and no @hookimpl"),
+    "async-hook": ("error", "a hook implementation is asynchronous or a generator"),
+    "hook-arguments": ("error", "a hook implementation takes arguments"),
+    "keyword-only-hook": ("error", "a hook implementation takes keyword-only arguments"),
+    "no-hook": ("error", "nothing in the module is marked with @hookimpl"),
+    "hook-fails": ("error", "a hook raises, or returns what is no list of providers"),
+    "wrong-kind": ("error", "a hook or an entry point is of another kind than its provider"),
+    "api-version": ("error", "the plugin is written for another plugin API"),
+    "name-conflict": ("error", "another distribution offers the same name"),
+    "entry-point-name": ("error", "an entry point stands for no provider"),
+    "no-entry-point": ("error", "a provider has no entry point, so nobody can name it"),
+    "not-installed": ("warning", "no installed distribution offers the module"),
+    "no-requires-python": ("warning", "the distribution's metadata has no Requires-Python"),
+    "no-dependency": ("warning", "the distribution's metadata does not depend on kvframework"),
+    "no-summary": ("warning", "a provider's summary is empty"),
+    "probe-fails": ("error", "a provider's probe raises, or returns neither None nor a text"),
+    "undocumented-option": ("error", "an option has no Meta(description=...)"),
+    "wrong-default": ("error", "an option's default is none that the TOML could say, or breaks its own bounds"),
+    "unreadable-option": ("error", "an option's type is none that the framework can read from TOML"),
+    "reserved-option": ("error", "an option has the name of a key of the core, which takes it away"),
+    "create-fails": ("error", "`create` raises with default options, or makes something else than the contract"),
+    "create-dies": ("error", "`create` ends or hangs the interpreter"),
+    "missing-method": ("error", "what `create` makes lacks a method of the contract"),
+    "missing-attribute": ("error", "what `create` makes lacks an attribute of the contract"),
+    "wrong-signature": ("error", "a method, `create` or `diagnose` cannot be called as the core calls it"),
+    "async-method": ("error", "a method of the contract is asynchronous: the core does not await it"),
+    "unknown-capability": ("error", "a capability is declared that does not exist"),
+    "false-capability": ("error", "a capability is declared whose method is not implemented"),
+    "undeclared-capability": ("warning", "a method is implemented whose capability is not declared"),
+}
+
+
+class Problem(Struct, frozen=True):
+    """One thing that an author should mend. `where` is the module, class, field or metadata it is in, `expected` what
+    would be right."""
+
+    id: str
+    severity: Severity
+    where: str
+    fact: str
+    expected: str = ""
+    hint: str = ""
+
+
+def problem(name: str, where: str, fact: str, *, expected: str = "", hint: str = "") -> Problem:
+    """A problem with the severity of its id. Raises `KeyError` for an id that is not in `PROBLEMS`."""
+    return Problem(name, PROBLEMS[name][0], where, fact, expected, hint)

@@ -1,0 +1,146 @@
+"""Owns the inspecting process: imports one plugin, calls its hooks, makes what it offers, and reports each step before
+it takes it. Ends by itself; `inspector` starts it and reads the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import msgspec
+import pluggy
+
+from kvframework.api import ENTRY_POINT_GROUP, hookspecs
+from kvframework.config import closest
+from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
+from kvframework.inspection.contracts import (
+    attribute_problems,
+    capability_problems,
+    class_problems,
+    maker_problems,
+    makers,
+)
+from kvframework.inspection.declared import declared_problems
+from kvframework.inspection.hooks import hook_problems
+from kvframework.inspection.lines import Line
+from kvframework.inspection.making import NotMade, class_in_source, declared_class, make
+from kvframework.inspection.problems import Problem, problem
+from kvframework.inspection.source import SourceFile, read_sources
+from kvframework.inspection.targets import Target
+from kvframework.plugins import KINDS, loader
+from kvframework.plugins.compatibility import check_requires
+from kvframework.plugins.loader import AnyProvider
+
+
+def main() -> None:
+    """Reads a `Target` from standard input; `argv[1]` is the report's descriptor."""
+    target = msgspec.json.decode(sys.stdin.buffer.read(), type=Target)
+    descriptor = int(sys.argv[1])
+    for line in _inspect(target):
+        os.write(descriptor, msgspec.json.encode(line) + b"\n")
+
+
+def _inspect(target: Target) -> Iterator[Line]:
+    yield Line(step="import")
+    plugin = metadata.EntryPoint("inspected", target.value, ENTRY_POINT_GROUP).load()
+    found = list(hook_problems(plugin, target.value))
+    yield from _lines(found)
+    if any(each.severity == "error" for each in found):
+        yield Line(note=f"{target.value}: its hooks were not called, as they have to be mended first")
+        return
+    yield Line(step="hooks")
+    providers: dict[str, AnyProvider] = {}
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    try:
+        loader.adopt(manager, plugin, target.value)
+        for kind in (kind for kind in KINDS if KINDS[kind].hook in loader.hooks_of(manager, plugin)):
+            for provider in loader.offered(manager, plugin, kind, target.value):
+                providers[f"{kind}.{provider.name}"] = provider
+    except PluginError as error:
+        yield Line(problem=_of_loader(error, target.value))
+        return
+    yield from _lines(_entry_points(target, providers))
+    sources = read_sources(target.module)
+    for title, provider in providers.items():
+        if target.chosen in ("", title):
+            yield Line(provider=title)
+            yield from _provider(provider, title, sources)
+
+
+def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator[Problem]:
+    if not target.offers:
+        return
+    titles = {offer.title for offer in target.offers}
+    for offer in target.offers:
+        if offer.title not in providers and offer.kind in KINDS and target.chosen in ("", offer.title):
+            yield problem(
+                "entry-point-name", offer.title, f"no provider of {target.value} has that kind and name",
+                expected=", ".join(providers) or "a provider",
+                hint=closest(offer.title, providers) or "rename one of them",
+            )  # fmt: skip
+    for title in providers:
+        if title not in titles and not target.chosen:
+            yield problem(
+                "no-entry-point", title, "no entry point stands for this provider",
+                expected=f'"{title}" = "{target.value}"',
+                hint=f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]',
+            )  # fmt: skip
+
+
+def _provider(provider: AnyProvider, title: str, sources: list[SourceFile]) -> Iterator[Line]:
+    try:
+        check_requires(provider.requires_api, title)
+    except PluginError as error:
+        yield Line(problem=_of_loader(error, title))
+    yield Line(step=f"the probe of {title}")
+    yield from _lines(declared_problems(provider, title))
+    wrong = list(maker_problems(provider, title))
+    yield from _lines(wrong)
+    if wrong:
+        yield Line(note=f"{title}: nothing was made, as `create` has to be mended first")
+        return
+    for maker in makers(provider):
+        function = getattr(provider, maker.name)
+        if function is None or maker.name == "diagnose":
+            continue
+        made_class = declared_class(function, maker.contract) if maker.contract else None
+        if maker.name == "create":
+            yield Line(step=f"create of {title}")
+            try:
+                made, problems = make(provider, maker, title)
+            except NotMade as reason:
+                yield from _not_made(title, str(reason), known := made_class or _sought(sources, maker.contract))
+                made_class = known
+            else:
+                yield from _lines(problems)
+                if made is not None and maker.contract is not None:
+                    made_class = type(made)
+                    yield from _lines(attribute_problems(made, maker.contract, title))
+        if made_class is not None and maker.contract is not None:
+            yield from _lines(class_problems(made_class, maker.contract, title))
+        if maker.name == "create":
+            yield from _lines(capability_problems(provider, made_class, title))
+
+
+def _sought(sources: list[SourceFile], contract: type[Any] | None) -> type[Any] | None:
+    return class_in_source(sources, contract) if contract is not None else None
+
+
+def _not_made(title: str, reason: str, known: type[Any] | None) -> Iterator[Line]:
+    instead = f"its class {known.__name__} was looked at instead" if known else "the conformance kit must tell the rest"
+    yield Line(note=f"{title}: none was made here: {reason}; {instead}")
+
+
+def _of_loader(error: PluginError, where: str) -> Problem:
+    kinds = {PluginWrongApi: "api-version", PluginWrongKind: "wrong-kind"}
+    name = kinds.get(type(error), "hook-fails")
+    fact = error.fact.removeprefix(f"{where}: ").removeprefix(f"{where} is ")
+    hint = error.hint or "a hook returns a list of provider descriptors of its own kind"
+    return problem(name, where, fact, expected=error.available, hint=hint)
+
+
+def _lines(problems: Iterator[Problem] | list[Problem]) -> Iterator[Line]:
+    return (Line(problem=each) for each in problems)

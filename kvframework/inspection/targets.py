@@ -1,0 +1,71 @@
+"""Owns what `MODULE|KIND.NAME` means: which module is inspected, and which installed offers stand for it. Imports
+nothing of a plugin."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from msgspec import Struct
+
+from kvframework.errors import PluginNotFound
+from kvframework.plugins import KINDS, EntryPointInfo, PluginRegistry, discover
+
+
+class Target(Struct, frozen=True):
+    """`module` is imported, `attribute` of it holds the hooks ("" for the module itself). `offers` are the entry points
+    that name it; `rivals` those of other distributions for the same names. `chosen` limits what is inspected to one
+    provider."""
+
+    module: str
+    attribute: str
+    offers: list[EntryPointInfo]
+    rivals: list[EntryPointInfo]
+    chosen: str = ""
+
+    @property
+    def value(self) -> str:
+        """As an entry point names it."""
+        return f"{self.module}:{self.attribute}" if self.attribute else self.module
+
+
+def find_targets(text: str) -> list[Target]:
+    """One for each distribution that offers KIND.NAME, or for each object that entry points name in MODULE.
+
+    Raises `PluginNotFound` and `PluginWrongKind`. Blocking: reads metadata.
+    """
+    installed = discover()
+    kind, _, name = text.partition(".")
+    if kind in KINDS and name:
+        named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
+        if not named:
+            PluginRegistry(installed).resolve(kind, name)  # says what there is
+        return [_target(offer.value, installed, chosen=offer.title) for offer in named]
+    values = dict.fromkeys(offer.value for offer in installed if _module(offer.value) == text)
+    if values:
+        return [_target(value, installed) for value in values]
+    if not _exists(text):
+        raise PluginNotFound(
+            f"{text!r} is neither an installed plugin nor a module",
+            available=", ".join(sorted({offer.title for offer in installed})) or "no plugin is installed",
+            hint="give KIND.NAME as `kvframework plugins list` shows it, or a module that this Python can import",
+        )
+    return [Target(text, "", [], [])]
+
+
+def _target(value: str, installed: list[EntryPointInfo], chosen: str = "") -> Target:
+    offers = [offer for offer in installed if offer.value == value]
+    titles = {offer.title for offer in offers if not chosen or offer.title == chosen}
+    owners = {offer.distribution for offer in offers}
+    rivals = [offer for offer in installed if offer.title in titles and offer.distribution not in owners]
+    attribute = value.partition(":")[2].partition("[")[0].strip()
+    return Target(_module(value), attribute, offers, rivals, chosen)
+
+
+def _module(value: str) -> str:
+    return value.partition(":")[0].partition("[")[0].strip()
+
+
+def _exists(module: str) -> bool:
+    """Looks at the first part only: to look further would import it."""
+    root = module.partition(".")[0]
+    return root.isidentifier() and find_spec(root) is not None

@@ -1,0 +1,118 @@
+"""Owns what `kvframework doctor` tells of a Redis: whether it answers, how large it may grow, what it does when it is
+full. Runs in a process of its own; changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvf_redis.connect import Connector
+from kvf_redis.options import RedisOptions
+from kvf_redis.places import Place
+from kvf_redis.sentinel import Sentinels
+from kvf_redis.settings import Settings, read_settings
+from kvframework.api import ByteSize, Finding, TierContext
+from kvframework.errors import TierError
+
+# UNLINK, without which the tier cannot delete.
+_LEAST_VERSION = (4,)
+_CACHE = "CONFIG SET maxmemory-policy allkeys-lru, and the same in redis.conf"
+
+
+def diagnose(options: RedisOptions, context: TierContext, deadline: float) -> list[Finding]:
+    """Blocks until `deadline` at most. Of a cluster, the first node that answers stands for all. Raises
+    `ConfigFieldError`."""
+    settings = read_settings(options, where=context.where)
+    connector = settings.connector
+    try:
+        place, seconds = _first_answer(options, settings, context.where, deadline)
+        facts = connector.ask(place, "INFO", read=_facts, deadline=deadline)
+    except TierError as error:
+        advice = error.hint or "start it, or mend url: until then the server works without this tier"
+        return [Finding("redis.reachable", "fail", f"{error.where.rpartition(': ')[2]}: {error.fact}", advice)]
+    version = facts.get("redis_version", "")
+    name = f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"
+    where = str(place or settings.path)
+    answered = f"{where} answers in {seconds * 1000:.1f} ms, connection and login included: {name}"
+    findings = [Finding("redis.reachable", "ok", answered)]
+    if not version or tuple(int(each) for each in version.split(".")[:1] if each.isdigit()) < _LEAST_VERSION:
+        fact = f"{name} is older than Redis 4" if version else "its user may not read INFO"
+        advice = "use Redis 4 or newer" if version else "allow +info to the user, for this check only"
+        return [*findings, Finding("redis.version", "fail" if version else "warn", fact, advice)]
+    return [*findings, *_room(facts), *_policy(facts, options), _log(facts), _threads(connector, place, deadline)]
+
+
+def _first_answer(options: RedisOptions, settings: Settings, where: str, deadline: float) -> tuple[Place | None, float]:
+    """Whom to ask, and how long a PING took."""
+    places: tuple[Place | None, ...] = settings.places or (None,)
+    if settings.sentinels is not None:
+        sentinels = Sentinels(
+            settings.sentinels, settings.places, settings.connector, master_name=options.master_name, where=where
+        )
+        places = (sentinels.master(deadline),)
+    failure: TierError | None = None
+    for index, place in enumerate(places):
+        started = time.monotonic()
+        share = started + (deadline - started) / (len(places) - index + 1)
+        try:
+            settings.connector.ask(place, "PING", read=str, deadline=share)
+        except TierError as error:
+            failure = failure or error
+        else:
+            return place, time.monotonic() - started
+    assert failure is not None, "there is at least one place"
+    raise failure
+
+
+def _facts(reply: Any) -> dict[str, str]:
+    lines = bytes(reply).decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _room(facts: dict[str, str]) -> Iterator[Finding]:
+    used, limit = (int(facts.get(name, 0)) for name in ("used_memory", "maxmemory"))
+    if limit:
+        yield Finding("redis.maxmemory", "ok", f"{ByteSize(used)} used of {ByteSize(limit)}")
+        return
+    machine = facts.get("total_system_memory", "")
+    yield Finding(
+        "redis.maxmemory", "warn",
+        f"maxmemory is 0: it grows until the machine{f' ({ByteSize(int(machine))})' if machine else ''} has no memory",
+        "CONFIG SET maxmemory SIZE, and the same in redis.conf: what the KV of all nodes needs, within what it has",
+    )  # fmt: skip
+
+
+def _policy(facts: dict[str, str], options: RedisOptions) -> Iterator[Finding]:
+    policy = facts.get("maxmemory_policy", "")
+    if policy == "noeviction":
+        yield Finding("redis.policy", "warn", "noeviction: once it is full, nothing more is stored", _CACHE)
+    elif policy.startswith("volatile-") and not options.ttl_s:
+        fact = f"{policy} evicts keys that expire, and without ttl_s those of this tier do not"
+        yield Finding("redis.policy", "warn", fact, f"set ttl_s, or {_CACHE}")
+    elif policy:
+        yield Finding("redis.policy", "ok", f"{policy}: it makes room when it is full")
+
+
+def _log(facts: dict[str, str]) -> Finding:
+    if facts.get("aof_enabled") == "1":
+        return Finding(
+            "redis.persistence", "warn", "appendonly is on: every value is written to a disk as well",
+            'a server that is only a cache needs appendonly no and save ""',
+        )  # fmt: skip
+    return Finding("redis.persistence", "ok", "appendonly is off")
+
+
+def _threads(connector: Connector, place: Place | None, deadline: float) -> Finding:
+    try:
+        threads = connector.ask(place, "CONFIG", "GET", "io-threads", read=_second, deadline=deadline)
+    except TierError:
+        return Finding("redis.io-threads", "ok", "not known: CONFIG is refused, which the tier itself does not need")
+    if threads is None:
+        return Finding("redis.io-threads", "ok", "not known to this version")
+    many = "" if threads != "1" else "io-threads in redis.conf lets it move more bytes, where it has cores to spare"
+    return Finding("redis.io-threads", "ok", f"io-threads is {threads}", many)
+
+
+def _second(reply: Any) -> str | None:
+    return bytes(reply[1]).decode() if reply else None

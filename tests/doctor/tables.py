@@ -1,0 +1,24 @@
+"""What the doctor finds of one table of a configuration, asked in a process of its own as the command does."""
+
+from __future__ import annotations
+
+from kvframework.api import Finding
+from kvframework.config import PluginTable
+from kvframework.doctor.plugins import Subject, table_findings
+
+WHERE = "kvf.toml: [[l2]] #1"
+
+
+def ask(
+    use: str, *, role: str = "TierProvider", serving: bool = False, deadline_s: float = 5.0, **options: object
+) -> dict[str, Finding]:
+    """Findings by id; each is there once."""
+    subject = Subject(role, PluginTable(use, options, WHERE))
+    found = list(table_findings(subject, serving=serving, deadline_s=deadline_s))
+    assert len({each.id for each in found}) == len(found)
+    assert all(each.where.startswith(WHERE) for each in found)
+    return {each.id: each for each in found}
+
+
+def levels(found: dict[str, Finding]) -> dict[str, str]:
+    return {each.id: each.level for each in found.values()}

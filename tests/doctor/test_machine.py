@@ -1,0 +1,252 @@
+"""What the doctor tells of a machine and its limits, from files and processes made for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.api import Finding
+from kvframework.config import load_config
+from kvframework.doctor import accelerator, interpreter, memory, numa
+from kvframework.doctor.checkup import examine, run_check
+from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
+
+
+def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
+    return {each.id: each for each in found}
+
+
+# the check itself
+
+
+def test_a_check_that_raises_or_hangs_is_a_finding() -> None:
+    def raising() -> Iterator[Finding]:
+        yield Finding("a.b", "ok", "seen")
+        raise OSError("no such thing")
+
+    first, second = run_check("disk", raising)
+    assert first.fact == "seen"
+    assert (second.id, second.level) == ("disk.check", "fail")
+    assert "no such thing" in second.fact
+    (late,) = run_check("disk", lambda: time.sleep(60) or [], timeout_s=0.05)  # type: ignore[func-returns-value]
+    assert "did not end within 0.05 s" in late.fact
+
+
+def test_a_check_that_hangs_does_not_keep_the_command() -> None:
+    program = (
+        "import time; from kvframework.doctor.checkup import run_check\n"
+        "print(run_check('disk', lambda: time.sleep(600), timeout_s=0.05)[0].id)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "disk.check\n"
+
+
+# sockets
+
+
+def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    endpoint = endpoint_of(load_config(environ={}))
+    found = by_id(socket_findings(endpoint))
+    assert found.keys() == {"socket.path"}
+    assert found["socket.path"].level == "fail"
+    assert "at most 100" in found["socket.path"].fact
+    assert "[server] endpoint" in found["socket.path"].advice
+
+
+def test_a_configured_path_that_is_too_long_fails_too() -> None:
+    checkup = examine(overrides=[f"server.endpoint=ipc:///tmp/{'x' * 100}"])
+    (finding,) = (each for each in checkup.findings if each.level == "fail")
+    assert (finding.id, checkup.fail) == ("config.load", 1)
+    assert "105 bytes" in finding.fact
+    assert any(each.id == "python.version" for each in checkup.findings), "the rest is checked all the same"
+
+
+def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    endpoint = f"ipc://{folder}/server.sock"
+    assert "the server makes it" in by_id(socket_findings(endpoint))["socket.directory"].fact
+    folder.mkdir(mode=0o700)
+    assert by_id(socket_findings(endpoint))["socket.directory"].level == "ok"
+    folder.chmod(0o777)
+    opened = by_id(socket_findings(endpoint))["socket.directory"]
+    assert (opened.level, opened.advice) == ("fail", f"chmod 700 {folder}")
+    nowhere = by_id(socket_findings("ipc:///proc/self/status/run/server.sock"))["socket.directory"]
+    assert nowhere.level == "fail"
+
+
+def test_a_server_that_listens_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{path}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen(4)
+        assert is_served(endpoint)
+        assert by_id(socket_findings(endpoint))["socket.server"].fact == "a server listens there"
+    assert not is_served(endpoint), "what a killed server leaves"
+    assert by_id(socket_findings(endpoint))["socket.server"].level == "ok"
+    path.unlink()
+    path.write_text("mine")
+    assert by_id(socket_findings(endpoint))["socket.server"].level == "fail"
+    assert not is_served("tcp://127.0.0.1:1")
+
+
+# limits
+
+
+@pytest.mark.parametrize(
+    ("limit", "level", "text"),
+    [
+        ("NOFILE, (60, 60)", "fail", "0 client"),
+        ("NOFILE, (80, 80)", "warn", "4 client"),
+        ("NOFILE, (320, 320)", "ok", "64"),
+    ],
+)
+def test_descriptors_are_counted(limit: str, level: str, text: str) -> None:
+    found = in_a_child(limit)["limits.descriptors"]
+    assert found[0] == level
+    assert text in found[1]
+
+
+def test_locked_memory_is_told() -> None:
+    assert in_a_child("MEMLOCK, (65536, 65536)")["limits.memlock"][:2] == (
+        "ok",
+        "64.0 KiB of memory may be locked; only a device transport locks any",
+    )
+
+
+def in_a_child(limit: str) -> dict[str, tuple[str, str]]:
+    program = (
+        "import resource; from kvframework.doctor.limits import limits\n"
+        f"resource.setrlimit(resource.RLIMIT_{limit})\n"
+        "print({each.id: (each.level, each.fact) for each in limits()})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    found: dict[str, tuple[str, str]] = eval(done.stdout)
+    return found
+
+
+# memory
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  4194304 kB\nMemAvailable:  2097152 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/a/b\n" if version == 2 else "3:cpu:/\n4:memory:/a/b\n")
+    top = cgroups if version == 2 else cgroups / "memory"
+    limit, used = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    none = "max" if version == 2 else str(1 << 63)
+    for folder, most in ((top, str(1 << 31)), (top / "a", str(1 << 30)), (top / "a" / "b", none)):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(most)
+        (folder / used).write_text(str(1 << 20))
+    found = by_id(memory.memory(proc, cgroups))
+    assert found["memory.machine"].fact == "2.0 GiB available of 4.0 GiB"
+    assert (found["memory.cgroup"].level, "allows 1.0 GiB" in found["memory.cgroup"].fact) == ("ok", True)
+    (top / "a" / used).write_text(str(1000 << 20))
+    assert by_id(memory.memory(proc, cgroups))["memory.cgroup"].level == "warn"
+    for folder in (top, top / "a"):
+        (folder / limit).write_text(none)
+    assert by_id(memory.memory(proc, cgroups))["memory.cgroup"].fact == "no cgroup limits the memory"
+
+
+def test_a_memfd_can_be_had_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_id(memory.memory())["memory.memfd"].level == "ok"
+
+    def refused(*_arguments: object) -> int:
+        raise PermissionError("sealed off")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert by_id(memory.memory())["memory.memfd"].level == "fail"
+
+
+# the rest
+
+
+def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
+    for number in (10, 2, 0):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{number}-{number + 1}\n")
+    found = by_id(numa.nodes(tmp_path))["numa.nodes"]
+    assert found.fact == "3: node0 has the CPUs 0-1; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
+    assert "numactl" in found.advice
+    assert by_id(numa.nodes(tmp_path / "none"))["numa.nodes"].level == "ok"
+
+
+def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = tmp_path / "version"
+    assert by_id(accelerator.cuda(version, tmp_path))["cuda.driver"].fact.startswith("no NVIDIA driver")
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n")
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(accelerator.ctypes, "CDLL", missing)
+    found = by_id(accelerator.cuda(version, tmp_path))
+    assert found["cuda.driver"].fact == "NVIDIA driver 570.86.15"
+    assert (found["cuda.library"].level, found["cuda.devices"].level) == ("warn", "warn")
+    monkeypatch.setattr(accelerator.ctypes, "CDLL", str)
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    found = by_id(accelerator.cuda(version, tmp_path))
+    assert found["cuda.library"].level == "ok"
+    assert found["cuda.devices"].fact == "1: nvidia0"
+
+
+def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
+    """In a process of its own, where a torch for CUDA is installed that must not be imported."""
+    info = tmp_path / "torch-9.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.1\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
+    version = tmp_path / "torch" / "version.py"
+    program = (
+        "import sys; from kvframework.doctor.accelerator import cuda; from pathlib import Path\n"
+        f"print(next(cuda(Path({str(tmp_path / 'driver')!r}))).fact); assert 'torch' not in sys.modules"
+    )
+
+    def told() -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60, check=True
+        )
+        return done.stdout.strip()
+
+    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = '12.8'\n")
+    assert told() == "torch 9.1, for CUDA 12.8"
+    version.write_text("__version__ = '9.1'\ncuda: Optional[str] = None\n")
+    assert told() == "torch 9.1, without CUDA"
+    (tmp_path / "driver").write_text("570.86.15")
+    assert told() == "torch 9.1 is built without CUDA, and there is an NVIDIA driver"
+
+
+def test_dependencies_are_compared_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list(interpreter.distributions())
+    assert {each.level for each in found} == {"ok"}
+    assert "msgspec " in found[-1].fact
+    needed = ["msgspec>=999.1", "no-such-thing>=1", "pytest>=8; extra == 'testing'"]
+    monkeypatch.setattr(interpreter.metadata, "requires", lambda _: needed)
+    facts = {each.fact.split()[0]: each for each in interpreter.distributions() if each.level == "fail"}
+    assert facts.keys() == {"msgspec", "no-such-thing"}
+    assert facts["no-such-thing"].advice == 'pip install "no-such-thing>=1"'
+
+
+def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_id(interpreter.python())["python.gil"].level == "ok"
+    monkeypatch.setattr(interpreter.sysconfig, "get_config_var", lambda _: 1)
+    assert by_id(interpreter.python())["python.gil"].level == "warn"

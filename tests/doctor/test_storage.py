@@ -1,0 +1,89 @@
+"""What the doctor tells of the memory of L1 and of the folder of a filesystem tier. It changes neither."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvf_filesystem.advice import diagnose
+from kvframework.api import ByteSize
+from tests.doctor.tables import ask, levels
+from tests.plugins_first_party.filesystem_folder import open_tier, options
+from tests.security.another_user import as_another_user
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that others may enter, which they may not do with tmp_path."""
+    with tempfile.TemporaryDirectory(prefix="kvf-doctor-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def as_anybody(path: Path) -> list[list[str]]:
+    """Levels and facts for a user who is not root."""
+    table = options(path, capacity="1MiB")
+
+    def work() -> object:
+        return [[each.level, each.fact] for each in diagnose(table)]
+
+    told = as_another_user(work) if os.geteuid() == 0 else work()
+    assert isinstance(told, list)
+    return told
+
+
+def test_a_folder_that_is_not_there_yet_is_ok_and_is_not_made(tmp_path: Path) -> None:
+    found = ask("filesystem", path=str(tmp_path / "a" / "kv"), capacity="1MiB")
+    assert levels(found) == {"plugin.usable": "ok", "filesystem.folder": "ok", "filesystem.space": "ok"}
+    assert f"it will be made in {tmp_path}" in found["filesystem.folder"].fact
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_folder_fails(shared: Path) -> None:
+    shared.chmod(0o555)
+    for path in (shared, shared / "kv"):
+        (folder, _) = as_anybody(path)
+        assert folder[0] == "fail"
+        assert folder[1].startswith(f"{shared} is not writable")
+    shared.chmod(0o755)
+
+
+def test_what_is_no_folder_or_everybodys_fails(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is no folder" in ask("filesystem", path=str(file / "kv"))["filesystem.folder"].fact
+    tmp_path.chmod(0o777)
+    everybodys = ask("filesystem", path=str(tmp_path), capacity="1MiB")["filesystem.folder"]
+    assert everybodys.level == "fail"
+    assert "everybody may write" in everybodys.fact
+
+
+def test_the_disk_has_room_or_not(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    never = ask("filesystem", path=str(tmp_path), capacity=usage.total * 2)["filesystem.space"]
+    assert (never.level, bool(never.advice)) == ("fail", True)
+    table = msgspec.structs.replace(options(tmp_path / "kv"), capacity=ByteSize((usage.free + usage.total) // 2))
+    assert diagnose(table)[1].level == "warn"
+
+
+def test_a_folder_in_use_is_ok_and_stays_in_use(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "kv", capacity="1MiB")
+    before = sorted(tmp_path.rglob("*"))
+    found = ask("filesystem", path=str(tmp_path / "kv"), capacity="1MiB")
+    assert levels(found) == {"plugin.usable": "ok", "filesystem.folder": "ok", "filesystem.space": "ok"}
+    assert sorted(tmp_path.rglob("*")) == before
+    tier.close()
+
+
+def test_an_arena_that_does_not_fit_fails() -> None:
+    assert ask("pinned", role="L1Provider", capacity="1MiB")["pinned.capacity"].level == "ok"
+    found = ask("pinned", role="L1Provider", capacity="900TiB")["pinned.capacity"]
+    assert found.level == "fail"
+    assert "lower [l1] capacity" in found.advice
+    assert levels(ask("pinned", role="L1Provider", serving=True, capacity="900TiB")) == {"plugin.usable": "ok"}
