@@ -2,7 +2,7 @@
 
 from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
-from kvframework.api.codec import Codec
+from kvframework.api.codec import MAX_CODEC_NAME, Codec
 from kvframework.api.driver import (
     Allocation,
     Arena,
@@ -106,6 +106,7 @@ __all__ = [
     "DIGEST_BYTES",
     "DTYPE_BYTES",
     "ENTRY_POINT_GROUP",
+    "MAX_CODEC_NAME",
     "NAMESPACE_BYTES",
     "NO_BLOCK",
     "OPAQUE",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+MAX_CODEC_NAME = 16
+
 
 class Codec(ABC):
     """Packs and unpacks object bytes. Called from storage threads, several at once; stateless. Blocking, CPU only."""
 
     name: str
-    """At most 16 ASCII characters: each value in L2 carries it."""
+    """At most `MAX_CODEC_NAME` ASCII characters, the name of its provider: each value in L2 carries it."""
 
     @abstractmethod
     def encode(self, data: memoryview) -> Sequence[memoryview]:

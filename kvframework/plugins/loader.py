@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvframework.api import ENTRY_POINT_GROUP, Options, Provider
+from kvframework.api import ENTRY_POINT_GROUP, MAX_CODEC_NAME, Options, Provider
 from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
 from kvframework.plugins.compatibility import check_requires
 from kvframework.plugins.discovery import EntryPointInfo
@@ -123,4 +123,10 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         msgspec.msgpack.Decoder(provider.options)  # its annotations may name what is not there
     if not isinstance(provider.name, str) or not provider.name or not callable(getattr(provider, "create", None)):
         raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
+    if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
+        raise PluginBroken(
+            f"{title}: the name of codec {provider.name!r} fits into no value's header",
+            available=f"at most {MAX_CODEC_NAME} ASCII characters",
+            hint="choose a shorter name",
+        )
     return provider

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvframework.api import Buffer, MemoryLayoutDesc, PackedKey
+from kvframework.api import MAX_CODEC_NAME, Buffer, MemoryLayoutDesc, PackedKey
 
 FORMAT_VERSION = 2
 NO_CODEC = "none"
-MAX_CODEC_NAME = 16
 UNTOLD_LAYOUT = bytes(16)
 
 _MAGIC = b"KVFO"
