@@ -52,7 +52,9 @@ class KVFrameworkError(Exception):
 
 
 class RemoteError(KVFrameworkError, RuntimeError):
-    """The peer answered with an error code that this version does not know."""
+    """The peer answered with an error code that this version does not know.
+
+    What to do: the text is the peer's; install the same release on both sides."""
 
     code = "remote"
 
@@ -61,25 +63,34 @@ class RemoteError(KVFrameworkError, RuntimeError):
 
 
 class ConfigError(KVFrameworkError, ValueError):
-    """The configuration is wrong: a file, a table, a field or a value."""
+    """The configuration is wrong: a file, a table, a field or a value.
+
+    What to do: mend the place in the TOML that it names; `kvframework config check FILE` says the same."""
 
     code = "config.invalid"
 
 
 class ConfigFileError(ConfigError):
-    """The configuration file cannot be read or is no TOML."""
+    """The configuration file cannot be read or is no TOML.
+
+    What to do: check the path and its permissions, or mend the line that it names."""
 
     code = "config.file"
 
 
 class ConfigFieldError(ConfigError):
-    """A field of the configuration is unknown, missing or of the wrong type."""
+    """A field of the configuration is unknown, missing or of the wrong type.
+
+    What to do: mend the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
 
     code = "config.field"
 
 
 class EndpointError(ConfigError):
-    """An endpoint is malformed, too long, not private or already taken by another server."""
+    """An endpoint is malformed, too long, not private or already taken by another server.
+
+    What to do: choose a short path in a directory of the server's user that nobody else may write to; stop the
+    other server that it names; give `tcp://` CURVE keys."""
 
     code = "config.endpoint"
 
@@ -88,43 +99,59 @@ class EndpointError(ConfigError):
 
 
 class PluginError(KVFrameworkError):
-    """A plugin cannot be used."""
+    """A plugin cannot be used.
+
+    What to do: see the codes below."""
 
     code = "plugin.error"
 
 
 class PluginNotFound(PluginError, LookupError):
-    """No installed distribution offers a plugin of this kind and name."""
+    """No installed distribution offers a plugin of this kind and name.
+
+    What to do: install the distribution, or mend the name; `kvframework plugins list` shows what is there."""
 
     code = "plugin.not_found"
 
 
 class PluginConflict(PluginError):
-    """Two distributions offer the same kind and name."""
+    """Two distributions offer the same kind and name.
+
+    What to do: uninstall all but one of the distributions that it names."""
 
     code = "plugin.conflict"
 
 
 class PluginBroken(PluginError):
-    """Importing a plugin, registering it, or what its hook returned went wrong."""
+    """Importing a plugin, registering it, or what its hook returned went wrong.
+
+    What to do: authors: run `kvframework plugins check`; users: report it to the plugin's author, or choose
+    another plugin."""
 
     code = "plugin.broken"
 
 
 class PluginWrongKind(PluginError):
-    """A plugin exists under this name, but of another kind, or its hook returned another kind."""
+    """A plugin exists under this name, but of another kind, or its hook returned another kind.
+
+    What to do: name the plugin where its kind belongs; authors: return the descriptor that the hook promises."""
 
     code = "plugin.wrong_kind"
 
 
 class PluginWrongApi(PluginError):
-    """A plugin needs another version of the plugin API."""
+    """A plugin needs another version of the plugin API.
+
+    What to do: install a release of the plugin for this kvframework, or another kvframework; see
+    plugins/compatibility.md."""
 
     code = "plugin.wrong_api"
 
 
 class PluginUnavailable(PluginError):
-    """A plugin is installed, but its probe says why it cannot run here."""
+    """A plugin is installed, but its probe says why it cannot run here.
+
+    What to do: the text says what is missing, and the command that installs it."""
 
     code = "plugin.unavailable"
 
@@ -133,43 +160,58 @@ class PluginUnavailable(PluginError):
 
 
 class ProtocolError(KVFrameworkError):
-    """A message breaks the wire protocol."""
+    """A message breaks the wire protocol.
+
+    What to do: look for a client that is not kvframework's; between the same releases it is a bug to report."""
 
     code = "protocol.error"
 
 
 class MalformedFrames(ProtocolError, ValueError):
-    """The frames of a message have a wrong number, size or order."""
+    """The frames of a message have a wrong number, size or order.
+
+    What to do: as for `protocol.error`; the server's log names the process."""
 
     code = "protocol.frames"
 
 
 class UnknownRequest(ProtocolError, LookupError):
-    """The request type is not in the server's table."""
+    """The request type is not in the server's table.
+
+    What to do: install the same release on both sides; for a plugin's request add its `[[requests]]` table to
+    the server's TOML."""
 
     code = "protocol.unknown_request"
 
 
 class InvalidPayload(ProtocolError, ValueError):
-    """The payload frame does not decode into the request's struct."""
+    """The payload frame does not decode into the request's struct.
+
+    What to do: send the struct that the request's table names; fields are added, never retyped."""
 
     code = "protocol.payload"
 
 
 class MessageTooLarge(ProtocolError, ValueError):
-    """A message, frame or field is larger than the bound for it."""
+    """A message, frame or field is larger than the bound for it.
+
+    What to do: keep to the bound that it names: fewer chunks, shorter names, or a smaller `chunk_size`."""
 
     code = "protocol.too_large"
 
 
 class VersionMismatch(ProtocolError):
-    """Client and server share no protocol version, or differ in something that must be equal."""
+    """Client and server share no protocol version, or differ in something that must be equal.
+
+    What to do: install the same release on both sides, and give both the same hasher; then restart the engine."""
 
     code = "protocol.version"
 
 
 class HelloRequired(ProtocolError):
-    """A request came before HELLO, or from a session that has ended."""
+    """A request came before HELLO, or from a session that has ended.
+
+    What to do: connect anew: `KVClient` does so by itself."""
 
     code = "protocol.hello_required"
 
@@ -178,61 +220,84 @@ class HelloRequired(ProtocolError):
 
 
 class RequestError(KVFrameworkError, ValueError):
-    """A well-formed request asks for something that cannot be."""
+    """A well-formed request asks for something that cannot be.
+
+    What to do: the text says what was asked for and what would be accepted."""
 
     code = "request.invalid"
 
 
 class NotRegistered(RequestError, LookupError):
-    """No context is registered under this instance id by this client."""
+    """No context is registered under this instance id by this client.
+
+    What to do: register the instance (again): `WorkerAdapter` does so by itself."""
 
     code = "request.not_registered"
 
 
 class AlreadyRegistered(RequestError):
-    """A context is registered under this instance id already."""
+    """A context is registered under this instance id already.
+
+    What to do: give every worker process an instance id of its own, or unregister first."""
 
     code = "request.already_registered"
 
 
 class NamespaceMismatch(RequestError):
-    """The key names another namespace, model, world size or rank than the one registered."""
+    """The key names another namespace, model, world size or rank than the one registered.
+
+    What to do: build scheduler and workers with one identity: model, revision, world size, layout, hasher, chunk
+    size."""
 
     code = "request.namespace"
 
 
 class BadRange(RequestError):
-    """`start`, `end` and the content of a key do not fit each other or the chunk size."""
+    """`start`, `end` and the content of a key do not fit each other or the chunk size.
+
+    What to do: begin and end at whole chunks, and pass the content from the first token to `end`."""
 
     code = "request.range"
 
 
 class BadBlockIds(RequestError):
-    """Block ids are out of range, or not as many as the key's tokens need."""
+    """Block ids are out of range, or not as many as the key's tokens need.
+
+    What to do: pass a list of ids for each layer group, below its number of blocks, as many as the tokens fill."""
 
     code = "request.block_ids"
 
 
 class BadLayout(RequestError):
-    """A layout declaration is contradictory, ambiguous or too large."""
+    """A layout declaration is contradictory, ambiguous or too large.
+
+    What to do: declare the axis, group or size that it names; nothing is guessed. See `docs/plugins/layouts.md`."""
 
     code = "request.layout"
 
 
 class BadDtype(BadLayout):
-    """A dtype name that does not exist."""
+    """A dtype name that does not exist.
+
+    What to do: give torch's name without `torch.`."""
 
     code = "request.dtype"
 
 
 class LeaseUnknown(RequestError, LookupError):
-    """The lease or ticket does not exist, has ended, or belongs to another client."""
+    """The lease or ticket does not exist, has ended, or belongs to another client.
+
+    What to do: treat the request as failed and ask again; leases end with their time, their client, or a
+    restart."""
 
     code = "request.lease"
 
 
 class TransportMismatch(RequestError):
-    """The request does not fit the transport that this instance was registered with."""
+    """The request does not fit the transport that this instance was registered with.
+
+    What to do: add the transport's `[[transport]]` table to the server's TOML, or choose one that both sides
+    have."""
 
     code = "request.transport"
 
@@ -241,31 +306,41 @@ class TransportMismatch(RequestError):
 
 
 class DeadlineExceeded(KVFrameworkError, TimeoutError):
-    """A wait ended before the answer came."""
+    """A wait ended before the answer came.
+
+    What to do: take it as a miss; if it repeats, look at what the server waits for (`kvframework status`)."""
 
     code = "run.deadline"
 
 
 class ServerGone(KVFrameworkError, ConnectionError):
-    """The server cannot be reached, went away or was replaced by another boot."""
+    """The server cannot be reached, went away or was replaced by another boot.
+
+    What to do: nothing: the client connects again by itself, and misses until then. Look why the server ended."""
 
     code = "run.server_gone"
 
 
 class Cancelled(KVFrameworkError):
-    """The request was cancelled."""
+    """The request was cancelled.
+
+    What to do: nothing: somebody asked for it."""
 
     code = "run.cancelled"
 
 
 class HandlerFailed(KVFrameworkError, RuntimeError):
-    """A request handler raised something unforeseen; the server's log holds the traceback."""
+    """A request handler raised something unforeseen; the server's log holds the traceback.
+
+    What to do: read the server's log and report it; for a plugin's request, to its author."""
 
     code = "run.handler"
 
 
 class ShuttingDown(KVFrameworkError, ConnectionError):
-    """The server is stopping."""
+    """The server is stopping.
+
+    What to do: nothing: the client connects again once a server is there."""
 
     code = "run.shutting_down"
 
@@ -274,19 +349,25 @@ class ShuttingDown(KVFrameworkError, ConnectionError):
 
 
 class StorageError(KVFrameworkError):
-    """Storage failed."""
+    """Storage failed.
+
+    What to do: raise `[l1] capacity` if it says that there is no room; else see the server's log."""
 
     code = "storage.error"
 
 
 class ArenaError(StorageError, MemoryError):
-    """The L1 arena cannot be created or mapped."""
+    """The L1 arena cannot be created or mapped.
+
+    What to do: lower `[l1] capacity`, or give the machine or container more memory."""
 
     code = "storage.arena"
 
 
 class TierError(StorageError, OSError):
-    """A whole operation of an L2 tier failed. Distinct from a key that is missing."""
+    """A whole operation of an L2 tier failed. Distinct from a key that is missing.
+
+    What to do: look at the store that it names; until it is back its values are misses."""
 
     code = "storage.tier"
 
@@ -295,13 +376,18 @@ class TierError(StorageError, OSError):
 
 
 class DeviceError(KVFrameworkError, RuntimeError):
-    """One operation on an accelerator failed; others may work."""
+    """One operation on an accelerator failed; others may work.
+
+    What to do: nothing for a single one: it is a miss. If it repeats, see the device's and the kernel's log."""
 
     code = "device.error"
 
 
 class DeviceLost(DeviceError):
     """An accelerator's context is poisoned, its copier process ended or the device is gone: nothing works until a new
-    process opens it."""
+    process opens it.
+
+    What to do: nothing: the copier starts again, and instances register again. If it repeats, look at the
+    device."""
 
     code = "device.lost"

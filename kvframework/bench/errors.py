@@ -6,18 +6,24 @@ from kvframework.errors import KVFrameworkError
 
 
 class BenchFailed(KVFrameworkError, RuntimeError):
-    """A bench could not be carried out, or something it needs did not do what it must."""
+    """A bench could not be carried out, or something it needs did not do what it must.
+
+    What to do: the text says which process or check failed."""
 
     code = "bench.failed"
 
 
 class BenchUnavailable(KVFrameworkError):
-    """What is to be measured is not here: a package is not installed, or the transport has no such path."""
+    """What is to be measured is not here: a package is not installed, or the transport has no such path.
+
+    What to do: install what it names, or leave that part out."""
 
     code = "bench.unavailable"
 
 
 class WrongBytes(BenchFailed):
-    """What came back is not what was stored, so its speed means nothing."""
+    """What came back is not what was stored, so its speed means nothing.
+
+    What to do: do not use this build; report it with the machine and the command."""
 
     code = "bench.wrong_bytes"

@@ -30,7 +30,9 @@ LOOK_AGAIN_S = 0.5
 
 
 class CurveKeyError(ConfigError):
-    """A CURVE key file cannot be used or made."""
+    """A CURVE key file cannot be used or made.
+
+    What to do: make keys with `kvframework keys new`, and let nobody but their user read the secret ones."""
 
     code = "config.curve_key"
 

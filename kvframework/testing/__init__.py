@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvframework.testing.faults import FaultProxy, FaultyTier
     from kvframework.testing.hasher import HasherConformance
     from kvframework.testing.layout import LayoutConformance
+    from kvframework.testing.memory import L1Conformance
     from kvframework.testing.tier import TierConformance
     from kvframework.testing.transport import TransportConformance
 
@@ -21,6 +22,7 @@ __all__ = [
     "FaultProxy",
     "FaultyTier",
     "HasherConformance",
+    "L1Conformance",
     "LayoutConformance",
     "TierConformance",
     "TransportConformance",
@@ -32,6 +34,7 @@ _HOMES = {
     "FaultProxy": "faults",
     "FaultyTier": "faults",
     "HasherConformance": "hasher",
+    "L1Conformance": "memory",
     "LayoutConformance": "layout",
     "TierConformance": "tier",
     "TransportConformance": "transport",

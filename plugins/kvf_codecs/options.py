@@ -10,4 +10,11 @@ from kvframework.api import Options
 
 
 class ZstdOptions(Options, frozen=True):
-    level: Annotated[int, Meta(ge=-7, le=22, description="higher packs tighter and slower; negative is fastest")] = 1
+    level: Annotated[
+        int,
+        Meta(
+            ge=-7,
+            le=22,
+            description="higher packs tighter and slower, negative is fastest; 0 is Zstandard's own default, 3",
+        ),
+    ] = 1

@@ -167,6 +167,8 @@ class CpuGather(TransferContext):
 
 
 class _ArenaNotMapped(KVFrameworkError):
-    """Engine and server do not share memory."""
+    """Engine and server do not share memory.
+
+    What to do: use `ipc://` as the server's user, or `path = "wire"`."""
 
     code = "kvf_cpu_gather.no_arena"

@@ -16,13 +16,17 @@ class CpuGatherOptions(Options, frozen=True):
     """See the descriptions of the fields."""
 
     path: Annotated[
-        Path, Meta(description="how bytes move: over the shared arena, over the wire, or the arena where it is mapped")
+        Path,
+        Meta(
+            description='how bytes move: "arena", over shared memory or not at all; "wire", always over the wire; '
+            '"auto", over the arena where it is mapped'
+        ),
     ] = "auto"
     kernel: Annotated[
         Kernel,
         Meta(
-            description="what copies in host memory: the compiled kernel, torch, or the kernel where it was built; "
-            "memory of other devices is torch's"
+            description='what copies in host memory: "native", the compiled kernel or nothing; "torch", torch; '
+            '"auto", the kernel where it was built. Memory of other devices goes through torch'
         ),
     ] = "auto"
     threads: Annotated[

@@ -135,6 +135,8 @@ def _place(transfer: Transfer, index: int) -> ArenaRange:
 
 
 class PinsLost(KVFrameworkError):
-    """A retrieve took longer than its lease."""
+    """A retrieve took longer than its lease.
+
+    What to do: it is a miss; raise `[server] retrieve_lease_s` if transfers take that long."""
 
     code = "kvf_cpu_gather.pins_lost"

@@ -18,11 +18,11 @@ class PagedOptions(Options, frozen=True):
 
     axes: Annotated[
         tuple[str, ...],
-        Meta(description="axes of one layer's tensor, outermost first: layer, plane, block, token, head, dim"),
+        Meta(description="axes of one layer's tensor, outermost first, for all groups that say no other"),
     ] = ()
     groups: Annotated[
         tuple[PagedRule, ...],
-        Meta(description="layer groups: layers (patterns), axes, block_size, compress_ratio, window, state"),
+        Meta(description="layer groups, see below; without them layers of equal shape and dtype form one"),
     ] = ()
 
 
@@ -30,12 +30,21 @@ class OpaqueOptions(Options, frozen=True):
     """A server needs none: engines declare them."""
 
     packing: Annotated[
-        str, Meta(max_length=128, description="names the order inside a block; part of the namespace")
+        str,
+        Meta(
+            max_length=128,
+            description="names the order inside a block, with all that must be equal to read it (instruction set, "
+            "dtype, block and head size); engines must declare it. It is part of the object's form, "
+            "and so of the namespace",
+        ),
     ] = ""
-    block_axis: Annotated[int | None, Meta(description="which axis of a layer's tensor counts blocks, from 0")] = None
+    block_axis: Annotated[
+        int | None,
+        Meta(description="which axis of a layer's tensor counts blocks, from 0; engines must declare it"),
+    ] = None
     groups: Annotated[
         tuple[OpaqueRule, ...],
-        Meta(description="layer groups: layers (patterns), block_axis, block_size, window, state"),
+        Meta(description="layer groups, see below"),
     ] = ()
 
 

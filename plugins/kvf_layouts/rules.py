@@ -7,36 +7,46 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvframework.errors import BadLayout
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+MOST = 1 << 24
 
 
 class GroupRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer group: the layers whose names match one of the patterns (`*`, `?`, `[...]`), and what they differ in.
+    """One layer group: which layers, and what they differ in."""
 
-    `block_size` 0 is the engine's. `window` is how many tokens before a position are needed there (0: all). `state`
-    is a recurrent state: only the chunk that ends at a hit counts.
-    """
-
-    layers: tuple[str, ...] = ("*",)
-    block_size: Count = 0
-    window: Count = 0
-    state: bool = False
+    layers: Annotated[tuple[str, ...], Meta(description="patterns of layer names: `*`, `?`, `[...]`")] = ("*",)
+    block_size: Annotated[int, Meta(ge=0, le=MOST, description="tokens of a block; 0: the engine's")] = 0
+    window: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST,
+            description="how many tokens before a position are needed there, 0 for all; where an engine's window "
+            "counts the position itself (vLLM), one less than it",
+        ),
+    ] = 0
+    state: Annotated[
+        bool, Meta(description="a recurrent state: a block holds one slot, the state after its last token")
+    ] = False
 
 
 class PagedRule(GroupRule, frozen=True, forbid_unknown_fields=True):
-    """`axes` () are the layout's. `compress_ratio` is tokens per stored slot."""
+    """Of `layout.paged`."""
 
-    axes: tuple[str, ...] = ()
-    compress_ratio: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 1
+    axes: Annotated[
+        tuple[str, ...],
+        Meta(description="this group's axes; of a state `block` and `dim`, and no `token`; none: the layout's"),
+    ] = ()
+    compress_ratio: Annotated[int, Meta(ge=1, le=MOST, description="tokens per stored slot")] = 1
 
 
 class OpaqueRule(GroupRule, frozen=True, forbid_unknown_fields=True):
-    """`block_axis` None is the layout's."""
+    """Of `layout.opaque`."""
 
-    block_axis: int | None = None
+    block_axis: Annotated[int | None, Meta(description="this group's block axis; not set: the layout's")] = None
 
 
 def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[str, int]:

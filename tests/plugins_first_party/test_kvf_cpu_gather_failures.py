@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
-from kvframework.api import GroupDesc, MemoryLayoutDesc, Registration  # noqa: E402
+from kvframework.api import (  # noqa: E402
+    ArenaRange,
+    GroupDesc,
+    MemoryLayoutDesc,
+    MessagingFuture,
+    Registration,
+    RetrievePlan,
+)
 from kvframework.errors import (  # noqa: E402
     BadBlockIds,
     BadLayout,
@@ -112,8 +120,21 @@ def test_an_arena_that_is_not_mapped_is_a_miss_that_says_why(caplog):
     engine.link.mapped = None
     assert engine.store().result() is False
     assert engine.retrieve().result() is False
-    assert "not mapped" in caplog.text
+    assert "[kvf_cpu_gather.no_arena]" in caplog.text
     assert engine.link.calls == []
+
+
+def test_objects_that_are_gone_when_the_wire_is_free_are_a_miss_that_says_why(caplog):
+    engine = Engine(path="wire")
+    place = ArenaRange(0, 0, 0, engine.link.desc.groups[0].nbytes)
+    ranges = (place, msgspec.structs.replace(place, chunk=1))
+    engine.link.prepare_retrieve = lambda *_: RetrievePlan(True, "lease", ranges)
+    engine.link.retrieve_chunks = lambda *_: MessagingFuture.resolved([])
+    given_back = []
+    engine.link.commit_retrieve = lambda lease: given_back.append(lease) or True
+    assert engine.retrieve().result() is False
+    assert "[kvf_cpu_gather.pins_lost]" in caplog.text
+    assert given_back == ["lease"]
 
 
 def test_ranges_that_cannot_be_meant_are_a_failure_and_end_the_lease(caplog):

@@ -1,0 +1,200 @@
+"""Reads the public surface out of the sources, and writes it: `python -m tests.api.surface` renews `surface.txt`.
+
+One line a name, one line a member, so that a diff shows what a plugin's author would notice. Read by `ast`, not by
+importing: it is the same on every interpreter and needs neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import kvframework
+from kvframework.api import API_VERSION
+
+PACKAGE = Path(kvframework.__file__).parent
+FILE = Path(__file__).parent / "surface.txt"
+RENEW = "python -m tests.api.surface"
+# What an author may import. Of a module without `__all__`, every public name that it defines itself.
+MODULES = (
+    "kvframework.api",
+    "kvframework.api.hookspecs",
+    "kvframework.errors",
+    "kvframework.client",
+    "kvframework.testing",
+    "kvframework.testing.accelerator",
+    "kvframework.testing.accelerator.rig",
+    "kvframework.testing.faults",
+    "kvframework.testing.layout",
+    "kvframework.testing.tier",
+    "kvframework.testing.transport",
+)
+METHOD = re.compile(r"  (?!.*fixture )(\w+ )*\w+\.\w+\(")
+SPECIAL = {"__init__", "__call__", "__enter__", "__exit__", "__int__", "__len__"}
+FLAGS = {
+    "abstractmethod": "abstract",
+    "property": "property",
+    "classmethod": "class",
+    "staticmethod": "static",
+    "fixture": "fixture",
+}
+
+
+class Definition(NamedTuple):
+    """Where a name is made: the module, and its statement there."""
+
+    module: str
+    node: ast.stmt
+
+
+def surface() -> str:
+    """The whole file."""
+    names = {module: public(module) for module in MODULES}
+    known = {definition for each in names.values() for definition in each.values()}
+    lines = [f"# The public surface of plugin API {'.'.join(map(str, API_VERSION))}. Renew with {RENEW}"]
+    told: set[Definition] = set()
+    for module, defined in names.items():
+        lines += ["", f"[{module}]"]
+        for name in sorted(defined):
+            lines += [f"{name}: as above"] if defined[name] in told else described(name, defined[name], known)
+        told |= set(defined.values())
+    return "\n".join(lines) + "\n"
+
+
+def source(module: str) -> str:
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
+
+
+def flat(tree: ast.Module) -> list[ast.stmt]:
+    """The statements of a module, those for the type checker too."""
+    return [each for node in tree.body for each in (node.body if isinstance(node, ast.If) else [node])]
+
+
+def statements(module: str) -> list[ast.stmt]:
+    if module not in _read:
+        _read[module] = flat(ast.parse(source(module)))
+    return _read[module]
+
+
+_read: dict[str, list[ast.stmt]] = {}
+
+
+def public(module: str) -> dict[str, Definition]:
+    """The public names of a module, and where each is made."""
+    for node in statements(module):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {name: find(module, name) for name in ast.literal_eval(node.value)}
+    made = {name for node in statements(module) for name in targets(node) if not name.startswith("_")}
+    return {name: find(module, name) for name in made}
+
+
+def targets(node: ast.stmt) -> list[str]:
+    """The names that a statement makes itself; an import makes none."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
+
+
+def find(module: str, name: str) -> Definition:
+    """The statement that makes a name, through all imports."""
+    for node in statements(module):
+        if name in targets(node):
+            return Definition(module, node)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    if node.module.startswith("kvframework"):
+                        return find(node.module, alias.name)
+                    return Definition(module, node)
+    raise LookupError(f"{module} makes no {name}")
+
+
+def described(name: str, definition: Definition, known: set[Definition]) -> Iterator[str]:
+    """The lines of one name."""
+    node = definition.node
+    if isinstance(node, ast.ClassDef):
+        bases = [ast.unparse(each) for each in node.bases if hidden_base(definition, each, known) is None]
+        bases += [ast.unparse(each) for each in node.keywords]
+        yield f"class {name}({', '.join(bases)}){decorators(node)}"
+        yield from dict.fromkeys(members(name, definition, known))
+    elif isinstance(node, ast.FunctionDef):
+        yield f"def {name}{signature(node)}{decorators(node)}"
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        yield text(node)
+    else:
+        yield f"{name}: {ast.unparse(node)}"
+
+
+def members(name: str, definition: Definition, known: set[Definition]) -> Iterator[str]:
+    """The members of a class, those of bases that are not public themselves too."""
+    node = definition.node
+    assert isinstance(node, ast.ClassDef)
+    for base in node.bases:
+        hidden = hidden_base(definition, base, known)
+        if hidden is not None:
+            # Of the parts of a kit its fields and fixtures are for authors.
+            yield from (line for line in members(name, hidden, known) if not METHOD.match(line))
+    # Fields in their order, which is that of positional arguments and of what travels as an array.
+    for each in node.body:
+        if isinstance(each, (ast.Assign, ast.AnnAssign)) and shown(targets(each)[0]):
+            yield f"  {name}.{text(each)}"
+    for each in sorted((each for each in node.body if isinstance(each, ast.FunctionDef)), key=lambda each: each.name):
+        if shown(each.name):
+            flag = "".join(f"{word} " for mark, word in FLAGS.items() if mark in decorators(each))
+            yield f"  {flag}{name}.{each.name}{signature(each)}"
+        if each.name == "__init__":
+            yield from attributes(name, each)
+
+
+def hidden_base(definition: Definition, base: ast.expr, known: set[Definition]) -> Definition | None:
+    """The definition of a base class of ours that is not public itself."""
+    inner = base.value if isinstance(base, ast.Subscript) else base
+    try:
+        found = find(definition.module, ast.unparse(inner))
+    except LookupError:
+        return None
+    return found if found not in known and isinstance(found.node, ast.ClassDef) else None
+
+
+def attributes(name: str, init: ast.FunctionDef) -> Iterator[str]:
+    """What `__init__` sets."""
+    for node in ast.walk(init):
+        found = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in found:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and shown(target.attr):
+                yield f"  {name}.{target.attr}"
+
+
+def shown(name: str) -> bool:
+    """The tests of a kit are none of it: a minor may add some."""
+    return name in SPECIAL or not name.startswith(("_", "test_"))
+
+
+def text(node: ast.stmt) -> str:
+    """A statement in one line, without the descriptions in it, which are no contract."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            call.keywords = [each for each in call.keywords if each.arg != "description"]
+    return ast.unparse(node)
+
+
+def signature(node: ast.FunctionDef) -> str:
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"({ast.unparse(node.args)}){returns}"
+
+
+def decorators(node: ast.ClassDef | ast.FunctionDef) -> str:
+    return "".join(f" @{ast.unparse(each)}" for each in node.decorator_list)
+
+
+if __name__ == "__main__":
+    FILE.write_text(surface())
+    print(FILE)

@@ -1,0 +1,84 @@
+"""What a plugin's author may rely on is on file: whoever changes it sees so, and says by the version what it means."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.api import surface
+
+
+def test_the_public_surface_is_the_one_on_file() -> None:
+    before, now = surface.FILE.read_text().splitlines(), surface.surface().splitlines()
+    new = "".join(f"\n  + {line.strip()}" for line in now if line not in before)
+    gone = "".join(f"\n  - {line.strip()}" for line in before if line not in now)
+    assert before == now, (
+        f"the public surface has changed:{gone}{new}\n"
+        f"What goes or changes needs a new major, what is added a new minor (docs/plugins/compatibility.md): set "
+        f"API_VERSION, then run {surface.RENEW}"
+    )
+
+
+def test_it_has_every_module_that_authors_are_shown_to_import() -> None:
+    root = Path(__file__).resolve().parents[2]
+    shown = [
+        root / "docs" / "plugins",
+        root / "examples",
+        root / "plugins",
+        root / "kvframework" / "scaffold" / "templates",
+    ]
+    texts = [
+        file.read_text() for folder in shown for file in folder.rglob("*") if file.suffix in (".md", ".py", ".py-tpl")
+    ]
+    found = {
+        name for text in texts for name in re.findall(r"^ *(?:from|import) (kvframework[\w.]*)", text, re.MULTILINE)
+    }
+    assert {"kvframework.api", "kvframework.testing.transport"} <= found <= set(surface.MODULES)
+
+
+CHANGES = {
+    "a parameter": ("api.tier", "def ping(self, *, deadline: float)", "def ping(self, *, deadline: float, hard: bool)"),
+    "a type": ("api.tier", "used_bytes: int", "used_bytes: float"),
+    "a default": ("api.requests", "deadline_s: float = 5.0", "deadline_s: float = 6.0"),
+    "a bound": ("api.driver", "Meta(gt=0, desc", "Meta(gt=1, desc"),
+    "a method that must be there": ("api.eviction", "def on_access", "def on_use"),
+    "the order of fields": ("api.driver", "view: memoryview\n    address: int", "address: int\n    view: memoryview"),
+    "a base": ("errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
+    "a code": ("errors", '"device.lost"', '"device.gone"'),
+    "how a struct is made": ("api.types", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
+    "a hook": ("api.hookspecs", "def kvf_codecs", "def kvf_codec"),
+    "an attribute": ("api.futures", "self.detail: object", "self._detail: object"),
+    "a kit's setting": ("testing.tier.kit", "patience_s: ClassVar[float] = 20.0", "patience_s: ClassVar[float] = 2.0"),
+    "a kit's fixture": ("testing.layout", "def subject(", "def layout_subject("),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, old, new = CHANGES[what]
+    module = f"kvframework.{name}"
+    before, source = surface.surface(), surface.source(module)
+    assert old in source
+    monkeypatch.setitem(surface._read, module, surface.flat(ast.parse(source.replace(old, new))))
+    assert surface.surface() != before
+
+
+UNSEEN = {
+    "a description": ("api.driver", "bytes of one launch", "what one launch has"),
+    "a docstring": ("api.futures", '"""The value, waiting', '"""The result, waiting'),
+    "a private name": ("api.futures", "_callbacks", "_waiting"),
+    "a test of a kit": ("testing.layout", "def test_every_layer_is_in_one_group", "def test_layers_are_in_a_group"),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_what_is_no_contract_may_change(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, old, new = UNSEEN[what]
+    module = f"kvframework.{name}"
+    before, source = surface.surface(), surface.source(module)
+    assert old in source
+    monkeypatch.setitem(surface._read, module, surface.flat(ast.parse(source.replace(old, new))))
+    assert surface.surface() == before

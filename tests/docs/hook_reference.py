@@ -1,0 +1,117 @@
+"""Makes docs/plugins/hooks.md out of the hook specifications and the descriptors that hooks return."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from kvframework import api
+from kvframework.api import Provider, hookspecs
+from kvframework.plugins import KINDS
+
+HOOKS: dict[str, Callable[[], object]] = {
+    name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
+}
+# The page of each kind.
+PAGES = {
+    "transport": "transports.md",
+    "layout": "layouts.md",
+    "tier": "tiers.md",
+    "eviction": "eviction.md",
+    "hasher": "hashers.md",
+    "codec": "codecs.md",
+    "requests": "requests.md",
+}
+HEAD = """\
+# Hooks
+
+A plugin is a module with functions marked `@hookimpl`. Each hook takes no argument and returns a list of *provider
+descriptors*; what a descriptor's `create` makes is the plain object that the server or the engine calls. Hooks run
+once, at startup, and never again.
+
+```toml
+[project.entry-points."kvframework.v1"]
+"tier.mystore" = "kvf_mystore"
+```
+
+One entry point stands for one provider and is called `<kind>.<name>`; one module may stand behind several. All offers
+are collected: two distributions that offer one name are an error that names both. A module is imported only by a
+process whose configuration or command names one of its plugins.
+"""
+
+
+def page() -> str:
+    parts = [HEAD, "| kind | hook | descriptor | page |", "|---|---|---|---|"]
+    for kind, (hook, providers) in KINDS.items():
+        described = ", ".join(f"`{each.__name__}`" for each in _descriptors(providers))
+        parts.append(f"| `{kind}` | [`{hook}`](#{hook}) | {described} | [{PAGES[kind]}]({PAGES[kind]}) |")
+    parts += ["", "## What every descriptor holds", "", _doc(Provider).partition("\n\n")[2], "", _fields(Provider)]
+    for kind, (hook, providers) in KINDS.items():
+        parts += ["", _hook(kind, hook, providers)]
+    return "\n".join(parts) + "\n"
+
+
+def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> str:
+    text = inspect.getdoc(HOOKS[name]) or ""
+    summary, _, rest = text.partition("\n\n")
+    intro, _, code = rest.partition(":\n\n")
+    guide = PAGES[kind]
+    parts = [
+        f"## `{name}`", f"`{_signature(HOOKS[name])}`", "", f"{_joined(summary)} How to write one: [{guide}]({guide}).",
+    ]  # fmt: skip
+    for provider in _descriptors(providers):
+        parts += [
+            "",
+            f"**`{provider.__name__}`**",
+            "",
+            _doc(provider),
+            "",
+        ]
+        parts.append(_fields(provider))
+    parts += ["", f"{_joined(intro)}:", "", "```python", textwrap.dedent(code).strip(), "```"]
+    return "\n".join(parts)
+
+
+def _descriptors(providers: tuple[type[Provider[Any]], ...]) -> list[type[Provider[Any]]]:
+    """Those that a hook may return, with the special ones of each."""
+    special = [each for each in vars(api).values() if isinstance(each, type) and issubclass(each, Provider)]
+    return [each for base in providers for each in (base, *(one for one in special if base in one.__mro__[1:]))]
+
+
+def _fields(provider: type[Provider[Any]]) -> str:
+    """The fields that a descriptor adds or changes."""
+    base = provider.__mro__[1]
+    known = {field.name: field for field in dataclasses.fields(base)} if issubclass(base, Provider) else {}
+    lines = ["| field | type | default |", "|---|---|---|"]
+    for field in dataclasses.fields(provider):
+        if field.name in known and known[field.name].default is field.default:
+            continue
+        default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
+        if provider is api.DeviceTransportProvider and field.name == "create":
+            default = "made by the core"
+        kind = str(field.type).replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{kind}` | {default} |")
+    return "\n".join(lines)
+
+
+def _default(value: object) -> str:
+    return value.__name__ if isinstance(value, type) or inspect.isfunction(value) else repr(value)
+
+
+def _signature(hook: Callable[[], object]) -> str:
+    return f"{hook.__name__}{inspect.signature(hook)}".replace("'", "")
+
+
+def _doc(each: type) -> str:
+    """A docstring's paragraphs, one line each."""
+    assert each.__doc__, each
+    assert not each.__doc__.startswith(f"{each.__name__}("), "dataclass wrote it: give it a docstring"
+    return "\n\n".join(map(_joined, (inspect.cleandoc(each.__doc__ or "")).split("\n\n")))
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()

@@ -1,0 +1,100 @@
+"""Makes the tables of options in the plugins' READMEs out of their options structs, between comments:
+
+    <!-- options: tier.redis -->
+    <!-- end of options -->
+
+`<!-- options: layout.paged groups -->` is the table of what one item of that option holds.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from kvframework.api import ByteSize, Options
+from kvframework.config import toml_value
+from kvframework.plugins import PluginRegistry
+from kvframework.plugins.discovery import EntryPointInfo
+from kvframework.plugins.options import OptionInfo, describe_options
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)
+UNITS = ("", "KiB", "MiB", "GiB", "TiB")
+
+
+def readmes() -> dict[Path, dict[str, EntryPointInfo]]:
+    """Every README of a plugin, ours and the examples', and the entry points that it speaks of."""
+    own = _entry_points(ROOT / "pyproject.toml")
+    found = {}
+    for module in sorted({offer.value.partition(".")[0] for offer in own.values()}):
+        offers = {title: offer for title, offer in own.items() if offer.value.partition(".")[0] == module}
+        found[ROOT / "plugins" / module / "README.md"] = offers
+    for project in sorted((ROOT / "examples").glob("*/pyproject.toml")):
+        found[project.with_name("README.md")] = _entry_points(project)
+    return found
+
+
+def renewed(readme: Path, offers: dict[str, EntryPointInfo]) -> str:
+    """The README's text with its tables as they are to be."""
+    folder = str(readme.parent if readme.parents[1].name == "examples" else readme.parents[1])
+    sys.path.insert(0, folder)
+    try:
+        return BLOCK.sub(lambda block: block[1] + _table(offers[block[2]], block[3]) + block[4], readme.read_text())
+    finally:
+        sys.path.remove(folder)
+
+
+def told(readme: Path) -> set[str]:
+    """The entry points whose tables a README has."""
+    return {block[2] for block in BLOCK.finditer(readme.read_text()) if not block[3]}
+
+
+def _entry_points(pyproject: Path) -> dict[str, EntryPointInfo]:
+    _, _, text = pyproject.read_text().partition('[project.entry-points."kvframework.v1"]\n')
+    lines = re.findall(r'^"?(\w+)\.([\w-]+)"? = "([\w.:]+)"$', text.partition("\n[")[0], re.MULTILINE)
+    return {
+        f"{kind}.{name}": EntryPointInfo(kind, name, pyproject.parent.name, "", value) for kind, name, value in lines
+    }
+
+
+def _table(offer: EntryPointInfo, inside: str | None) -> str:
+    _, provider = PluginRegistry([offer]).describe(offer.kind, offer.name)
+    assert provider is not None, offer
+    described = describe_options(_inner(provider.options, inside) if inside else provider.options)
+    if not described:
+        return "No options.\n"
+    rows = [
+        f"| `{each.name}` | {_cell(each.type)} | {_default(each)} | {_cell(each.description)} |" for each in described
+    ]
+    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _inner(options: type[Options], name: str) -> Any:
+    """The struct that an option holds, or a list of."""
+    struct = inspect.type_info(options)
+    assert isinstance(struct, inspect.StructType)
+    kind: Any = next(field.type for field in struct.fields if field.name == name)
+    while not isinstance(kind, inspect.StructType):
+        kind = kind.type if isinstance(kind, inspect.Metadata) else kind.item_type
+    return kind.cls
+
+
+def _default(option: OptionInfo) -> str:
+    if option.required:
+        return "required"
+    if option.default is None:
+        return "not set"
+    value = option.default
+    if isinstance(value, ByteSize):
+        power = next(power for power in reversed(range(5)) if value % (1 << 10 * power) == 0)
+        return f'`"{value >> 10 * power}{UNITS[power]}"`' if power else f"`{int(value)}`"
+    return f"`{toml_value(msgspec.to_builtins(value))}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

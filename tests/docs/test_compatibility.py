@@ -1,0 +1,71 @@
+"""What docs/plugins/compatibility.md promises the author of a plugin holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvframework.api
+from kvframework.api import Tier, TierProvider
+from kvframework.config import load_config
+from kvframework.errors import PluginWrongApi
+from kvframework.plugins import PluginRegistry, check_config, compatibility
+from tests.plugins.fake_distributions import info, install
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md").read_text()
+MODULE = """
+    from kvframework.api import TierProvider, hookimpl
+    @hookimpl
+    def kvf_tiers():
+        return [TierProvider(name="mystore", summary="", create=print{needs})]
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def my_store(site: Path, needs: str = "") -> None:
+    install(
+        site, "kvf-mystore", {"tier.mystore": "kvf_mystore"}, {"kvf_mystore": MODULE.format(needs=needs)}, version="2.0"
+    )
+
+
+def test_a_plugin_of_1_0_under_a_server_of_1_1_loads(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "API_VERSION", (1, 1))
+    my_store(site)
+    assert isinstance(PluginRegistry().resolve("tier", "mystore"), TierProvider)
+
+
+def test_a_plugin_of_1_1_under_a_server_of_1_0_is_refused_as_it_says(site: Path, tmp_path: Path) -> None:
+    my_store(site, ', requires_api="1.1"')
+    (tmp_path / "kvf.toml").write_text('[[l2]]\nuse = "mystore"\n')
+    registry = PluginRegistry()
+    with pytest.raises(PluginWrongApi) as caught:
+        check_config(load_config(tmp_path / "kvf.toml"), registry)
+    assert str(caught.value).replace(f"{tmp_path / 'kvf.toml'}: ", "") == blocks("text")[0].strip()
+    assert info(registry, "tier", "mystore").status == "wrong-api"
+
+
+def test_what_1_1_adds_has_a_default(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that asks for it finds out which API it runs on."""
+    for version, expected in (((1, 0), False), ((1, 1), True), ((1, 10), True)):
+        monkeypatch.setattr(kvframework.api, "API_VERSION", version)
+        names: dict[str, object] = {}
+        exec(blocks("python")[0], names)
+        assert names["HAS_IT"] is expected
+
+
+def test_a_distribution_may_serve_two_majors(site: Path) -> None:
+    for group, named, value in re.findall(r'entry-points."(kvframework\.v\d)"\]\n"([\w.]+)" = "([\w.]+)"', PAGE):
+        install(site, "kvf-mystore", {named: value.replace(".", "_")}, group=group)
+    source = MODULE.format(needs="")
+    install(site, "kvf-mystore", {}, {"kvf_mystore_v1": source}, group="others")
+    assert PluginRegistry().resolve("tier", "mystore").name == "mystore"
+
+
+def test_contracts_demand_no_more_than_they_did() -> None:
+    """The methods without a default are those of API 1.0."""
+    assert Tier.__abstractmethods__ == {"contains", "get_into", "put", "delete", "close"}

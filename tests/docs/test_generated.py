@@ -1,0 +1,73 @@
+"""What is made from the sources is as they are; nothing that an author meets is without docs or without a test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvframework.config import load_config
+from kvframework.errors import ConfigFieldError
+from kvframework.plugins import KINDS, PluginRegistry, check_config
+from tests.docs import error_reference, hook_reference, option_tables
+from tests.docs.generate import RENEW, generated
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE = ("test_generated.py", "hook_reference.py", "error_reference.py")
+TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("*.py")) if file.name not in MADE)
+CODES = error_reference.codes()
+
+
+def test_every_generated_file_is_as_the_sources_are() -> None:
+    old = [
+        str(file.relative_to(ROOT))
+        for file, text in generated().items()
+        if not file.exists() or file.read_text() != text
+    ]
+    assert old == [], f"run {RENEW}"
+
+
+# options
+
+
+@pytest.mark.parametrize("readme", option_tables.readmes(), ids=lambda readme: readme.parent.name)
+def test_every_plugin_has_a_table_of_its_options(readme: Path) -> None:
+    assert option_tables.told(readme) == set(option_tables.readmes()[readme])
+
+
+@pytest.mark.parametrize("readme", option_tables.readmes(), ids=lambda readme: readme.parent.name)
+def test_every_option_is_described(readme: Path) -> None:
+    text = option_tables.renewed(readme, option_tables.readmes()[readme])
+    assert "|  |" not in "".join(block[0] for block in option_tables.BLOCK.finditer(text))
+
+
+# hooks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_hook_has_a_page_with_an_example_that_a_test_runs(kind: str) -> None:
+    """Those of `test_hook_examples.py`, and the page of its kind, which a test of that page runs."""
+    page = hook_reference.PAGES[kind]
+    assert f"@hookimpl\ndef {KINDS[kind].hook}(" in (ROOT / "docs" / "plugins" / page).read_text()
+    assert f'"{page}"' in TESTS, "no test runs its example"
+
+
+# errors
+
+
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.code)
+def test_every_error_has_docs_and_a_test_and_is_raised(code: error_reference.Code) -> None:
+    assert code.meaning.endswith(".")
+    assert code.advice or code.code == "error", f"{code.name} says no 'What to do: ...' in its docstring"
+    assert code.raised or code.is_base, f"nothing raises {code.name}: delete it"
+    assert re.search(rf'\b{code.name}\b|"{re.escape(code.code)}"|\[{re.escape(code.code)}\\?\]', TESTS), (
+        "it has no test"
+    )
+
+
+def test_the_example_of_an_error_is_real(tmp_path: Path) -> None:
+    (tmp_path / "kvf.toml").write_text("[l1]\ncapacty = 1\n")
+    with pytest.raises(ConfigFieldError) as caught:
+        check_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
+    assert str(caught.value).replace(f"{tmp_path}/", "") in error_reference.HEAD

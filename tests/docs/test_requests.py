@@ -1,0 +1,69 @@
+"""What docs/plugins/requests.md ("requests.md") tells the author of requests works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework.api import ClientInfo, EngineServices, Handler
+from kvframework.errors import NotRegistered, UnknownRequest
+from kvframework.wire.frames import MAX_PAYLOAD_BYTES
+from tests.plugins.fake_distributions import install
+from tests.server.in_process import serving
+from tests.waiting import wait_until
+from tests.wire_client import WireClient, key_for
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "requests.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+@pytest.fixture
+def warm_up(site: Path) -> Callable[..., Any]:
+    """The plugin, installed, and the function of its client."""
+    plugin, client = blocks("python")
+    package, _ = blocks("toml")
+    install(site, "kvf-warm", dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE)), {"kvf_warm": plugin})
+    names: dict[str, Any] = {}
+    exec(client, names)
+    return names["warm_up"]  # type: ignore[no-any-return]
+
+
+def test_its_plugin_loads_a_prompt_ahead(warm_up: Callable[..., Any], tmp_path: Path) -> None:
+    disk = f'[[l2]]\nuse = "filesystem"\npath = "{tmp_path / "l2"}"\ncapacity = "1GiB"\n\n'
+    (tmp_path / "kvf.toml").write_text(disk + blocks("toml")[1])
+    with serving(config=tmp_path / "kvf.toml") as server, WireClient(server.endpoint) as client:
+        key = key_for(client.register(), [7] * 256)
+        client.store(key, b"x")
+        wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
+    with serving(config=tmp_path / "kvf.toml") as server, WireClient(server.endpoint) as client:
+        with pytest.raises(NotRegistered):
+            warm_up(server.endpoint, key)
+        client.register()
+        assert client.retrieve(key) is None
+        answer = warm_up(server.endpoint, key)
+        assert (answer.objects, answer.loading) == (1, True)
+        wait_until(lambda: client.retrieve(key) is not None, what="the load")
+
+
+def test_a_server_without_it_says_so(warm_up: Callable[..., Any]) -> None:
+    with serving() as server, WireClient(server.endpoint) as client:
+        key = key_for(client.register(), [7] * 256)
+        with pytest.raises(UnknownRequest):
+            warm_up(server.endpoint, key)
+
+
+def test_its_tables_are_complete() -> None:
+    services = EngineServices.__abstractmethods__ | set(EngineServices.__annotations__)
+    assert services == set(re.findall(r"^\| `(\w+)", GUIDE.partition("| call |")[2], re.MULTILINE))
+    for name in ClientInfo.__annotations__:
+        assert f"`{name}`" in GUIDE
+    for name in Handler.__dataclass_fields__:
+        assert name in GUIDE
+    assert f"at most {MAX_PAYLOAD_BYTES >> 20} MiB" in GUIDE
