@@ -36,7 +36,7 @@ def test_every_toml_is_accepted(toml: str, tmp_path: Path) -> None:
 
 def test_every_kind_of_plugin_is_listed() -> None:
     for name, kind in KINDS.items():
-        assert f"| `{name}` | `{kind.hook}` |" in README
+        assert re.search(rf"^\| \[`{name}`\]\(docs/plugins/\w+\.md\) \| `{kind.hook}` \|", README, re.MULTILINE)
 
 
 def test_python_blocks_compile() -> None:
