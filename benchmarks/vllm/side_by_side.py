@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,7 +23,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.ports import free_port
+from benchmarks.lmcache_server.server import prepare, running_lmcache
+from kvframework.bench.child import scratch
 from tests.server_process import ServerProcess
 from tests.vllm.engine import Ask, Order, kvframework_transfer
 from tests.vllm.model import make, prompt
@@ -51,34 +47,14 @@ def kvframework() -> Iterator[Transfer]:
 
 
 @contextlib.contextmanager
-def lmcache(*mode: str) -> Iterator[Transfer]:
-    port, http = free_port(), free_port()
-    command = [
-        str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port),
-        "--http-host", "127.0.0.1", "--http-port", str(http), "--l1-size-gb", "2", "--eviction-policy", "LRU",
-        "--chunk-size", "256", "--disable-observability", *mode,
-    ]  # fmt: skip
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "LMCACHE_TRACK_USAGE": "false"})
-        try:
-            _wait_for_port(port, server)
-            yield {
-                "kv_connector": "LMCacheMPConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
-            }
-        finally:
-            server.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
-
-
-def lmcache_shared() -> AbstractContextManager[Transfer]:
-    name = f"lmcache-{os.getpid()}"
-    return lmcache("--supported-transfer-mode", "engine_driven", "--shm-name", name, "--no-l1-use-lazy")
+def lmcache_shared() -> Iterator[Transfer]:
+    with scratch() as directory, running_lmcache(directory, shared=True, l1_gb=2) as endpoint:
+        host, _, port = endpoint.rpartition(":")
+        yield {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.host": host, "lmcache.mp.port": int(port)},
+        }
 
 
 CONTENDERS: dict[str, Callable[[], AbstractContextManager[Transfer]]] = {
@@ -185,6 +161,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="of cold requests in one engine")
     parser.add_argument("--cores", default="0-1", help="the engine's")
     arguments = parser.parse_args()
+    prepare()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="kvf-side-") as directory, console.status("model") as status:
         prompts = [prompt(arguments.tokens, seed=seed) for seed in range(arguments.prompts)]
@@ -199,16 +176,6 @@ def main() -> None:
     for line in results.table() if arguments.rounds else ():
         print(line)
     print(f"\n{added}")
-
-
-def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        assert server.poll() is None, "LMCache's server ended"
-        assert time.monotonic() < deadline, "LMCache's server does not answer"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

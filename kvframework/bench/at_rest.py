@@ -41,11 +41,11 @@ def has_mapped(pid: int, library: str) -> bool:
 
 def idle_cores(pid: int, seconds: float) -> float:
     """The share of a core that the process uses during the next `seconds`. Blocks so long."""
-    before, started = _run_ns(pid), time.perf_counter_ns()
+    before, started = run_ns(pid), time.perf_counter_ns()
     time.sleep(seconds)
-    return (_run_ns(pid) - before) / (time.perf_counter_ns() - started)
+    return (run_ns(pid) - before) / (time.perf_counter_ns() - started)
 
 
-def _run_ns(pid: int) -> int:
+def run_ns(pid: int) -> int:
     """Nanoseconds that the process's threads have run; ticks of 10 ms are too coarse for an idle process."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))

@@ -22,10 +22,15 @@ class BarePeer:
     Raises `BenchFailed` if there is none. For one thread.
     """
 
-    def __init__(self, dealer: zmq.Socket[bytes], child: BenchChild) -> None:
+    def __init__(self, dealer: zmq.Socket[bytes], child: BenchChild, endpoint: str) -> None:
+        self.endpoint = endpoint
         self._dealer = dealer
         self._child = child
         self._frames: dict[int, bytearray] = {}
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def echo(self, payload: bytes) -> float:
         """One message there and back."""
@@ -81,7 +86,7 @@ def running_peer(directory: Path) -> Iterator[BarePeer]:
             dealer.setsockopt(zmq.SNDTIMEO, _TIMEOUT_MS)
             dealer.setsockopt(zmq.RECONNECT_IVL, 5)
             dealer.connect(endpoint)
-            peer = BarePeer(dealer, child)
+            peer = BarePeer(dealer, child, endpoint)
             peer.echo(b"hello")
             yield peer
     finally:

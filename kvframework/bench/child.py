@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from kvframework.bench.errors import BenchFailed
 from kvframework.child import Child, uninterrupted
@@ -27,11 +28,11 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], directory: Path) -> Iterator[BenchChild]:
-    """A new child, until the way out."""
+def running(name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> Iterator[BenchChild]:
+    """A new child, until the way out. `piped`: what it prints is for this process, not for its log."""
     with ExitStack() as stack:
         with uninterrupted():
-            child = stack.enter_context(BenchChild(name, command, directory))
+            child = stack.enter_context(BenchChild(name, command, directory, piped=piped))
         yield child
 
 
@@ -40,9 +41,9 @@ class BenchChild(Child):
 
     failed = BenchFailed
 
-    def __init__(self, name: str, command: Sequence[str], directory: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
         environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        super().__init__(name, command, directory, environment=environment)
+        super().__init__(name, command, directory, environment=environment, piped=piped)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -52,6 +53,17 @@ class BenchChild(Child):
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Of a piped child only."""
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if that is not enough. Idempotent."""

@@ -8,6 +8,7 @@ from kvframework.bench.at_rest import Resident
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.load import Load
 from kvframework.bench.machine import Machine
+from kvframework.bench.scale.document import ScaleFigures
 from kvframework.bench.statistics import Latency, Spread
 
 
@@ -108,6 +109,9 @@ class StoreFigures(msgspec.Struct, frozen=True):
     shapes: list[ShapeFigures]
 
 
+Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures
+
+
 class Document(msgspec.Struct, frozen=True):
     """One run of one bench. `quick` says that sizes and repetitions were small: no figures to publish."""
 
@@ -115,7 +119,7 @@ class Document(msgspec.Struct, frozen=True):
     quick: bool
     machine: Machine
     load: Load
-    figures: HostFigures | LookupFigures | StoreFigures | L2Figures
+    figures: Figures
 
     def as_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self)).decode()

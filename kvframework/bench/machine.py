@@ -28,6 +28,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def available_bytes() -> int:
+    """The memory that new processes can have without pushing others out, as the kernel estimates it."""
+    return int(_field(Path("/proc/meminfo").read_text(), "MemAvailable").split()[0]) * 1024
+
+
 def describe_machine() -> Machine:
     """Reads /proc; imports nothing of what it names."""
     return Machine(

@@ -20,11 +20,18 @@ from kvframework.bench.document import (
 )
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.l2.tables import l2_tables
+from kvframework.bench.machine import Machine
+from kvframework.bench.scale.document import ScaleFigures
+from kvframework.bench.scale.tables import scale_tables
 
 
 def headline(document: Document) -> str:
     """The machine and the versions, in one line."""
-    machine = document.machine
+    return machine_line(document.machine)
+
+
+def machine_line(machine: Machine) -> str:
+    """The same, of a machine."""
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     return (
         f"{machine.cpu}, {machine.cores} cores, {ByteSize(machine.memory_bytes)}, Linux {machine.kernel}; "
@@ -54,6 +61,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = [_requests(figures.requests), _hashing(figures.hashing)]
     elif isinstance(figures, L2Figures):
         made = l2_tables(figures)
+    elif isinstance(figures, ScaleFigures):
+        made = scale_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -13,8 +13,7 @@ import typer
 from kvframework.cli.console import examples, stderr, stdout
 
 if TYPE_CHECKING:
-    from kvframework.bench.document import HostFigures, LookupFigures, StoreFigures
-    from kvframework.bench.l2.document import L2Figures
+    from kvframework.bench.document import Figures, StoreFigures
     from kvframework.bench.progress import Stage
 
 _EXIT_INTERRUPTED = 130
@@ -27,6 +26,7 @@ _app = typer.Typer(
         "kvframework bench store --shape 1kb       one shape only",
         "kvframework bench lookup --json           the whole document",
         "kvframework bench l2 --part disk --folder /mnt/nvme",
+        "kvframework bench scale --plot scale.svg",
     ),
     no_args_is_help=True,
 )
@@ -34,6 +34,9 @@ _app = typer.Typer(
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few repetitions: to see that it works.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
+Plot = Annotated[
+    pathlib.Path | None, typer.Option("--plot", help="Draw the figures into this file, .png or .svg, too.")
+]
 
 
 class BytePath(str, enum.Enum):
@@ -65,19 +68,19 @@ def register(app: typer.Typer) -> None:
 
 
 @_app.command("host")
-def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False) -> None:
+def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
     """What the machine reaches bare: memory copies, sockets; and what a server costs at rest."""
     from kvframework.bench.host import bench_host
 
-    _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown)
+    _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown, plot)
 
 
 @_app.command("lookup")
-def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False) -> None:
+def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
     """NOOP and LOOKUP of 1k, 8k and 32k tokens, hit and miss, beside a bare echo of the same size."""
     from kvframework.bench.lookup import bench_lookup
 
-    _run("lookup", lambda stage: bench_lookup(quick=quick, stage=stage), quick, as_json, markdown)
+    _run("lookup", lambda stage: bench_lookup(quick=quick, stage=stage), quick, as_json, markdown, plot)
 
 
 @_app.command("store")
@@ -93,6 +96,7 @@ def store(
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
+    plot: Plot = None,
 ) -> None:
     """Store and retrieve an engine's paged memory, beside a plain copy of as many bytes. Contents are verified."""
     import msgspec
@@ -108,7 +112,7 @@ def store(
     def bench(stage: Stage) -> StoreFigures:
         return bench_store(shapes, path=Path(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
 
-    _run("store", bench, quick, as_json, markdown)
+    _run("store", bench, quick, as_json, markdown, plot)
 
 
 @_app.command("l2")
@@ -120,6 +124,7 @@ def l2(
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
+    plot: Plot = None,
 ) -> None:
     """The tiers behind L1, beside a bare Redis client and plain files. Contents are verified.
 
@@ -132,15 +137,38 @@ def l2(
 
     parts = [each.value for each in part or list(L2Part)]
     sizes = QUICK if quick else FULL
-    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown)
+    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown, plot)
+
+
+@_app.command("scale")
+def scale(
+    clients: Annotated[int, typer.Option(min=1, help="No steps beyond so many clients.")] = 64,
+    objects: Annotated[int, typer.Option(min=1, help="No steps beyond so many objects.")] = 1 << 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the contents and of which are asked for.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What a request costs from 1 to 64 clients, and from 1 thousand to 1 million objects. Contents are verified.
+
+    LOOKUP, store and retrieve of 32 tiny objects, beside a bare echo with as many clients. Each client is a process.
+    One million objects need about 6 GiB of memory; steps that do not fit are left out.
+    """
+    from kvframework.bench.scale.course import bench_scale
+    from kvframework.bench.scale.sizes import FULL, QUICK
+
+    sizes = (QUICK if quick else FULL).upto(clients, objects)
+    _run("scale", lambda stage: bench_scale(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
 
 
 def _run(
     name: str,
-    bench: Callable[[Stage], HostFigures | LookupFigures | StoreFigures | L2Figures],
+    bench: Callable[[Stage], Figures],
     quick: bool,
     as_json: bool,
     markdown: bool,
+    plot: pathlib.Path | None,
 ) -> None:
     """Looks at the machine, runs, prints. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
@@ -148,9 +176,12 @@ def _run(
     from kvframework.bench.document import Document
     from kvframework.bench.load import BUSY_CORES, LoadMeter
     from kvframework.bench.machine import describe_machine
+    from kvframework.bench.plot import check_plot, write_plot
     from kvframework.bench.progress import bars
     from kvframework.bench.tables import headline, tables, warning
 
+    if plot is not None:
+        check_plot(plot)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         meter = LoadMeter()
@@ -162,6 +193,8 @@ def _run(
     document = Document(name, quick, describe_machine(), meter.finish(), figures)
     if doubts := warning(document):
         stderr.print(f"warning: {doubts}", style="yellow", markup=False)
+    if plot is not None:
+        write_plot(document, plot)
     if as_json:
         stdout.print(document.as_json(), markup=False)
         return

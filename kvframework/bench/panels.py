@@ -1,0 +1,172 @@
+"""Owns which pictures say something about the figures of each bench, as data: lines and bars with their units. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvframework.api import ByteSize
+from kvframework.bench.document import Figures, HostFigures, LookupFigures, StoreFigures
+from kvframework.bench.l2.document import L2Figures
+from kvframework.bench.scale.document import ScaleFigures, ScaleRow
+from kvframework.bench.statistics import Latency, Spread
+
+
+@dataclass(frozen=True)
+class Line:
+    """`ys` over `xs`; `dashed` for references and for tails, `like` another line's colour."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dashed: bool = False
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Both axes are logarithmic."""
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`low` to `high` is its range; `reach` what it is meant to reach, None for none. Those of a `kind` look alike."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    reach: float | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal ones, from the top; the axis begins at 0 unless it is logarithmic."""
+
+    title: str
+    unit: str
+    bars: Sequence[Bar]
+    log: bool = False
+
+
+Panel = Lines | Bars
+
+
+def panels(figures: Figures) -> list[Panel]:
+    """Those of one document; [] if it has no figures at all."""
+    if isinstance(figures, ScaleFigures):
+        return [*_scale(figures.by_clients, clients=True), *_scale(figures.by_objects, clients=False)]
+    if isinstance(figures, HostFigures):
+        return _host(figures)
+    if isinstance(figures, LookupFigures):
+        return _lookup(figures)
+    if isinstance(figures, StoreFigures):
+        return _store(figures)
+    return _l2(figures)
+
+
+def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:
+    x, grow = ("clients", "clients") if clients else ("objects in L1", "objects")
+    operations = list(dict.fromkeys(row.operation for row in rows))
+
+    def lines(name: str, y: str, values: Sequence[tuple[str, Sequence[float]]]) -> Lines:
+        made = []
+        for word, all_values in values:
+            for operation in operations:
+                at = [index for index, row in enumerate(rows) if row.operation == operation]
+                xs = [float(rows[index].clients if clients else rows[index].objects) for index in at]
+                label = f"{operation}{word}"
+                dashed = word == " p99" or (operation == "echo" and not word)
+                made.append(Line(label, xs, [all_values[index] for index in at], dashed, operation))
+        return Lines(f"{name}, more {grow}", x, y, made)
+
+    return [
+        lines("throughput", "requests/s", [("", [row.requests_s.median for row in rows])]),
+        lines(
+            "latency", "µs",
+            [(" p50", [row.latency.p50_us for row in rows]), (" p99", [row.latency.p99_us for row in rows])],
+        ),
+        lines("the server's processor time", "µs a request", [("", [row.server_us.median for row in rows])]),
+    ]  # fmt: skip
+
+
+def _host(figures: HostFigures) -> list[Panel]:
+    sizes = [float(echo.nbytes) for echo in figures.echoes]
+    return [
+        Bars(
+            f"copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s",
+            [spread_bar(way.name, way.gb_s) for way in figures.copies],
+        ),
+        Lines(
+            "bare ZMQ echo", "bytes", "µs",
+            [
+                Line("p50", sizes, [echo.latency.p50_us for echo in figures.echoes]),
+                Line("p99", sizes, [echo.latency.p99_us for echo in figures.echoes], dashed=True, like="p50"),
+            ],
+        ),
+    ]  # fmt: skip
+
+
+def _lookup(figures: LookupFigures) -> list[Panel]:
+    bars = []
+    for row in figures.requests:
+        bars.append(latency_bar(row.name, row.latency))
+        bars.append(latency_bar(f"echo of {row.request_bytes} B", row.echo, "reference"))
+    ratios = [spread_bar(row.name, row.ratio, row.reach or None) for row in figures.requests]
+    return [Bars("p50, up to p99", "µs", bars, log=True), Bars("p50 in units of the echo's", "x", ratios)]
+
+
+def _store(figures: StoreFigures) -> list[Panel]:
+    rates: list[Bar] = []
+    shares: list[Bar] = []
+    for shape in figures.shapes:
+        rates.append(spread_bar(f"{shape.shape}, copy", shape.copy.gb_s, kind="reference"))
+        for word, own in (("store", shape.store), ("retrieve", shape.retrieve)):
+            rates.append(spread_bar(f"{shape.shape}, {word}", own.gb_s))
+            reach = shape.reach if figures.path == "arena" else None
+            shares.append(spread_bar(f"{shape.shape}, {word}", own.of_copy, reach))
+    return [
+        Bars(f"{figures.path} path, {figures.blocks} blocks", "GB/s", rates),
+        Bars("share of the fastest plain copy", "x", shares),
+    ]
+
+
+def _l2(figures: L2Figures) -> list[Panel]:
+    made: list[Panel] = []
+    shares: list[Bar] = []
+    if figures.redis is not None:
+        shares += [
+            spread_bar(f"Redis, {ByteSize(r.value_bytes)} {r.operation}", r.of_bare, r.reach)
+            for r in figures.redis.rows
+        ]
+    shares += [spread_bar(f"Redis to engine, {row.shape}", row.of_bare) for row in figures.engine]
+    if figures.disk is not None:
+        shares += [spread_bar(f"disk, {ByteSize(r.value_bytes)} {r.operation}", r.of_plain) for r in figures.disk.rows]
+    if shares:
+        made.append(Bars("share of the bare client, or of plain files", "x", shares))
+    if figures.stalled:
+        bars = []
+        for row in figures.stalled:
+            bars.append(latency_bar(f"{row.tokens // 1024}k tokens, no L2", row.without_l2, "reference"))
+            bars.append(latency_bar(f"{row.tokens // 1024}k tokens, stalled Redis", row.stalled))
+        made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
+    if figures.memory:
+        grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
+        made.append(Bars("growth beside the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+    return made
+
+
+def spread_bar(name: str, spread: Spread, reach: float | None = None, kind: str = "") -> Bar:
+    """The median, and the range of the rounds."""
+    return Bar(name, spread.median, spread.min, spread.max, reach, kind)
+
+
+def latency_bar(name: str, latency: Latency, kind: str = "") -> Bar:
+    """p50, and p99 as the upper end of its range."""
+    return Bar(name, latency.p50_us, latency.p50_us, latency.p99_us, kind=kind)
