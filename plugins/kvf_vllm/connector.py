@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -284,7 +284,9 @@ def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return 0
-    return int(kv_cache_config.hash_block_size or vllm_config.cache_config.block_size)
+    # vLLM before 0.32 does not keep it in the configuration.
+    configured = getattr(kv_cache_config, "hash_block_size", None)
+    return int(configured or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
 def _published(event: BlocksStored | BlocksRemoved) -> KVCacheEvent:

