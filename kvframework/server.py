@@ -14,15 +14,22 @@ from typing import Any
 import kvframework
 from kvframework.api import (
     ByteSize,
+    Codec,
     CodecProvider,
     DeviceOptions,
     DeviceTransportProvider,
+    EvictionPolicy,
     EvictionProvider,
     Handler,
     HasherProvider,
+    KeyHasher,
+    L1Memory,
     L1Provider,
+    Layout,
     LayoutProvider,
     RequestsProvider,
+    ServerTransport,
+    Tier,
     TierContext,
     TierProvider,
     TransportProvider,
@@ -36,6 +43,7 @@ from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.dispatch import check_handlers
 from kvframework.messaging.server import MessageServer
 from kvframework.plugins.check import codec_tables, resolve_table
+from kvframework.plugins.creation import Creator
 from kvframework.plugins.registry import PluginRegistry
 from kvframework.storage.codecs import CodecTable
 from kvframework.storage.l2 import L2Store
@@ -62,15 +70,16 @@ class Server:
         self._stop_by: float | None = None
         self._config = config
         self._registry = registry or PluginRegistry()
+        self._creator = Creator(self._registry)
         keys = config.server.curve
         curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
         provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
-        hasher = provider.create(options)
+        hasher = self._creator.one("hasher", config.hasher, KeyHasher, provider.create, options)
         transports = {table.use: self._transport(table) for table in config.transport}
         layouts = {}
         for table in config.layout:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
-            layouts[table.use] = layout.create(options)
+            layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
         self.engine = CacheEngine(
             config.server,
             storage=self._storage(),
@@ -144,7 +153,9 @@ class Server:
         if isinstance(provider, DeviceTransportProvider):
             assert isinstance(options, DeviceOptions)  # the provider's own type
             return AttachedTransport(provider.name, provider.is_gpu, DeviceServerTransport(provider, options))
-        server = provider.create_server(options) if provider.create_server else None
+        server = None
+        if provider.create_server:
+            server = self._creator.one("transport", table, ServerTransport, provider.create_server, options)
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _storage(self) -> StorageManager:
@@ -154,9 +165,10 @@ class Server:
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
         memory, memory_options = resolve_table(self._registry, config.l1.memory, L1Provider)
+        context = TierContext(config.l1.memory.where)
         return StorageManager(
-            memory.create(memory_options, TierContext(config.l1.memory.where)),
-            policy.create(policy_options),
+            self._creator.one("tier", config.l1.memory, L1Memory, memory.create, memory_options, context),
+            self._creator.one("eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options),
             tiers,
             records=records,
             high_watermark=config.l1.high_watermark,
@@ -167,14 +179,14 @@ class Server:
         makers = {}
         for table in codec_tables(self._config):
             provider, options = resolve_table(self._registry, table, CodecProvider)
-            makers[provider.name] = partial(provider.create, options)
+            makers[provider.name] = partial(self._creator.one, "codec", table, Codec, provider.create, options)
         return CodecTable(makers)
 
     def _tier(self, table: L2Config, codecs: CodecTable, records: NamespaceRecords) -> AttachedTier:
         provider, options = resolve_table(self._registry, table.tier, TierProvider)
         keys = table.keys
         store = L2Store(
-            provider.create(options, TierContext(table.tier.where)),
+            self._creator.one("tier", table.tier, Tier, provider.create, options, TierContext(table.tier.where)),
             timeout_s=keys.timeout_s,
             capabilities=provider.capabilities,
             codec=keys.codec,
@@ -188,7 +200,8 @@ class Server:
         handlers = {handler.spec.name: handler for handler in self.engine.handlers()}
         for table in self._config.requests:
             provider, options = resolve_table(self._registry, table, RequestsProvider)
-            for handler in provider.create(options, self.engine):
+            made = self._creator.several("requests", table, Handler, provider.create, options, self.engine)
+            for handler in made:
                 name = handler.spec.name
                 if not name.startswith(f"{provider.name}.") or name in handlers:
                     raise PluginBroken(

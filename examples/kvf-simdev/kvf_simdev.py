@@ -57,6 +57,7 @@ class SimEngine(EngineDriver[Event]):
 
     def __init__(self, runtime: Accelerator) -> None:
         self._runtime = runtime
+        self._behind: dict[Event, Stream] = {}
 
     @translated
     def export(self, address: int) -> Exported:
@@ -73,15 +74,25 @@ class SimEngine(EngineDriver[Event]):
 
     @translated
     def record(self, event: Event, ready: object | None) -> None:
-        stream = self._runtime.default_stream(event.device)
-        if isinstance(ready, Event):
-            # A stream of its own, so that the engine's work behind `ready` is not waited for.
-            stream = self._runtime.side_stream(event.device)
+        if ready is None:
+            stream = self._runtime.default_stream(event.device)
+        elif isinstance(ready, Event):
+            # A stream for each: no transfer waits for the engine's further work, or for another one's event.
+            if event not in self._behind:
+                self._behind[event] = self._runtime.stream(event.device)
+            stream = self._behind[event]
             self._runtime.wait(stream, ready)
+        else:
+            raise DeviceError(
+                f"the engine's event is a {type(ready).__name__}", where="simdev",
+                available="None, or an Event of the simulated runtime",
+            )  # fmt: skip
         self._runtime.record(event, stream)
 
     @translated
     def destroy_event(self, event: Event) -> None:
+        if event in self._behind:
+            self._runtime.destroy_stream(self._behind.pop(event))
         self._runtime.destroy_event(event)
 
 
@@ -96,10 +107,6 @@ class SimCopier(CopierDriver[Event, Stream]):
     @translated
     def pin(self, offset: int, nbytes: int) -> None:
         self._runtime.pin(offset, nbytes)
-
-    @translated
-    def unpin(self, offset: int, nbytes: int) -> None:
-        self._runtime.unpin(offset, nbytes)
 
     @translated
     def open(self, allocation: Allocation) -> int:
@@ -141,9 +148,6 @@ class SimCopier(CopierDriver[Event, Stream]):
     @translated
     def reached(self, event: Event) -> bool:
         return self._runtime.reached(event)
-
-    def close(self) -> None:
-        self._runtime.close()
 
 
 _runtimes: dict[str, Accelerator] = {}

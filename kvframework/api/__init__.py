@@ -4,6 +4,7 @@ from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
 from kvframework.api.codec import MAX_CODEC_NAME, Codec
 from kvframework.api.driver import (
+    MAX_HANDLE_BYTES,
     Allocation,
     Arena,
     CopierDriver,
@@ -52,6 +53,7 @@ from kvframework.api.providers import (
     API_VERSION,
     CodecProvider,
     DeviceTransportProvider,
+    Diagnose,
     EvictionProvider,
     HasherProvider,
     L1Provider,
@@ -107,6 +109,7 @@ __all__ = [
     "DTYPE_BYTES",
     "ENTRY_POINT_GROUP",
     "MAX_CODEC_NAME",
+    "MAX_HANDLE_BYTES",
     "NAMESPACE_BYTES",
     "NO_BLOCK",
     "OPAQUE",
@@ -130,6 +133,7 @@ __all__ = [
     "CopyPlanner",
     "DeviceOptions",
     "DeviceTransportProvider",
+    "Diagnose",
     "EngineDriver",
     "EngineLink",
     "EngineServices",

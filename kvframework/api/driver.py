@@ -20,13 +20,15 @@ from kvframework.api.types import ByteSize, Message, Options
 E = TypeVar("E")
 S = TypeVar("S")
 
+# Of memory or of an event.
 MAX_HANDLE_BYTES = 2048
 
 
 class Allocation(Message, frozen=True, array_like=True):
     """One allocation of device memory, as another process may open it.
 
-    `device` is an identity that is the same in every process (a UUID, never an ordinal); `handle` is the driver's own.
+    `device` is an identity that is the same in every process (a UUID, never an ordinal); `handle` is the driver's own,
+    at most `MAX_HANDLE_BYTES`.
     """
 
     device: str
@@ -59,15 +61,22 @@ class Arena(NamedTuple):
 class DeviceOptions(Options, frozen=True):
     """Base of the options of a device transport: what the core's part of it needs. Vendors add their own."""
 
-    in_flight: Annotated[ByteSize, Meta(description="bytes that may be under way per device and direction at once")] = (
-        ByteSize(128 << 20)
-    )
-    launch: Annotated[ByteSize, Meta(description="bytes of one launch; a cancel waits for what was launched")] = (
-        ByteSize(32 << 20)
-    )
+    in_flight: Annotated[
+        ByteSize, Meta(description="bytes that may be under way per device and direction at once; at least 1")
+    ] = ByteSize(128 << 20)
+    launch: Annotated[
+        ByteSize, Meta(description="bytes of one launch, at least 1; a cancel waits for what was launched")
+    ] = ByteSize(32 << 20)
+    # Copiers say every half second that they live.
     stall_s: Annotated[
-        float, Meta(gt=0, description="seconds after which a copier that gets nowhere is killed and started anew")
+        float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started anew")
     ] = 10.0
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError`; a subclass that has its own calls this one too."""
+        for name in ("in_flight", "launch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {int(getattr(self, name))}: at least 1 byte")
 
 
 @dataclass(frozen=True)
@@ -151,8 +160,11 @@ class EngineDriver(ABC, Generic[E]):
     def record(self, event: E, ready: object | None) -> None:
         """Records the event, so that it is reached once the engine's work up to here is done.
 
-        `ready` is what the engine gave at its submit: its own event behind that work, or None for what the calling
-        thread's current stream holds. Recording again replaces the former record.
+        `ready` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one of
+        its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current stream
+        holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early. Recording
+        again replaces the former record; events are pooled, and one may be recorded again while work that the former
+        record waited for has not been reached.
         """
 
     @abstractmethod
@@ -169,14 +181,14 @@ class CopierDriver(ABC, Generic[E, S]):
 
     Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
     context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
+
+    There is no call at the end: the process is killed at any moment, also when the server stops in good order. What
+    was pinned, opened and created has to go with it.
     """
 
     @abstractmethod
     def pin(self, offset: int, nbytes: int) -> None:
         """Registers a slice of the arena with the device, so that copies run asynchronously. Blocking."""
-
-    @abstractmethod
-    def unpin(self, offset: int, nbytes: int) -> None: ...
 
     @abstractmethod
     def open(self, allocation: Allocation) -> int:
@@ -218,10 +230,6 @@ class CopierDriver(ABC, Generic[E, S]):
     @abstractmethod
     def reached(self, event: E) -> bool:
         """Whether the event was reached, never blocking. Raises `DeviceError` if a copy before it failed."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends everything in this process. Idempotent."""
 
 
 def _product(lanes: array.array[int], places: array.array[int], steps: list[tuple[int, int]]) -> array.array[int]:

@@ -31,11 +31,12 @@ def always_available() -> str | None:
 
 @dataclass(frozen=True)
 class TierContext:
-    """What a tier may know when it is created: its place in the TOML, for error texts."""
+    """What a tier may know when it is created, and what is diagnosed: its place in the TOML, for error texts."""
 
     where: str
 
 
+# (options, TierContext, deadline) -> Sequence[Finding]: what `kvframework doctor` tells of a plugin's store or device.
 Diagnose = Callable[[O, TierContext, float], Sequence[Finding]]
 
 
@@ -78,7 +79,8 @@ class DeviceTransportProvider(TransportProvider[D]):
 
     `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
     process of one device and makes that device its own; it is found there by its name, so it is a function at the top
-    of a module that can be imported. It raises `DeviceError` for a device that is not here.
+    of a module that can be imported. It raises `DeviceError` for a device that is not here. `diagnose` as for
+    `TierProvider`, of the devices and their driver.
     """
 
     create: Callable[[D, EngineLink], TransferContext] = field(default=_made_by_the_core, repr=False)
@@ -86,6 +88,7 @@ class DeviceTransportProvider(TransportProvider[D]):
     create_copier: Callable[[D, str, Arena], CopierDriver]  # type: ignore[type-arg]
     options: type[D] = DeviceOptions  # type: ignore[assignment]
     is_gpu: bool = True
+    diagnose: Diagnose[D] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,10 @@ class L1Provider(Provider[O]):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan".
 
-    `diagnose(options, context, deadline)` says what `kvframework doctor` should tell of the store: is it reachable,
-    large enough, set up as a cache? It runs in a process of its own, may block until `deadline` on `time.monotonic()`,
-    and changes nothing: a server may be using the store. What is wrong is a finding or a `KVFrameworkError`.
+    `diagnose` is a function (options, TierContext, deadline) -> Sequence[Finding] and says what `kvframework doctor`
+    should tell of the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may
+    block until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. What is wrong is
+    a finding or a `KVFrameworkError`.
     """
 
     kind = "tier"

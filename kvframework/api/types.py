@@ -99,12 +99,27 @@ def shown_options(options: msgspec.Struct) -> dict[str, object]:
     """The options by name, as anybody may see them: secrets are hidden, and the credentials in every URL. Pure."""
     struct = msgspec.inspect.type_info(type(options))
     assert isinstance(struct, msgspec.inspect.StructType)
-    secrets = {
-        field.name: (field.type.extra or {}).get("secret")
-        for field in struct.fields
-        if isinstance(field.type, msgspec.inspect.Metadata)
-    }
-    return {name: _shown(getattr(options, name), secrets.get(name)) for name in options.__struct_fields__}
+    secrets = {field.name: secret_mark(field.type) for field in struct.fields}
+    return {name: _shown(getattr(options, name), secrets[name]) for name in options.__struct_fields__}
+
+
+def secret_mark(kind: msgspec.inspect.Type) -> str | None:
+    """What of a field of this type is secret: all of its "value", the credentials in its "url", or nothing. Looks
+    through unions and containers: a secret that may be missing, or one of many, is one."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        own: str | None = (kind.extra or {}).get("secret")
+        return own or secret_mark(kind.type)
+    inside: list[msgspec.inspect.Type] = []
+    if isinstance(kind, msgspec.inspect.UnionType):
+        inside += kind.types
+    elif isinstance(kind, msgspec.inspect.TupleType):
+        inside += kind.item_types
+    elif isinstance(kind, msgspec.inspect.DictType):
+        inside += (kind.key_type, kind.value_type)
+    elif isinstance(kind, msgspec.inspect.CollectionType):
+        inside.append(kind.item_type)
+    marks = {secret_mark(each) for each in inside} - {None}
+    return "value" if "value" in marks else marks.pop() if marks else None
 
 
 def masked_url(url: str) -> str:

@@ -4,7 +4,7 @@ in help texts, and exit statuses."""
 from __future__ import annotations
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -41,6 +41,12 @@ def print_document(document: object) -> None:
     """Prints a document as indented JSON; a size is its number of bytes."""
     encoded = msgspec.json.encode(document, enc_hook=_plain)
     stdout.print(msgspec.json.format(encoded).decode(), markup=False)
+
+
+def print_view(view: RenderableType) -> None:
+    """Prints what may hold tables. Into a pipe nothing of it is wrapped, whatever COLUMNS says."""
+    console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH, soft_wrap=True, highlight=False)
+    console.print(view)
 
 
 def print_table(table: Table) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +13,6 @@ from kvframework.cli.console import stderr, stdout
 
 _EXIT_INTERRUPTED = 130
 _SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
-
-
-class L2(str, enum.Enum):
-    redis = "redis"
-    disk = "disk"
 
 
 def register(app: typer.Typer) -> None:
@@ -33,10 +27,17 @@ def demo(
         Path | None, typer.Option(help="A local transformers model with tokenizer. Default: a random Llama.")
     ] = None,
     l2: Annotated[
-        L2 | None,
+        str,
         typer.Option(
-            "--l2", help="Put a Redis or a temporary folder behind the server, and kill and restart it in between."
+            "--l2",
+            metavar="redis|disk|NAME",
+            help="Put a Redis, a temporary folder or the tier plugin NAME behind the server, and kill and restart it "
+            "in between.",
         ),
+    ] = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="With --l2 NAME: an option of the tier; repeatable."),
     ] = None,
     redis_url: Annotated[str, typer.Option(help="With --l2 redis: use this one instead of starting one.")] = "",
     tokens: Annotated[int, typer.Option(min=0, help="Cut the prompt to so many tokens; 0: all of it.")] = 0,
@@ -57,7 +58,8 @@ def demo(
     options = DemoOptions(
         text=text,
         model=model,
-        l2=l2.value if l2 else "",
+        l2=l2,
+        settings=settings or [],
         redis_url=redis_url,
         tokens=tokens,
         new_tokens=new_tokens,

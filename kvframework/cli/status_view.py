@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -17,6 +18,7 @@ from kvframework.one_line import one_line
 
 Document = dict[str, Any]
 REFUSED_SHOWN = 4
+_ANY_WIDTH = 10_000
 
 
 def view_status(encoded: bytes) -> RenderableType:
@@ -83,17 +85,45 @@ def _refused(document: Document) -> list[str]:
     ]
 
 
-def _tiers(tiers: list[Document]) -> Table:
+class _Rows:
+    """A table. Where the terminal is too narrow for it, the columns from number `parted` on go into a second one, which
+    begins with the first column too."""
+
+    def __init__(self, *headers: str, parted: int) -> None:
+        self._headers = headers
+        self._parted = parted
+        self._rows: list[tuple[Text, ...]] = []
+
+    def add(self, *cells: object) -> None:
+        self._rows.append(tuple(_text(cell) for cell in cells))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = self._table(range(len(self._headers)))
+        if console.measure(whole, options=options.update(max_width=_ANY_WIDTH)).maximum <= options.max_width:
+            yield whole
+            return
+        yield self._table(range(self._parted))
+        yield self._table((0, *range(self._parted, len(self._headers))))
+
+    def _table(self, columns: Iterable[int]) -> Table:
+        chosen = list(columns)
+        table = _table(*(self._headers[index] for index in chosen))
+        for row in self._rows:
+            table.add_row(*(row[index] for index in chosen))
+        return table
+
+
+def _tiers(tiers: list[Document]) -> _Rows:
     """`get` and `put` are p50 and p99 of calls in milliseconds. A tier may leave out anything: servers differ."""
     counters = ("hits", "misses", "stored", "errors", "corrupt")
-    table = _table("L2", "circuit", "codec", "used", *counters, "to write", "get ms", "put ms")
+    table = _Rows("L2", "circuit", "codec", "used", "get ms", "put ms", *counters, "to write", parted=6)
     for tier in tiers:
         cells = (
             tier.get("name", "?"), tier.get("state", "?"), tier.get("codec", "-"), _usage(tier),
-            *(tier.get(counter, 0) for counter in counters), tier.get("write_pending", 0),
             _latency(tier, "get_into"), _latency(tier, "put"),
+            *(tier.get(counter, 0) for counter in counters), tier.get("write_pending", 0),
         )  # fmt: skip
-        table.add_row(*(_text(cell) for cell in cells))
+        table.add(*cells)
     return table
 
 
@@ -120,10 +150,10 @@ def _devices(devices: list[Document]) -> Table:
     return table
 
 
-def _instances(instances: list[Document]) -> Table:
-    table = _table(
+def _instances(instances: list[Document]) -> _Rows:
+    table = _Rows(
         "instance", "pid", "model", "rank", "namespace", "transport", "format", "layers", "dtype", "chunk",
-        "bytes/token",
+        "bytes/token", parted=5,
     )  # fmt: skip
     for context in instances:
         rank = "?" if context["rank"] is None else context["rank"]
@@ -132,7 +162,7 @@ def _instances(instances: list[Document]) -> Table:
             context["namespace"][:8], context["transport"], context["format"], context["layers"], context["dtype"],
             context["chunk_tokens"], f"{context['bytes_per_token']:g}",
         )  # fmt: skip
-        table.add_row(*(_text(cell) for cell in cells))
+        table.add(*cells)
     return table
 
 

@@ -71,7 +71,7 @@ class SchedulerAdapter:
         return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
 
     def poll(self, result: LookupResult) -> LookupResult:
-        """The state of a pending lookup."""
+        """The state of a pending lookup. Takes the place of `result`, whose ticket may be over."""
         if not result.pending:
             return result
         answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket), result.asked_tokens)
@@ -79,7 +79,8 @@ class SchedulerAdapter:
         return answer or LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
-        """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has."""
+        """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has. Takes
+        the place of `result`, as with `poll`."""
         deadline = time.monotonic() + timeout
         while result.pending and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -87,7 +88,8 @@ class SchedulerAdapter:
         return result
 
     def free(self, result: LookupResult) -> None:
-        """Lets go of what a lookup pinned: after the workers have loaded, or when the request is given up."""
+        """Lets go of what a lookup pinned: after the workers have loaded, or when the request is given up. `result` is
+        the last answer, of `poll` or `wait` if it was pending."""
         if result.ticket:
             self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
@@ -126,6 +128,8 @@ class SchedulerAdapter:
             return
         try:
             self._client.request(name, payload, response, urgent=True)
+        except LeaseUnknown:
+            log.debug("%s: it is over already", name)
         except KVFrameworkError as error:
             # The ticket ends by its time, or with this process.
             self.failures += 1

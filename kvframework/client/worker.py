@@ -187,7 +187,8 @@ class WorkerAdapter:
         return stored, retrieved
 
     def take_failed_blocks(self) -> list[set[int]]:
-        """Block ids, per layer group, of loads that failed since the last call: the engine must compute them."""
+        """Block ids, per layer group, of loads that failed since the last call: the engine must compute them. Filled by
+        `get_finished`, so call that before."""
         failed, self._failed_blocks = self._failed_blocks, []
         return failed
 

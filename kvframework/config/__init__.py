@@ -11,6 +11,7 @@ from kvframework.config.endpoint import (
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
+from kvframework.config.overrides import apply_override
 from kvframework.config.schema import Config, CurveConfig, L1Config, L2Config, LogConfig, PluginTable, ServerConfig
 from kvframework.config.toml import toml_value
 
@@ -26,6 +27,7 @@ __all__ = [
     "LogConfig",
     "PluginTable",
     "ServerConfig",
+    "apply_override",
     "assemble",
     "check_private_directory",
     "closest",

@@ -26,6 +26,7 @@ from kvframework.devices.messages import (
     Closed,
     Copy,
     Done,
+    Failure,
     Frames,
     FromCopier,
     Open,
@@ -144,7 +145,7 @@ class Copier:
             raise
         except KVFrameworkError as error:
             self._close_memory(addresses, alive)
-            self.send(Opened(message.context, error.code, error.fact))
+            self.send(Opened(message.context, Failure.of(error)))
             return
         self._instances[message.context] = _Instance(planner, addresses, alive)
         self.send(Opened(message.context))
@@ -172,7 +173,7 @@ class Copier:
         except DeviceLost:
             raise
         except KVFrameworkError as error:
-            self.send(Done(message.job, False, error.code, error.fact))
+            self.send(Done(message.job, False, Failure.of(error)))
             return
         self._launcher.add(
             Job(
@@ -195,7 +196,7 @@ class Copier:
     def _done(self, job: Job) -> None:
         error = job.error
         if error is not None:
-            self.send(Done(job.number, False, error.code, error.fact))
+            self.send(Done(job.number, False, Failure.of(error)))
         else:
             self.send(Done(job.number, not job.cancelled or job.exhausted))
 

@@ -21,17 +21,19 @@ import msgspec
 
 from kvframework.api import Arena, ByteSize
 from kvframework.devices.copier import Copier
-from kvframework.devices.messages import FRAME_HEAD, Frames, Lost, Start, framed, to_copier
+from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError
+from kvframework.log_form import LogForm, configure_logging
 
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+# Of a server that does not say how it logs, such as one in a test.
+_LOG = LogForm("warning", "human")
 
 
 def main(arguments: list[str]) -> int:
     """`arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s copier %(process)d: %(message)s")
     _end_with_parent()
     sock = socket.socket(fileno=int(arguments[0]))
     arena_fd = int(arguments[1])
@@ -39,15 +41,16 @@ def main(arguments: list[str]) -> int:
         start = _first(sock)
     except EOFError:
         return 0
+    configure_logging(*start.log or _LOG)
     try:
         return _work(sock, arena_fd, start)
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except KVFrameworkError as error:
-        lost = Lost(error.code, error.fact)
+        lost = Lost(Failure.of(error))
     except Exception as error:
         log.exception("the copier of %s failed", start.device)
-        lost = Lost(DeviceLost.code, f"{type(error).__name__}: {error}")
+        lost = Lost(Failure(DeviceLost.code, f"{type(error).__name__}: {error}"))
     with contextlib.suppress(OSError):
         sock.sendall(framed(lost))
     # Not by the interpreter's end: a lost device may hang in what a library does there.

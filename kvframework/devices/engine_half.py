@@ -5,6 +5,7 @@ Called from the engine's thread; nothing here waits for the device or the server
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,20 @@ from kvframework.api import (
 )
 from kvframework.devices.handles import Views, lend
 from kvframework.errors import BadBlockIds, BadRange, DeviceError, NotRegistered, TransportMismatch
+from kvframework.log_limit import LogLimit
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
 
 class DeviceTransfer(TransferContext):
-    """See `TransferContext`. Owns `driver` and closes it. The engine's tensors stay where they were at registration."""
+    """See `TransferContext`. Owns `driver` and closes it. The engine's tensors stay where they were at registration.
+
+    `faults` counts the submits that the engine's half of the driver failed.
+    """
 
     def __init__(self, link: EngineLink, driver: EngineDriver[Any]) -> None:
         self._link = link
@@ -43,6 +51,7 @@ class DeviceTransfer(TransferContext):
         self._places: list[tuple[int, tuple[int, ...]]] = []
         self._device = ""
         self._events = _EventPool(driver)
+        self.faults = 0
 
     def declared(self, layout: Layout, declared: KVLayout) -> None:
         self._layout, self._declared = layout, declared
@@ -69,7 +78,8 @@ class DeviceTransfer(TransferContext):
         event: torch.Event | None,
         blocks_in_chunk: Sequence[int],
     ) -> MessagingFuture[bool]:
-        """Records an event behind the engine's work and asks for the copy. Raises `BadBlockIds` or `BadRange`."""
+        """Records an event behind the engine's work and asks for the copy; False at once if the driver cannot record
+        it. Raises `BadBlockIds` or `BadRange`."""
         self._check(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
         return self._submit("STORE", key, instance_id, block_ids, event, 0)
 
@@ -108,8 +118,18 @@ class DeviceTransfer(TransferContext):
         self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: object, skip_tokens: int
     ) -> MessagingFuture[bool]:
         # Recorded before the request leaves: the copier must never see an event that was not.
-        lent = self._events.take(self._device, event)
-        future = self._link.submit(kind, key, instance_id, block_ids, lent.handle, skip_tokens)
+        try:
+            lent = self._events.take(self._device, event)
+        except DeviceError as error:
+            # The engine goes on without its cache.
+            self.faults += 1
+            log.error("instance %d: no event could be recorded, which is a miss: %s", instance_id, error)
+            return MessagingFuture.resolved(False)
+        try:
+            future = self._link.submit(kind, key, instance_id, block_ids, lent.handle, skip_tokens)
+        except BaseException:
+            self._events.give_back(lent)
+            raise
         future.add_done_callback(lambda _: self._events.give_back(lent))
         return future
 
@@ -186,31 +206,46 @@ class _EventPool:
         with self._lock:
             lent = self._spare.pop() if self._spare else None
         if lent is None:
-            event = self._driver.create_event(device)
-            lent = _Lent(event, self._driver.export_event(event))
-        self._driver.record(lent.event, ready)
+            return self._new(device, ready)
+        try:
+            self._driver.record(lent.event, ready)
+        except BaseException:
+            # Kept, since the copier has it open: another one might get the same handle.
+            self.give_back(lent, failed=True)
+            raise
         return lent
 
-    def give_back(self, lent: _Lent) -> None:
+    def _new(self, device: str, ready: object) -> _Lent:
+        event = self._driver.create_event(device)
+        try:
+            lent = _Lent(event, self._driver.export_event(event))
+            self._driver.record(event, ready)
+        except BaseException:
+            self._destroy(event)
+            raise
+        return lent
+
+    def give_back(self, lent: _Lent, *, failed: bool = False) -> None:
+        """What has failed is taken again after those that work."""
         with self._lock:
             if not self._closed:
-                self._spare.append(lent)
+                self._spare.insert(0 if failed else len(self._spare), lent)
                 return
-        self._destroy(lent)
+        self._destroy(lent.event)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
         for lent in spare:
-            self._destroy(lent)
+            self._destroy(lent.event)
 
     def recorded(self, device: str, ready: object) -> _Recorded:
         return _Recorded(self, device, ready)
 
-    def _destroy(self, lent: _Lent) -> None:
+    def _destroy(self, event: object) -> None:
         try:
-            self._driver.destroy_event(lent.event)
+            self._driver.destroy_event(event)
         except DeviceError:
             return  # the driver is closed already: its events went with it
 

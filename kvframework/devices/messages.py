@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from kvframework.api import ArenaRange, BlockIds, CopyJob, KVLayout, MemoryLayoutDesc
+from kvframework.errors import KVFrameworkError
 
 _LENGTH = struct.Struct("=I")
 FRAME_HEAD = _LENGTH.size
@@ -20,12 +21,32 @@ MAX_FRAME = 1 << 30
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """`create` and `options_type` are "module:name"; `options` is msgpack of that type."""
+    """`create` and `options_type` are "module:name"; `options` is msgpack of that type. `log` is the server's level and
+    form; None: it did not choose one."""
 
     create: str
     options_type: str
     options: bytes
     device: str
+    log: tuple[str, str] | None = None
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """A `KVFrameworkError` on its way to the server: all that was told of it."""
+
+    code: str
+    fact: str
+    where: str = ""
+    available: str = ""
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: KVFrameworkError) -> Failure:
+        return cls(error.code, error.fact, error.where, error.available, error.hint)
+
+    def error(self) -> KVFrameworkError:
+        told = {"where": self.where, "available": self.available, "hint": self.hint}
+        return KVFrameworkError.from_code(self.code, self.fact, **told)
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -65,11 +86,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """The answer to `Open`; `code` is "" if the memory is open, else that of the error."""
+    """The answer to `Open`; without a failure the memory is open."""
 
     context: int
-    code: str = ""
-    text: str = ""
+    failure: Failure | None = None
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
@@ -79,12 +99,11 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """A copy touches nothing any more. `ok` False without a code: it was cancelled."""
+    """A copy touches nothing any more. `ok` False without a failure: it was cancelled."""
 
     job: int
     ok: bool
-    code: str = ""
-    text: str = ""
+    failure: Failure | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
@@ -96,8 +115,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
     """The last word of a copier that cannot go on."""
 
-    code: str
-    text: str
+    failure: Failure
 
 
 FromCopier = Ready | Opened | Closed | Done | Beat | Lost

@@ -28,6 +28,7 @@ from kvframework.devices.handles import read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
 from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
+from kvframework.log_form import chosen_log
 
 MAX_DEVICES = 64
 # A process that is killed ends at once, unless its driver holds it in the kernel.
@@ -100,6 +101,7 @@ class DeviceServerTransport(ServerTransport):
             self._options_type,
             msgspec.msgpack.encode(self._options, enc_hook=_plain),
             device,
+            chosen_log(),
         )
         return CopierSupervisor(start, self._arena_fd, stall_s=self._options.stall_s)
 

@@ -270,8 +270,8 @@ class CopierSupervisor:
         if isinstance(message, Done):
             with self._lock:
                 pending = self._pending.pop(message.job, None)
-            if pending is not None and message.code:
-                pending.future.set_exception(KVFrameworkError.from_code(message.code, message.text))
+            if pending is not None and message.failure is not None:
+                pending.future.set_exception(message.failure.error())
             elif pending is not None:
                 pending.future.set_result(message.ok)
         elif isinstance(message, Opened):
@@ -279,10 +279,11 @@ class CopierSupervisor:
                 instance = self._instances.get(message.context)
                 if instance is not None and instance.failure is None:
                     instance.asked = None
-                if instance is not None and message.code:
-                    instance.failure = KVFrameworkError.from_code(message.code, message.text)
+                if instance is not None and message.failure is not None:
+                    instance.failure = message.failure.error()
                     del self._instances[message.context]
-            if instance is not None and message.code:
+            if instance is not None and message.failure is not None:
+                log.error("the copier of %s could not open an engine's memory: %s", self.device, instance.failure)
                 _end(instance, instance.failure)
             elif instance is not None:
                 instance.opened.set_result(None)
@@ -292,7 +293,8 @@ class CopierSupervisor:
             if instance is not None:
                 _end(instance, instance.failure)
         elif isinstance(message, Lost):
-            process.lost = KVFrameworkError.from_code(message.code, f"the copier of {self.device}: {message.text}")
+            process.lost = message.failure.error()
+            process.lost.fact = f"the copier of {self.device}: {process.lost.fact}"
         elif isinstance(message, Beat):
             process.oldest_s = message.oldest_s
         return isinstance(message, Ready)

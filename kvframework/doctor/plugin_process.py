@@ -6,13 +6,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from kvframework import api
-from kvframework.api import Finding, L1Provider, Options, Provider, TierContext, TierProvider, TransportProvider
+from kvframework.api import (
+    DeviceTransportProvider,
+    Finding,
+    L1Provider,
+    Options,
+    Provider,
+    TierContext,
+    TierProvider,
+    TransportProvider,
+)
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
 from kvframework.errors import KVFrameworkError
@@ -40,21 +49,42 @@ def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
     yield Finding("plugin.usable", "ok", f"{role.kind} {use} can be used")
     if isinstance(provider, TransportProvider) and provider.is_gpu:
         yield memlock(f"{role.kind} {use}")
-    if isinstance(provider, (L1Provider, TierProvider)) and provider.diagnose is not None and subject.diagnose_s > 0:
+    diagnosed = (L1Provider, TierProvider, DeviceTransportProvider)
+    if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:
         yield from _diagnosis(provider, options, subject, deadline)
 
 
 def _diagnosis(
-    provider: L1Provider[Any] | TierProvider[Any], options: Options, subject: Subject, deadline: float
+    provider: L1Provider[Any] | TierProvider[Any] | DeviceTransportProvider[Any],
+    options: Options,
+    subject: Subject,
+    deadline: float,
 ) -> Iterator[Finding]:
     assert provider.diagnose is not None
     try:
-        yield from provider.diagnose(options, TierContext(where=subject.table.where), deadline)
+        yield from _each(provider.diagnose(options, TierContext(where=subject.table.where), deadline))
     except KVFrameworkError as error:
         placed = error.where.startswith(subject.table.where)  # a plugin may name a place of its own
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
         where = error.where if placed else subject.table.where
         yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
+    except _NoFindings as error:
+        fact = f"{subject.table.use}: diagnose returned {error}, expected Sequence[Finding]"
+        yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")
     except Exception as error:  # noqa: BLE001  whatever a plugin raises
         fact = " ".join(f"{subject.table.use}: its diagnosis failed with {type(error).__name__}: {error}".split())
         yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")
+
+
+class _NoFindings(Exception):
+    """The type that stood in their place."""
+
+
+def _each(returned: object) -> Iterator[Finding]:
+    kind = type(returned).__name__
+    if isinstance(returned, str) or not isinstance(returned, Iterable):
+        raise _NoFindings(kind)
+    for each in returned:
+        if not isinstance(each, Finding):
+            raise _NoFindings(f"{kind}[{type(each).__name__}]")
+        yield each

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvframework.api import (
+    MAX_HANDLE_BYTES,
     ClientInfo,
     Handler,
     KVLayout,
@@ -44,7 +45,8 @@ MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept for as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
-MAX_HANDLE_BYTES = 4096
+# A driver's handle, and what is said around it.
+MAX_LENT_BYTES = 2 * MAX_HANDLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class Registrations:
                 f"transport {transport.name!r} needs a client on this node",
                 available="ipc://, or cpu_gather over tcp://",
             )
-        if any(len(handle) > MAX_HANDLE_BYTES for handle in payload.handles):
+        if any(len(handle) > MAX_LENT_BYTES for handle in payload.handles):
             raise MessageTooLarge(
-                "a memory handle is too long", where="handles", available=f"{MAX_HANDLE_BYTES} bytes each"
+                "a memory handle is too long", where="handles", available=f"{MAX_LENT_BYTES} bytes each"
             )
         if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
             raise MessageTooLarge(

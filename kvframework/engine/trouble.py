@@ -13,6 +13,7 @@ from kvframework.one_line import one_line
 
 L1_TROUBLE = ("dropped", "lapsed", "quarantined")
 L2_TROUBLE = (
+    "bugs",
     "codec_failed",
     "corrupt",
     "errors",

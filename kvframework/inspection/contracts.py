@@ -23,6 +23,7 @@ from kvframework.api import (
     TransferContext,
 )
 from kvframework.inspection.problems import Problem, problem
+from kvframework.plugins.creation import declared_attributes
 from kvframework.plugins.loader import AnyProvider
 
 
@@ -35,7 +36,11 @@ class Maker(NamedTuple):
 
 
 _MAKERS: dict[str, tuple[Maker, ...]] = {
-    "DeviceTransportProvider": (Maker("create_engine", 1, EngineDriver), Maker("create_copier", 3, CopierDriver)),
+    "DeviceTransportProvider": (
+        Maker("create_engine", 1, EngineDriver),
+        Maker("create_copier", 3, CopierDriver),
+        Maker("diagnose", 3, None),
+    ),
     "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 1, ServerTransport)),
     "LayoutProvider": (Maker("create", 1, Layout),),
     "L1Provider": (Maker("create", 2, L1Memory), Maker("diagnose", 3, None)),
@@ -94,8 +99,8 @@ def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator
 
 def attribute_problems(made: object, contract: type[Any], title: str) -> Iterator[Problem]:
     """Attributes that the contract declares, and an object lacks."""
-    for name in dict.fromkeys(name for each in contract.__mro__ for name in inspect.get_annotations(each)):
-        if not name.startswith("_") and not hasattr(made, name):
+    for name in declared_attributes(contract):
+        if not hasattr(made, name):
             yield problem(
                 "missing-attribute", f"{title}: {type(made).__name__}", f"it has no attribute {name}",
                 expected=f"{name}, see {contract.__name__}", hint="set it in the class or in __init__",

@@ -3,7 +3,7 @@ in the process of a command; blocks for seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -31,13 +31,14 @@ class Report(msgspec.Struct, frozen=True):
         return sum(each.severity == "error" for each in self.problems)
 
 
-def inspect_plugin(text: str, *, deadline_s: float = DEADLINE_S) -> Report:
-    """Inspects MODULE or KIND.NAME. Nothing of it is imported into this process; what takes longer than `deadline_s` is
-    ended and reported. Raises `PluginNotFound` and `PluginWrongKind` if there is no such plugin."""
+def inspect_plugin(text: str, options: Mapping[str, object] | None = None, *, deadline_s: float = DEADLINE_S) -> Report:
+    """Inspects MODULE or KIND.NAME; the latter may be given `options`, with which it is made. Nothing of it is imported
+    into this process; what takes longer than `deadline_s` is ended and reported. Raises `PluginNotFound` and
+    `PluginWrongKind` if there is no such plugin, `ConfigFieldError` for options of a module."""
     checked: list[str] = []
     problems: list[Problem] = []
     notes: list[str] = []
-    for target in find_targets(text):
+    for target in find_targets(text, options or {}):
         for line in _inspect(target, deadline_s):
             problems += [line.problem] if line.problem else []
             notes += [line.note] if line.note else []

@@ -24,7 +24,8 @@ from kvframework.api import (
     TierProvider,
     TransportProvider,
 )
-from kvframework.errors import KVFrameworkError
+from kvframework.config import convert
+from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.inspection.contracts import Maker
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.source import SourceFile, classes_of
@@ -62,16 +63,22 @@ def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any]
     return made if isinstance(made, type) else None
 
 
-def make(provider: AnyProvider, maker: Maker, title: str) -> tuple[object, list[Problem]]:
-    """What `create` makes of default options, open until the process ends. Raises `NotMade`."""
+def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
+    """What `create` makes of the options `given`, defaults for the others, open until the process ends. Raises
+    `NotMade`."""
     if isinstance(provider, TransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
         raise NotMade(reason)
-    needed = [field.encode_name for field in msgspec.structs.fields(provider.options) if field.required]
+    fields = msgspec.structs.fields(provider.options)
+    needed = [field.encode_name for field in fields if field.required and field.encode_name not in given]
     if needed:
-        raise NotMade(f"its options {', '.join(needed)} have no default")
-    arguments: list[object] = [provider.options()]
+        which = f"option {needed[0]} has" if len(needed) == 1 else f"options {', '.join(needed)} have"
+        raise NotMade(f"its {which} no default, give {' '.join(f'--set {name}=VALUE' for name in needed)}")
+    try:
+        arguments: list[object] = [convert(given, provider.options, where="--set")]
+    except ConfigFieldError as error:
+        raise NotMade(f"{error.fact} [{error.code}]") from error
     if isinstance(provider, (TierProvider, L1Provider)):
         arguments.append(TierContext(where=WHERE))
     if isinstance(provider, RequestsProvider):
@@ -84,12 +91,16 @@ def make(provider: AnyProvider, maker: Maker, title: str) -> tuple[object, list[
         if isinstance(error, TypeError) and "abstract" in str(error):
             raise NotMade(str(error)) from error  # the class tells it method by method
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        return None, [_fails(title, f"create() with default options raises {cause}", maker)]
+        return None, [_fails(title, f"create() with {_of(given)} raises {cause}", maker)]
     if isinstance(provider, RequestsProvider):
         return made, list(_handler_problems(provider, made, title, maker))
     if maker.contract is not None and not isinstance(made, maker.contract):
         return None, [_fails(title, f"create() returns {type(made).__name__}", maker)]
     return made, []
+
+
+def _of(given: Mapping[str, object]) -> str:
+    return f"the options {', '.join(given)}" if given else "default options"
 
 
 def _fails(title: str, fact: str, maker: Maker) -> Problem:

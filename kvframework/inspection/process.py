@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -67,7 +67,7 @@ def _inspect(target: Target) -> Iterator[Line]:
     for title, provider in providers.items():
         if target.chosen in ("", title):
             yield Line(provider=title)
-            yield from _provider(provider, title, sources)
+            yield from _provider(provider, title, sources, target.options)
 
 
 def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator[Problem]:
@@ -90,7 +90,9 @@ def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator
             )  # fmt: skip
 
 
-def _provider(provider: AnyProvider, title: str, sources: list[SourceFile]) -> Iterator[Line]:
+def _provider(
+    provider: AnyProvider, title: str, sources: list[SourceFile], options: Mapping[str, object]
+) -> Iterator[Line]:
     try:
         check_requires(provider.requires_api, title)
     except PluginError as error:
@@ -110,7 +112,7 @@ def _provider(provider: AnyProvider, title: str, sources: list[SourceFile]) -> I
         if maker.name == "create":
             yield Line(step=f"create of {title}")
             try:
-                made, problems = make(provider, maker, title)
+                made, problems = make(provider, maker, title, options)
             except NotMade as reason:
                 yield from _not_made(title, str(reason), known := made_class or _sought(sources, maker.contract))
                 made_class = known

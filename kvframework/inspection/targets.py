@@ -3,24 +3,27 @@ nothing of a plugin."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from msgspec import Struct
 
-from kvframework.errors import PluginNotFound
+from kvframework.errors import ConfigFieldError, PluginNotFound
 from kvframework.plugins import KINDS, EntryPointInfo, PluginRegistry, discover
 
 
 class Target(Struct, frozen=True):
     """`module` is imported, `attribute` of it holds the hooks ("" for the module itself). `offers` are the entry points
     that name it; `rivals` those of other distributions for the same names. `chosen` limits what is inspected to one
-    provider."""
+    provider, and `options` are what it is made with."""
 
     module: str
     attribute: str
     offers: list[EntryPointInfo]
     rivals: list[EntryPointInfo]
     chosen: str = ""
+    options: dict[str, Any] = {}
 
     @property
     def value(self) -> str:
@@ -28,18 +31,24 @@ class Target(Struct, frozen=True):
         return f"{self.module}:{self.attribute}" if self.attribute else self.module
 
 
-def find_targets(text: str) -> list[Target]:
+def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     """One for each distribution that offers KIND.NAME, or for each object that entry points name in MODULE.
 
-    Raises `PluginNotFound` and `PluginWrongKind`. Blocking: reads metadata.
+    Raises `PluginNotFound`, `PluginWrongKind`, and `ConfigFieldError` for `options` of no single plugin. Blocking:
+    reads metadata.
     """
     installed = discover()
     kind, _, name = text.partition(".")
+    if options and not (kind in KINDS and name):
+        raise ConfigFieldError(
+            "options are those of one plugin", where=f"--set {next(iter(options))}", available="KIND.NAME",
+            hint="name the plugin as `kvframework plugins list` shows it, not its module",
+        )  # fmt: skip
     if kind in KINDS and name:
         named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
         if not named:
             PluginRegistry(installed).resolve(kind, name)  # says what there is
-        return [_target(offer.value, installed, chosen=offer.title) for offer in named]
+        return [_target(offer.value, installed, offer.title, options) for offer in named]
     values = dict.fromkeys(offer.value for offer in installed if _module(offer.value) == text)
     if values:
         return [_target(value, installed) for value in values]
@@ -52,13 +61,15 @@ def find_targets(text: str) -> list[Target]:
     return [Target(text, "", [], [])]
 
 
-def _target(value: str, installed: list[EntryPointInfo], chosen: str = "") -> Target:
+def _target(
+    value: str, installed: list[EntryPointInfo], chosen: str = "", options: Mapping[str, object] | None = None
+) -> Target:
     offers = [offer for offer in installed if offer.value == value]
     titles = {offer.title for offer in offers if not chosen or offer.title == chosen}
     owners = {offer.distribution for offer in offers}
     rivals = [offer for offer in installed if offer.title in titles and offer.distribution not in owners]
     attribute = value.partition(":")[2].partition("[")[0].strip()
-    return Target(_module(value), attribute, offers, rivals, chosen)
+    return Target(_module(value), attribute, offers, rivals, chosen, dict(options or {}))
 
 
 def _module(value: str) -> str:

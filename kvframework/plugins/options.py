@@ -8,6 +8,7 @@ import msgspec
 from msgspec import inspect
 
 from kvframework.api import ByteSize, Options
+from kvframework.api.types import secret_mark
 
 _BASIC: dict[type[inspect.Type], str] = {
     inspect.AnyType: "anything",
@@ -59,7 +60,7 @@ def _describe(field: inspect.Field) -> OptionInfo:
         required=field.required,
         default=None if field.required else default,
         description=(metadata.extra_json_schema or {}).get("description", ""),
-        secret=bool((metadata.extra or {}).get("secret")),
+        secret=secret_mark(field.type) is not None,
     )
 
 

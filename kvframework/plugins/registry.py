@@ -14,6 +14,7 @@ import pluggy
 from kvframework.api import API_VERSION, Options, hookspecs
 from kvframework.config import closest, convert
 from kvframework.errors import (
+    ConfigFieldError,
     PluginBroken,
     PluginConflict,
     PluginError,
@@ -115,8 +116,17 @@ class PluginRegistry:
 
         Raises `ConfigFieldError`.
         """
-        options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
+        try:
+            options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
+        except ConfigFieldError as error:
+            error.hint = error.hint or f"`kvframework plugins info {provider.kind}.{provider.name}` lists its options"
+            raise
         return options
+
+    def offer(self, kind: str, name: str) -> EntryPointInfo:
+        """Who offers this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`, `PluginWrongKind` or
+        `PluginWrongApi`."""
+        return self._the_offer(kind, name)
 
     def names(self, kind: str) -> builtins.list[str]:
         """The names offered of a kind, sorted. Imports nothing."""

@@ -44,7 +44,7 @@ class PluginNames:
     @property
     def test_extras(self) -> str:
         """The extras of kvframework that its tests need: the kits, and torch where KV is made of tensors."""
-        return "testing,torch" if self.kind == "layout" else "testing"
+        return "testing,torch" if self.kind in ("layout", "transport") else "testing"
 
 
 def choose_names(kind: str, name: str) -> PluginNames:

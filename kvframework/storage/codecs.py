@@ -44,7 +44,8 @@ class CodecTable:
     def _encoded(self, name: str, codec: Codec, data: memoryview) -> Sequence[memoryview] | None:
         """None if the codec fails: the value goes as it is, and keeps back none of those beside it."""
         try:
-            return codec.encode(data)
+            # Tiers count on flat bytes.
+            return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in codec.encode(data)]
         except Exception as error:  # noqa: BLE001  whatever a plugin raises
             log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
             return None

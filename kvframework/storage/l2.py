@@ -129,14 +129,24 @@ class L2Store:
         return good
 
     def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
-        """Stores each value behind its header, sent straight from the given memory if no codec packs it."""
+        """Stores each value behind its header, sent straight from the given memory if no codec packs it. What a small
+        tier cannot hold at once goes in several calls, each with room made before it."""
         parts: list[list[memoryview]] = []
         for key, value in zip(keys, values, strict=True):
             name, packed = self._codecs.pack(self._codec, value)
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
-        yield from self._make_room([sum(part.nbytes for part in each) for each in parts])
+        stored: list[bool] = []
+        while len(stored) < len(keys):
+            rest = slice(len(stored), None)
+            number = yield from self._make_room([sum(part.nbytes for part in each) for each in parts[rest]])
+            stored += yield from self._put_together(keys[rest][:number], values[rest][:number], parts[rest][:number])
+        return stored
+
+    def _put_together(
+        self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
+    ) -> Steps[list[bool]]:
         outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
@@ -231,18 +241,22 @@ class L2Store:
     def _keeps_room(self) -> bool:
         return self.capabilities >= {"capacity", "scan"}
 
-    def _make_room(self, sizes: Sequence[int]) -> Steps[None]:
-        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark."""
+    def _make_room(self, sizes: Sequence[int]) -> Steps[int]:
+        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark; how
+        many of them, the first ones, may be written now."""
         if not self._keeps_room:
-            return
-        excess = self._watermarks.excess((yield from self._ask_usage()), sizes)
+            return len(sizes)
+        usage = yield from self._ask_usage()
+        number = self._watermarks.at_once(usage, sizes)
+        excess = self._watermarks.excess(usage, sizes[:number])
         if not excess:
-            return
+            return number
         leaving = yield from self._calls.call(
             "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
         )
         for first in range(0, len(leaving), DELETE_AT_ONCE):
             self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
+        return number
 
     def _ask_usage(self) -> Steps[TierUsage]:
         self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvframework.errors import TierError
+from kvframework.errors import KVFrameworkError, TierError
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.latency import Latencies
 from kvframework.storage.steps import Steps, do
@@ -27,7 +27,7 @@ STATES = ("closed", "half-open", "open")
 _TOLD = ("reads", "writes")
 COUNTERS = (
     "hits", "misses", "read_failed", "bytes_read", "stored", "store_failed", "bytes_written", "evicted", "errors",
-    "refused", "corrupt", "codec_failed", "foreign_codec", "write_dropped", "write_lost", "write_given_up",
+    "bugs", "refused", "corrupt", "codec_failed", "foreign_codec", "write_dropped", "write_lost", "write_given_up",
 )  # fmt: skip
 
 
@@ -50,6 +50,8 @@ class TierCalls:
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
         self._latencies: dict[str, Latencies] = {}
         self._closed = False
+        # Bugs of the plugin whose traceback is in the log: calls and what they raised.
+        self._told_bugs: set[tuple[str, type[Exception]]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -90,10 +92,11 @@ class TierCalls:
         try:
             result = yield from do(operation, began + (timeout_s or self._timeout_s))
         except Exception as error:
-            self._failed(name, number, error)
-            if isinstance(error, TierError):
+            failure = error if isinstance(error, TierError) else self._failure_of(name, error)
+            self._failed(name, number, failure)
+            if failure is error:
                 raise
-            raise TierError(f"{type(error).__name__}: {error}", where=self.name) from error
+            raise failure from error
         self._succeeded(name, number, began)
         return result
 
@@ -135,6 +138,21 @@ class TierCalls:
             log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+
+    def _failure_of(self, name: str, error: Exception) -> TierError:
+        """The store's failure that stands for it. Unless an error of this framework, it is a bug: told with its
+        traceback once, and with the others of its kind as any failure is."""
+        if isinstance(error, KVFrameworkError):
+            return TierError(error.fact, where=error.where or self.name, hint=error.hint)
+        cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        with self._lock:
+            self.counters["bugs"] += 1
+            kind, quiet = (name, type(error)), self._closed
+            fresh = kind not in self._told_bugs
+            self._told_bugs.add(kind)
+        if fresh and not quiet:
+            log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
+        return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
 
     def _succeeded(self, name: str, number: int, began: float) -> None:
         with self._lock:

@@ -25,6 +25,18 @@ class Watermarks:
             return 0
         return max(wanted - int(self.low * usage.capacity_bytes), 0)
 
+    def at_once(self, usage: TierUsage, sizes: Iterable[int]) -> int:
+        """How many values, the first of `sizes`, may be written before room is made again: what fits below `low`, at
+        least one. Those that the whole tier could not hold take no room."""
+        room, number = self.low * usage.capacity_bytes, 0
+        for nbytes in sizes:
+            if nbytes <= self.high * usage.capacity_bytes:
+                room -= nbytes
+                if room < 0 and number:
+                    break
+            number += 1
+        return number
+
 
 def oldest(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
     """The keys used longest ago that hold at least `nbytes` together. Holds no more than it returns, and one."""

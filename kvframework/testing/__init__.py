@@ -49,4 +49,6 @@ if "pytest" in sys.modules:
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name] != "faults":
+        import_module(f"{__name__}.needs_pytest")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

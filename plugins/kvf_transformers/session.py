@@ -112,7 +112,9 @@ class CacheSession:
         request = self._hashed(tokens, attached)
         found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
         try:
-            hit = attached.scheduler.wait(found, self._timeout_s).hit_tokens
+            # Its ticket is the one to free: the server has ended that of a wait without a hit.
+            found = attached.scheduler.wait(found, self._timeout_s)
+            hit = found.hit_tokens
             if not hit:
                 return Moved()
             pairs = tuple((_with_tokens(keys, hit), _with_tokens(values, hit)) for keys, values in self._templates)

@@ -43,7 +43,7 @@ CHANGES = {
     "a parameter": ("api.tier", "def ping(self, *, deadline: float)", "def ping(self, *, deadline: float, hard: bool)"),
     "a type": ("api.tier", "used_bytes: int", "used_bytes: float"),
     "a default": ("api.requests", "deadline_s: float = 5.0", "deadline_s: float = 6.0"),
-    "a bound": ("api.driver", "Meta(gt=0, desc", "Meta(gt=1, desc"),
+    "a bound": ("api.driver", "Meta(ge=1, desc", "Meta(ge=2, desc"),
     "a method that must be there": ("api.eviction", "def on_access", "def on_use"),
     "the order of fields": ("api.driver", "view: memoryview\n    address: int", "address: int\n    view: memoryview"),
     "a base": ("errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),

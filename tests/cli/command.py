@@ -45,6 +45,7 @@ def install_config_plugins(site: Path) -> None:
         class Store(Options, frozen=True):
             url: str
             token: Secret = ""
+            pin: Annotated[Secret | None, Meta(description="of the door")] = None
             mirrors: tuple[str, ...] = ()
             mode: Mode = Mode.fast
             depth: Annotated[int, Meta(ge=1, le=9)] | None = None

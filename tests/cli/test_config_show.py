@@ -37,6 +37,7 @@ use = "cpu_gather"
 use = "store"
 url = "store://me:{SECRET}@host/0?key={SECRET}"
 token = "{SECRET}"
+pin = "{SECRET}"
 mirrors = ["store://you:{SECRET}@mirror", "plain"]
 timeout_s = 5
 """

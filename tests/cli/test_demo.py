@@ -101,6 +101,17 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary, t
 
 
 @pytest.mark.transformers
+def test_any_tier_plugin_may_stand_behind_the_server(temporary, tmp_path):
+    settings = ["--set", f"path={tmp_path / 'l2'}", "--set", "capacity=1GiB"]
+    done = run(temporary, *SMALL, "--json", "--l2", "filesystem", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("filesystem", 512, True)
+    assert "waiting for tier filesystem to have it all  3 values" in done.stderr
+    assert list((tmp_path / "l2").iterdir()), "the folder that was named holds the values"
+
+
+@pytest.mark.transformers
 def test_a_terminated_demo_leaves_nothing_behind(temporary):
     process = subprocess.Popen(
         [*COMMAND, *SMALL], env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
@@ -124,6 +135,10 @@ def test_a_terminated_demo_leaves_nothing_behind(temporary):
         (["--model", "/nowhere"], "/nowhere"),
         (["--redis-url", "redis://localhost"], "--l2 redis"),
         (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
+        (["--set", "path=/tmp/x"], "--l2"),
+        (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
+        (["--l2", "filesystm"], "did you mean 'filesystem'?"),
+        (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
         (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
         (["--size", "tiny", "--tokens", "100"], "more than 256"),
     ],

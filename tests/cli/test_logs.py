@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.logs import JsonFormatter
 from kvframework.config import LogConfig, load_config
 from kvframework.errors import ConfigFieldError
+from kvframework.log_form import JsonFormatter
 from tests.cli.command import run
 from tests.server_process import ServerProcess
 
@@ -71,9 +71,8 @@ def test_the_command_line_goes_before_the_configuration(tmp_path: Path) -> None:
 def test_warnings_and_threads_are_logged_too() -> None:
     script = (
         "import logging, threading, warnings\n"
-        "from kvframework.cli.logs import configure_logging\n"
-        "from kvframework.config import LogConfig\n"
-        "configure_logging(LogConfig(format='json'))\n"
+        "from kvframework.log_form import configure_logging\n"
+        "configure_logging('info', 'json')\n"
         "warnings.warn('careful')\n"
         "def fail(): raise ValueError('in a thread')\n"
         "thread = threading.Thread(target=fail, name='worker')\n"

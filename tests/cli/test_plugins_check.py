@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.command import run
 from tests.inspection.planted import PLANTED, SOUND
-from tests.inspection.test_planted import PROPER
+from tests.inspection.test_planted import NEEDS_PATH, PROPER
 from tests.plugins.fake_distributions import install
 
 
@@ -47,3 +47,14 @@ def test_a_plugin_that_is_not_there_is_wrong_usage(name: str, text: str) -> None
     done = run("plugins", "check", name)
     assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr
+
+
+def test_options_are_set_for_what_is_checked(site: Path) -> None:
+    install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
+    done = run("plugins", "check", "tier.deep", "--set", f"path={site}", "--set", "depth=3", site=site)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (site / "made").exists()
+    assert "error [false-capability]" in done.stdout
+    refused = run("plugins", "check", "deep", "--set", f"path={site}", site=site)
+    assert refused.returncode == 2
+    assert "KIND.NAME" in refused.stderr

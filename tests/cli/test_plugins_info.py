@@ -30,6 +30,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
         "options": [
             option("url", "string", required=True),
             option("token", "string", default="", secret=True),
+            option("pin", "string", description="of the door", secret=True),
             option("mirrors", "array of string", default=[]),
             option("mode", '"fast"', default="fast"),
             option("depth", "integer 1 to 9"),
@@ -54,6 +55,7 @@ def test_for_people_it_is_a_table(site: Path) -> None:
     assert rows["distribution:"] == ["acme-kvf", "1.0"]
     assert rows["url"] == ["string", "required"]
     assert rows["token"] == ["string", '""', "(shown", "masked)"]
+    assert rows["pin"] == ["string", "not", "set", "of", "the", "door", "(shown", "masked)"]
     assert rows["mode"] == ['"fast"', '"fast"']
     assert rows["depth"] == ["integer", "1", "to", "9", "not", "set"]
 

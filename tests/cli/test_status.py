@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.server_process import ServerProcess
 
 
-def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+def status(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", *arguments]
-    wide = {**os.environ, "COLUMNS": "200"}
+    wide = {**os.environ, "COLUMNS": str(columns)}
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=wide)
 
 
@@ -26,6 +27,18 @@ def test_status_shows_instances_and_l1() -> None:
         document = json.loads(status("--endpoint", server.endpoint, "--json").stdout)
         assert document["instances"][0]["model"] == "m[bold]x"
         assert document["server"]["chunk_size"] == 256
+
+
+def test_a_pipe_gets_one_line_for_each_tier(tmp_path: Path) -> None:
+    with ServerProcess("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}") as server:
+        shown = status("--endpoint", server.endpoint, columns=40).stdout
+        lines = [line.strip() for line in shown.splitlines()]
+        header = next(line for line in lines if line.startswith("L2 "))
+        assert header.split() == [
+            "L2", "circuit", "codec", "used", "get", "ms", "put", "ms", "hits", "misses", "stored", "errors", "corrupt",
+            "to", "write",
+        ]  # fmt: skip
+        assert len([line for line in lines if line.startswith("filesystem ")]) == 1
 
 
 def test_without_a_server_the_error_says_what_to_do() -> None:

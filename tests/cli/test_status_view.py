@@ -53,7 +53,7 @@ def test_every_tier_is_a_row() -> None:
     header, *rows = cells(TIER, TIER | {"name": "disk", "codec": "none", "state": "half-open"})
     assert header[:4] == ["L2", "circuit", "codec", "used"]
     assert rows[0] == [
-        "redis", "closed", "zstd", "3.0 MiB / 8.0 GiB", "11", "12", "13", "14", "15", "16", "0.523 / 12.3", "-",
+        "redis", "closed", "zstd", "3.0 MiB / 8.0 GiB", "0.523 / 12.3", "-", "11", "12", "13", "14", "15", "16",
     ]  # fmt: skip
     assert rows[1][:3] == ["disk", "half-open", "none"]
     assert len(header) == len(rows[0])
@@ -61,7 +61,7 @@ def test_every_tier_is_a_row() -> None:
 
 def test_a_tier_that_tells_little() -> None:
     _, row = cells({"name": "old", "state": "closed", "usage": None, "write_pending": 1})
-    assert row == ["old", "closed", "-", "-", "0", "0", "0", "0", "0", "1", "-", "-"]
+    assert row == ["old", "closed", "-", "-", "-", "-", "0", "0", "0", "0", "0", "1"]
 
 
 def test_without_l2_there_is_no_table() -> None:
@@ -115,3 +115,21 @@ def test_a_narrow_terminal_loses_nothing() -> None:
     text = "".join(shown(TIER, width=80))
     for number in ("11", "12", "13", "14", "15", "16"):
         assert number in text
+
+
+def test_a_terminal_of_80_columns_breaks_no_word() -> None:
+    tier = TIER | {"name": "filesystem", "state": "half-open", "hits": 12_345_678, "stored": 1_234_567}
+    lines = shown(tier, width=80)
+    assert all(len(line) <= 80 for line in lines)
+    heads, rows = (
+        [re.split(" {2,}", line.strip()) for line in lines if line.strip().startswith(f"{word} ")]
+        for word in ("L2", "filesystem")
+    )
+    assert heads == [
+        ["L2", "circuit", "codec", "used", "get ms", "put ms"],
+        ["L2", "hits", "misses", "stored", "errors", "corrupt", "to write"],
+    ]
+    assert rows == [
+        ["filesystem", "half-open", "zstd", "3.0 MiB / 8.0 GiB", "0.523 / 12.3", "-"],
+        ["filesystem", "12345678", "12", "1234567", "14", "15", "16"],
+    ]

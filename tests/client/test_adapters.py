@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,25 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
             found = second.kv[name][:, target[0]].flatten(1, 2)
             assert torch.equal(found[:, 20:], stored[:, 20:])
             assert not torch.equal(found[:, :20], stored[:, :20])
+
+
+def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
+    with ServerProcess(*l2) as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
+        assert client.wait_up(5)
+        engine = Engine(client)
+        asked = engine.scheduler.lookup(engine.request(list(range(512))))
+        assert asked.pending
+        assert asked.ticket
+        found = engine.scheduler.wait(asked, 10)
+        assert (found.hit_tokens, found.ticket, found.pending) == (0, "", False)
+        engine.scheduler.free(found)
+        engine.scheduler.end_request("r")
+        assert server.status()["messaging"]["counters"].get("errors.request.lease", 0) == 0
+        engine.scheduler.free(asked)  # a ticket that is over: nothing is left to let go
+        assert engine.scheduler.failures == 0
+        assert not caplog.records
+        engine.worker.close()
 
 
 def test_a_failed_load_names_its_blocks(client: KVClient) -> None:

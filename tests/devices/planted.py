@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
+from msgspec import structs
 
 from kvframework.api import (
+    Allocation,
     Arena,
     CopyBatch,
     CopyJob,
     DeviceTransportProvider,
     EngineLink,
+    Exported,
     MessagingFuture,
     ServerContext,
     ServerTransport,
@@ -24,7 +28,7 @@ from kvframework.api import (
     hookimpl,
 )
 from kvframework.devices import DeviceServerTransport, DeviceTransfer
-from kvframework.errors import DeviceError
+from kvframework.errors import DeviceError, DeviceLost
 from kvframework.testing.accelerator import Event, Stream
 
 # in the copier
@@ -55,6 +59,43 @@ class KeepsMemoryOpen(SimCopier):
         return None
 
 
+class KeepsOpenedEvents(SimCopier):
+    def close_event(self, event: Event) -> None:
+        return None
+
+
+class SynchronizesFirst(SimCopier):
+    def record(self, event: Event, stream: Stream) -> None:
+        stream.synchronize(60.0)
+        super().record(event, stream)
+
+
+class OpensWithoutASize(SimCopier):
+    def open(self, allocation: Allocation) -> int:
+        return super().open(structs.replace(allocation, nbytes=0))
+
+
+class TakesTheFirstDevice(SimCopier):
+    def open(self, allocation: Allocation) -> int:
+        return self._runtime.open_memory(self._runtime.devices[0], allocation.handle, allocation.nbytes)
+
+
+class KnowsNoLoss(SimCopier):
+    def reached(self, event: Event) -> bool:
+        try:
+            return super().reached(event)
+        except DeviceLost as error:
+            raise DeviceError(error.fact) from error
+
+
+class LosesAtOnce(SimCopier):
+    def reached(self, event: Event) -> bool:
+        try:
+            return super().reached(event)
+        except DeviceError as error:
+            raise DeviceLost(error.fact) from error
+
+
 def off_by_one(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     return OffByOne(runtime(options.node), device, arena)
 
@@ -69,6 +110,30 @@ def frees_early(options: SimOptions, device: str, arena: Arena) -> SimCopier:
 
 def keeps_memory_open(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     return KeepsMemoryOpen(runtime(options.node), device, arena)
+
+
+def keeps_opened_events(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return KeepsOpenedEvents(runtime(options.node), device, arena)
+
+
+def synchronizes_first(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return SynchronizesFirst(runtime(options.node), device, arena)
+
+
+def opens_without_a_size(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return OpensWithoutASize(runtime(options.node), device, arena)
+
+
+def takes_the_first_device(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return TakesTheFirstDevice(runtime(options.node), device, arena)
+
+
+def knows_no_loss(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return KnowsNoLoss(runtime(options.node), device, arena)
+
+
+def loses_at_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return LosesAtOnce(runtime(options.node), device, arena)
 
 
 # in the engine
@@ -87,6 +152,38 @@ class RecordsTooLate(SimEngine):
 
         record = super().record
         threading.Timer(0.3, late).start()
+
+
+class ExportsNoOffset(SimEngine):
+    def export(self, address: int) -> Exported:
+        return super().export(address)._replace(offset=0)
+
+
+class WaitsForTheEngine(SimEngine):
+    def record(self, event: Event, ready: object | None) -> None:
+        while isinstance(ready, Event) and not self._runtime.reached(ready):
+            time.sleep(0.005)
+        super().record(event, ready)
+
+
+class HasOneStream(SimEngine):
+    def record(self, event: Event, ready: object | None) -> None:
+        if ready is not None:
+            self._behind[event] = next(iter(self._behind.values()), None) or self._runtime.stream(event.device)
+        super().record(event, ready)
+
+    def destroy_event(self, event: Event) -> None:
+        self._runtime.destroy_event(event)
+
+
+class TakesAnythingForNone(SimEngine):
+    def record(self, event: Event, ready: object | None) -> None:
+        super().record(event, ready if isinstance(ready, Event) else None)
+
+
+class KeepsEvents(SimEngine):
+    def destroy_event(self, event: Event) -> None:
+        return None
 
 
 class IgnoresSkip(DeviceTransfer):
@@ -184,6 +281,17 @@ def kvf_transports() -> list[TransportProvider[SimOptions]]:
         _provider("keeps_memory_open", copier=keeps_memory_open),
         _provider("forgets_the_event", engine=lambda options: ForgetsTheEvent(runtime(options.node))),
         _provider("records_too_late", engine=lambda options: RecordsTooLate(runtime(options.node))),
+        _provider("synchronizes_first", copier=synchronizes_first),
+        _provider("opens_without_a_size", copier=opens_without_a_size),
+        _provider("takes_the_first_device", copier=takes_the_first_device),
+        _provider("knows_no_loss", copier=knows_no_loss),
+        _provider("loses_at_once", copier=loses_at_once),
+        _provider("keeps_opened_events", copier=keeps_opened_events),
+        _provider("has_one_stream", engine=lambda options: HasOneStream(runtime(options.node))),
+        _provider("takes_anything_for_none", engine=lambda options: TakesAnythingForNone(runtime(options.node))),
+        _provider("exports_no_offset", engine=lambda options: ExportsNoOffset(runtime(options.node))),
+        _provider("waits_for_the_engine", engine=lambda options: WaitsForTheEngine(runtime(options.node))),
+        _provider("keeps_events", engine=lambda options: KeepsEvents(runtime(options.node))),
         _by_hand("ignores_skip", IgnoresSkip),
         _by_hand("waits_for_the_copy", WaitsForTheCopy),
         _by_hand("copies_after_cancel", server=AnswersCancelAtOnce),

@@ -18,10 +18,10 @@ def _class_for(bug: str) -> type:
     @classmethod
     def spec(cls: type, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigSpec]:
         with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as node:
-            arguments = {"node": str(node.path), "module": "tests.devices.planted", "transport": bug}
+            arguments = {"node": str(node.path), "module": "tests.devices.planted", "transport": bug, "device": -1}
             yield RigSpec("tests.devices.rigs:simdev", arguments)
 
-    return type(f"Test_{bug}", (TransportConformance,), {"spec": spec})
+    return type(f"Test_{bug}", (TransportConformance,), {"spec": spec, "patience_s": 3.0})
 
 
 for each in BUGS:

@@ -16,4 +16,4 @@ class TestSimdev(TransportConformance):
     @classmethod
     def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigSpec]:
         with SimulatedNode(tmp_path_factory.mktemp("node"), seed=3, max_delay_s=0.0005) as node:
-            yield RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
+            yield RigSpec("tests.devices.rigs:simdev", {"node": str(node.path), "device": -1})

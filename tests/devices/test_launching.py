@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvframework.api import CopyBatch
 from kvframework.devices.backoff import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.launching import Job, Launcher
-from kvframework.devices.messages import Beat, Done, Frames, Start, framed, from_copier
+from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.pinning import Pinning
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
@@ -278,7 +278,7 @@ def test_backoff_grows_and_forgets() -> None:
 
 
 def test_frames_are_cut_wherever_the_stream_was() -> None:
-    messages = [Done(7, True), Beat(0.5), Done(8, False, "device.error", "x" * 1000)]
+    messages = [Done(7, True), Beat(0.5), Done(8, False, Failure("device.error", "x" * 1000, hint="y"))]
     stream = b"".join(framed(message) for message in messages)
     for size in (1, 3, 7, len(stream)):
         frames, found = Frames(), []

@@ -20,6 +20,17 @@ BUGS = {
     "frees_early": ("test_nothing_is_answered_while_a_copy_stands_still", "(?i)assert"),
     "copies_after_cancel": ("test_a_cancelled_load_touches_nothing_once_it_is_answered", "DID NOT RAISE"),
     "keeps_memory_open": ("test_after_the_end_of_an_instance_nothing_is_open", "once the memory is closed"),
+    "exports_no_offset": (f"{CONTENT}[nhd]", "(?i)assert"),
+    "takes_the_first_device": (f"{CONTENT}[nhd]", "wrong_device"),
+    "opens_without_a_size": ("test_memory_smaller_than_it_says_is_refused", "DID NOT RAISE"),
+    "loses_at_once": ("test_a_copy_that_fails_is_one_miss", "the copier ended"),
+    "knows_no_loss": ("test_a_poisoned_context_ends_its_copier_and_the_next_one_works", "raise DeviceLost once"),
+    "waits_for_the_engine": ("test_a_submit_does_not_wait_for_the_engines_work", "returned only after"),
+    "synchronizes_first": ("test_what_waits_is_cancelled_while_another_copy_stands_still", "did not answer"),
+    "keeps_events": ("test_after_the_end_of_an_instance_nothing_is_open", "every event is closed"),
+    "keeps_opened_events": ("test_after_the_end_of_an_instance_nothing_is_open", "every event is closed"),
+    "has_one_stream": ("test_a_transfer_does_not_wait_for_another_ones_event", "stood behind one"),
+    "takes_anything_for_none": ("test_what_is_no_event_is_not_taken_for_none", "came too early"),
     "waits_for_the_copy": ("test_a_submit_does_not_wait_for_copies", "assert"),
 }
 

@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvframework.testing import accelerator
-from kvframework.testing.accelerator import memory, runtime
+from kvframework.testing.accelerator import memory, node, runtime
 from tests.plugins.fake_distributions import install
+from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "plugins" / "transports.md").read_text()
 EXAMPLE = ROOT / "examples" / "kvf-simdev"
 FILES = [EXAMPLE / "kvf_simdev.py", EXAMPLE / "tests" / "simdev_rig.py", EXAMPLE / "tests" / "test_simdev.py"]
+DEMO = EXAMPLE / "use_simdev.py"
 
 
 def blocks(language: str) -> list[str]:
@@ -27,7 +30,7 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_every_python_block_is_the_examples_code(number: int) -> None:
     block = blocks("python")[number].strip()
-    assert any(_in(block, file.read_text()) for file in FILES)
+    assert any(_in(block, file.read_text()) for file in [*FILES, DEMO])
 
 
 def _in(block: str, source: str) -> bool:
@@ -53,6 +56,52 @@ def test_every_violation_is_explained() -> None:
     table = GUIDE[GUIDE.index("| violation |") :]
     assert kinds | {"leaked_context"} == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M))))
     assert accelerator.Misuse.__name__
+
+
+def test_every_fault_is_explained(tmp_path: Path) -> None:
+    table = GUIDE[GUIDE.index("| fault |") : GUIDE.index("| violation |")]
+    faults = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert faults == list(get_args(node.Fault))
+    with accelerator.SimulatedNode(tmp_path / "made" / "for" / "it") as made:
+        for fault in faults:
+            made.inject(fault, made.devices[0])
+        with pytest.raises(ValueError, match="there is no fault 'copy_failed'"):
+            made.inject("copy_failed", made.devices[0])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="there is no device"):
+            made.inject("poison", "gpu-9")
+
+
+def test_the_engine_in_small_stores_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "kvf-simdev", {"transport.simdev": "kvf_simdev"}, {"kvf_simdev": FILES[0].read_text()})
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with accelerator.SimulatedNode(tmp_path / "node") as made:
+        path = str(made.path)
+        with ServerProcess("transport.0.use=simdev", f"transport.0.node={path}") as server:
+            command = [sys.executable, "-W", "error", str(DEMO), server.endpoint, path]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.stdout.splitlines() == ["stored True", "loaded True True"], done.stderr + server.log
+        assert made.violations() == []
+
+
+def test_without_pytest_the_kit_says_what_to_install() -> None:
+    """As in an environment without the extra: whoever reads its help is told, and nobody else is bothered."""
+    script = (
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'pytest' else real(name, *rest)\n"
+        "import kvframework.testing.accelerator\n"
+        "from kvframework import testing\n"
+        "for ask in (lambda: __import__('kvframework.testing.transport'), lambda: testing.TierConformance):\n"
+        "    try:\n"
+        "        ask()\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        print(error.name, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    said = 'pytest the kits need pytest: pip install "kvframework[testing]"'
+    assert done.stdout.splitlines() == [said, said]
 
 
 def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: Path) -> None:

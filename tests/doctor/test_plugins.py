@@ -31,17 +31,37 @@ def hangs(options, context, deadline):
     time.sleep(600)
 def nonsense(options, context, deadline):
     return [Finding("acme", "awful", 7)]
+def text(options, context, deadline):
+    return ["text"]
+def nothing(options, context, deadline):
+    return None
+def single(options, context, deadline):
+    return Finding("acme.disk", "ok", "all is well")
 @hookimpl
 def kvf_tiers():
     def tier(name, diagnose, **fields):
         return TierProvider(name=name, summary=name, create=print, diagnose=diagnose, **fields)
     return [
         tier("seen", seen), tier("raises", raises), tier("breaks", breaks), tier("dies", dies), tier("hangs", hangs),
-        tier("nonsense", nonsense), tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
+        tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing), tier("single", single),
+        tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
         L1Provider(name="memory", summary="m", create=print, diagnose=seen),
     ]
 """
-NAMES = ("seen", "raises", "breaks", "dies", "hangs", "nonsense", "quiet", "absent", "memory")
+NAMES = (
+    "seen",
+    "raises",
+    "breaks",
+    "dies",
+    "hangs",
+    "nonsense",
+    "quiet",
+    "absent",
+    "memory",
+    "text",
+    "nothing",
+    "single",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +87,9 @@ def test_a_tier_tells_what_it_sees() -> None:
         ("breaks", {"acme.first": "ok", "plugin.diagnose": "fail"}, "ValueError: broken"),
         ("dies", {"acme.first": "ok", "plugin.diagnose": "fail"}, "was ended by SIGABRT"),
         ("nonsense", {"plugin.diagnose": "fail"}, "is no finding"),
+        ("text", {"plugin.diagnose": "fail"}, "text: diagnose returned list[str], expected Sequence[Finding]"),
+        ("nothing", {"plugin.diagnose": "fail"}, "nothing: diagnose returned NoneType, expected Sequence[Finding]"),
+        ("single", {"plugin.diagnose": "fail"}, "single: diagnose returned Finding, expected Sequence[Finding]"),
     ],
 )
 def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str, str], text: str) -> None:
@@ -120,6 +143,25 @@ def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
     assert levels(found) == {"plugin.usable": "ok", "limits.memlock": "warn"}
     assert found["limits.memlock"].fact == "64.0 KiB of memory may be locked, and transport gpu pins L1 for its device"
     assert "LimitMEMLOCK=infinity" in found["limits.memlock"].advice
+
+
+def test_a_device_transport_tells_of_its_devices(site: Path) -> None:
+    source = """
+    from kvframework.api import *
+    def diagnose(options, context, deadline):
+        yield Finding("bolt.driver", "warn", f"seen from {context.where} with {options.stall_s}", "update it")
+    @hookimpl
+    def kvf_transports():
+        return [
+            DeviceTransportProvider(
+                name="bolt", summary="b", create_engine=print, create_copier=print, is_gpu=False, diagnose=diagnose
+            )
+        ]
+    """
+    install(site, "bolt", {"transport.bolt": "bolt_dev"}, {"bolt_dev": source})
+    found = ask("bolt", role="TransportProvider", stall_s=7.0)
+    assert levels(found) == {"plugin.usable": "ok", "bolt.driver": "warn"}
+    assert found["bolt.driver"].fact.endswith("with 7.0")
 
 
 def test_nothing_of_it_comes_into_this_process() -> None:

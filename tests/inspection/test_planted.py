@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvframework.errors import ConfigFieldError
 from kvframework.inspection import PROBLEMS, inspect_plugin
 from tests.inspection.planted import PLANTED, SOUND
 from tests.plugins.fake_distributions import install
@@ -131,6 +132,55 @@ def kvf_tiers():
     report = inspect_plugin("tier.half")
     assert {each.id for each in report.problems} == {"missing-method"}
     assert {each.fact for each in report.problems} >= {"it has no put()", "it has no contains()"}
-    assert report.notes == [
-        "tier.half: none was made here: its options path have no default; its class Half was looked at instead"
-    ]
+    (note,) = report.notes
+    assert note.startswith("tier.half: none was made here: its option path has no default, give --set path=VALUE; ")
+    assert note.endswith("; its class Half was looked at instead")
+
+
+NEEDS_PATH = """
+from kvframework.api import Options, Tier, TierProvider, hookimpl
+from typing import Annotated
+from msgspec import Meta
+class Where(Options, frozen=True):
+    path: Annotated[str, Meta(description="where")]
+    depth: Annotated[int, Meta(description="how deep", ge=1)] = 1
+def _made(path):
+    class Hidden(Tier):
+        name = "hidden"
+        def __init__(self):
+            open(path + "/made", "w").close()
+        def contains(self, keys, *, deadline): ...
+        def get_into(self, keys, parts, *, deadline): ...
+        def put(self, keys, parts, *, deadline): ...
+        def delete(self, keys, *, deadline): ...
+        def scan(self, *, deadline): ...
+        def close(self): ...
+    return Hidden()
+@hookimpl
+def kvf_tiers():
+    claims = frozenset({"capacity"})
+    create = lambda options, context: _made(options.path)
+    return [TierProvider(name="deep", summary="d", options=Where, capabilities=claims, create=create)]
+"""
+
+
+def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: Path) -> None:
+    install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
+    report = inspect_plugin("tier.deep")
+    assert report.problems == []
+    assert "give --set path=VALUE; the conformance kit must tell the rest" in report.notes[0]
+    report = inspect_plugin("tier.deep", {"path": str(site), "depth": 2})
+    assert (site / "made").exists()
+    assert report.notes == []
+    assert {each.id for each in report.problems} == {"false-capability", "undeclared-capability"}
+    report = inspect_plugin("tier.deep", {"path": str(site), "depht": 2})
+    assert "none was made here: unknown key 'depht' [config.field]" in report.notes[0]
+    report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})
+    fails = next(each for each in report.problems if each.id == "create-fails")
+    assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")
+
+
+def test_options_of_a_module_are_refused(site: Path) -> None:
+    install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
+    with pytest.raises(ConfigFieldError, match="of one plugin"):
+        inspect_plugin("deep", {"path": str(site)})

@@ -36,6 +36,10 @@ class Everything(Options, frozen=True):
     headers: dict[str, str] = {}  # noqa: RUF012
     maybe: bool | None = None
     inner: Inner = Inner()
+    pin: Annotated[Secret | None, Meta(description="may be missing")] = None
+    mirror: Annotated[SecretUrl | None, Meta(description="may be missing")] = None
+    tokens: Annotated[dict[str, Secret], Meta(description="by host")] = {}  # noqa: RUF012
+    chain: Annotated[list[Secret] | None, Meta(description="may be missing")] = None
 
 
 def test_options_are_described_for_the_reader_of_a_toml_file() -> None:
@@ -56,7 +60,13 @@ def test_options_are_described_for_the_reader_of_a_toml_file() -> None:
         "headers": "table of string",
         "maybe": "boolean",
         "inner": "table",
+        "pin": "string",
+        "mirror": "string",
+        "tokens": "table of string",
+        "chain": "array of string",
     }
+    secret = {"url", "key", "keys", "pin", "mirror", "tokens", "chain"}
+    assert {name for name, option in found.items() if option.secret} == secret
     assert found["hosts"].default == []
     assert describe_options(NoOptions) == []
 
@@ -75,6 +85,12 @@ PASSWORD = "hunter2"
         (Everything(url="x://host", headers={"via": f"y://:{PASSWORD}@b"}), "headers", {"via": "y://***@b"}),
         (Everything(url="x://host", inner=Inner(PASSWORD)), "inner", {"token": "***"}),
         (Everything(url="x://host", size=ByteSize(7)), "size", 7),
+        (Everything(url="x://host", keys=(PASSWORD,)), "keys", ["***"]),
+        (Everything(url="x://host", pin=PASSWORD), "pin", "***"),
+        (Everything(url="x://host"), "pin", None),
+        (Everything(url="x://host", mirror=f"y://a:{PASSWORD}@b"), "mirror", "y://***@b"),
+        (Everything(url="x://host", tokens={"a": PASSWORD}), "tokens", {"a": "***"}),
+        (Everything(url="x://host", chain=[PASSWORD]), "chain", ["***"]),
     ],
 )
 def test_secrets_are_neither_shown_nor_in_a_repr(options: Everything, name: str, shown: object) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvframework.errors import (
+    ConfigFieldError,
     PluginBroken,
     PluginConflict,
     PluginNotFound,
@@ -157,3 +158,14 @@ def test_resolving_one_plugin_calls_no_hook_of_another(site: Path) -> None:
     registry.resolve("codec", "fine")
     registry.resolve("codec", "fine")
     assert calls == ["bolt_fine"]
+
+
+def test_options_that_are_wrong_point_at_the_list_of_them() -> None:
+    registry = PluginRegistry()
+    provider = registry.resolve("tier", "filesystem")
+    with pytest.raises(ConfigFieldError, match="missing required field `path`") as caught:
+        registry.options(provider, {}, where="[[l2]] #1")
+    assert caught.value.hint == "`kvframework plugins info tier.filesystem` lists its options"
+    with pytest.raises(ConfigFieldError) as caught:
+        registry.options(provider, {"pth": "/tmp"}, where="[[l2]] #1")
+    assert caught.value.hint == "did you mean 'path'?"

@@ -180,6 +180,16 @@ def test_nothing_stays_pinned(server):
         assert (status["l1"]["pin_leases"], status["l1"]["write_leases"]) == (0, 0)
 
 
+def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
+    l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
+    with ServerProcess(f"server.chunk_size={CHUNK}", *l2) as running:
+        with attach(make_model(FAMILIES["llama with grouped heads"]), running, "cold") as kv:
+            assert kv.generate(prompt(), 1).restored.hit_tokens == 0
+        counters = running.status()["messaging"]["counters"]
+    assert not [name for name in counters if name.startswith("errors.")]
+    assert not caplog.records
+
+
 def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
     model, ids = make_model(LlamaConfig(**SMALL)), prompt(seed=8)
     with ServerProcess(f"server.chunk_size={CHUNK}") as own, attach(model, own, "killed") as kv:

@@ -16,6 +16,10 @@ from tests.simulation.prompts import CONTENT
 MODES = ("down", "late", "full", "read-only", "flaky", "raises", "miscounts")
 
 
+class TierBug(ValueError):
+    """What a tier raises that is wrong: the log tells it with its traceback."""
+
+
 class SimTier(Tier):
     """`values` outlive a restart of the server. `dice` is the running action's."""
 
@@ -139,7 +143,7 @@ class SimTier(Tier):
         if self.closed or self.mode == "down" or self._clock() > deadline:
             raise TierError("closed, down, or too late")
         if self.mode == "raises":
-            raise ValueError("a bug of the tier")
+            raise TierBug("a bug of the tier")
 
     def _end(self, outcomes: list[Outcome]) -> list[Outcome]:
         """What was done is done; the answer may not come."""

@@ -225,6 +225,46 @@ def test_a_full_tier_loses_what_was_used_longest_ago() -> None:
     assert store.status()["usage"] == {"used_bytes": 5000, "capacity_bytes": 10_000}
 
 
+def test_a_batch_beyond_a_small_tier_goes_in_parts() -> None:
+    class Full(Disk):
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            outcomes = []
+            for key, each in zip(keys, parts, strict=True):
+                used = sum(map(len, self.values.values()))
+                fits = used + sum(part.nbytes for part in each) <= self.capacity
+                outcomes += super().put([key], [each], deadline=deadline) if fits else [Outcome.FAILED]
+            return outcomes
+
+    tier = Full(10_000)
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.8))
+    value = memoryview(bytes(1000 - HEADER_BYTES))
+    assert store.put(K[:25], [value] * 25) == [True] * 25
+    assert (store.counters["store_failed"], store.counters["stored"]) == (0, 25)
+    assert list(tier.values)[-1] == K[24]
+    assert store.put(K[30:33], [value, memoryview(bytes(20_000)), value]) == [True, False, True], "only what never fits"
+
+
+def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
+    class Shaped(Zlib):
+        def encode(self, data: memoryview) -> Sequence[memoryview]:
+            packed = b"".join(super().encode(data)).ljust(64, b"\0")
+            return [memoryview(packed).cast("c", (2, len(packed) // 2))]
+
+    class Strict(MemoryTier):
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            assert all((part.format, part.ndim) == ("B", 1) for each in parts for part in each)
+            return super().put(keys, parts, deadline=deadline)
+
+    tier = Strict()
+    store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Shaped}))
+    assert store.put(K[:1], [memoryview(bytes(5000))]) == [True]
+    assert len(tier.values[K[0]]) == HEADER_BYTES + 64
+
+
 def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     class Broken(Disk):
         def scan(self, *, deadline: float) -> Iterator[TierEntry]:
@@ -234,7 +274,7 @@ def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     store = store_of(tier)
     with pytest.raises(TierError, match="cannot list"):
         store.put(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))])
-    assert tier.values == {}
+    assert list(tier.values) == K[:1], "for which there was room"
 
 
 def test_what_a_tier_can_never_hold_pushes_nothing_out() -> None:

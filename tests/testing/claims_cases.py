@@ -4,6 +4,7 @@ every class must fail."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from memory_tier import MemoryTier, Store, Value
 from planted_base_cases import InPlace, Planted
@@ -129,6 +130,47 @@ class TestKnowsNoLimit(Planted):
             return Outcome.STORED
 
 
+class TestCannotReplaceWhenFull(Planted):
+    capabilities = frozenset({"capacity"})
+
+    class Bug(MemoryTier):
+        def put_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+            if self.used() + sum(part.nbytes for part in parts) > self.capacity:
+                return Outcome.FAILED
+            return super().put_one(key, parts)
+
+
+class TestLeaksWhatAShorterValueReplaces(Planted):
+    capabilities = frozenset({"capacity"})
+
+    class Bug(MemoryTier):
+        leaked = 0
+
+        def put_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+            longer = len(self.value(key) or b"") - sum(part.nbytes for part in parts)
+            self.leaked += max(longer, 0)
+            return super().put_one(key, parts)
+
+        def used(self) -> int:
+            return super().used() + self.leaked
+
+
+class TestLeaksAPieceOfTheDeletedUncounted(Planted):
+    capabilities = frozenset({"capacity"})
+
+    class Bug(MemoryTier):
+        leaked = 0
+
+        def put_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+            if self.used() + self.leaked + sum(part.nbytes for part in parts) > self.capacity:
+                return Outcome.FAILED
+            return super().put_one(key, parts)
+
+        def delete_one(self, key: PackedKey) -> Outcome:
+            self.leaked += len(self.value(key) or b"") // 2
+            return super().delete_one(key)
+
+
 class TestClaimsScan(Planted):
     capabilities = frozenset({"scan"})
 
@@ -142,6 +184,14 @@ class TestListsNothing(Planted):
     class Bug(MemoryTier):
         def scan(self, *, deadline: float) -> Iterator[TierEntry]:
             return iter(())
+
+
+class TestListsOnePage(Planted):
+    capabilities = frozenset({"scan"})
+
+    class Bug(MemoryTier):
+        def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+            return islice(super().scan(deadline=deadline), 1000)
 
 
 class TestListsTheDeleted(Planted):

@@ -14,6 +14,8 @@ from kvframework.api import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.testing import TierConformance
 
+WRITER = threading.Lock()
+
 
 class TestRetainsABuffer(Planted):
     class Bug(MemoryTier):
@@ -82,6 +84,14 @@ class TestLooksAtTheDeadlineOnce(Planted):
             for key in keys:
                 time.sleep(0.001)
                 yield key
+
+
+class TestLocksWithoutATimeout(Planted):
+    class Bug(MemoryTier):
+        def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
+            self.check(deadline)
+            with WRITER:
+                return super().put(keys, parts, deadline=deadline)
 
 
 class TestSharesStateBetweenKeys(Planted):

@@ -5,5 +5,5 @@ import kvf_simdev
 from kvframework.testing.accelerator.rig import SimulatedRig
 
 
-def make(node: str, device: int = 0) -> SimulatedRig:
-    return SimulatedRig(kvf_simdev.runtime(node), node, "simdev", device=device)
+def make(node: str) -> SimulatedRig:
+    return SimulatedRig(kvf_simdev.runtime(node), node, "simdev")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvframework.testing.accelerator.ledger import Ledger
 
@@ -25,8 +25,8 @@ class Violation(NamedTuple):
 
 
 class SimulatedNode:
-    """Creates devices in `directory` (which must be empty) and watches over them. Delays of queued work are drawn from
-    `seed`, up to `max_delay_s` each. Close it after every process has ended."""
+    """Creates devices in `directory` (made if it is not there, else empty) and watches over them. Delays of queued work
+    are drawn from `seed`, up to `max_delay_s` each. Close it after every process has ended."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class SimulatedNode:
     ) -> None:
         self.path = Path(directory)
         self.devices: Sequence[str] = tuple(str(uuid.UUID(int=seed << 64 | number + 1)) for number in range(devices))
+        self.path.mkdir(parents=True, exist_ok=True)
         self._ledger = Ledger.create(self.path)
         with self._ledger.change():
             for name, value in (("seed", seed), ("max_delay_s", max_delay_s)):
@@ -69,7 +70,10 @@ class SimulatedNode:
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
         """The next `count` copies on the device fail, poison the context of their process, or stop in the middle until
-        `release`. Works across processes."""
+        `release`. Works across processes. Raises `ValueError` for a fault or a device that is not known."""
+        if fault not in get_args(Fault):
+            raise ValueError(f"there is no fault {fault!r}: {', '.join(get_args(Fault))}")
+        self._check(device)
         self._ledger.insert("insert into faults(kind, device, remaining) values(?, ?, ?)", fault, device, count)
 
     def hits(self, fault: Fault) -> int:
@@ -86,6 +90,7 @@ class SimulatedNode:
 
     def vanish(self, device: str, *, back: bool = False) -> None:
         """Every call on the device fails from now on, in every process, until it is `back`."""
+        self._check(device)
         self._ledger.run("update devices set vanished = ? where uuid = ?", int(not back), device)
 
     def violations(self) -> list[Violation]:
@@ -103,7 +108,17 @@ class SimulatedNode:
         )
         return [(owner, user) for owner, user in rows if not self._ledger.lives(owner) and self._ledger.lives(user)]
 
+    def events(self) -> int:
+        """How many interprocess events of living processes are not destroyed, and openings of them not closed."""
+        rows = self._ledger.all("select process from events where destroyed = 0")
+        rows += self._ledger.all("select process from openings")
+        return sum(self._ledger.lives(process) for (process,) in rows)
+
     def mappings(self) -> int:
         """How many allocations are open in living processes other than their own."""
         rows = self._ledger.all("select process from mappings")
         return sum(self._ledger.lives(process) for (process,) in rows)
+
+    def _check(self, device: str) -> None:
+        if device not in self.devices:
+            raise ValueError(f"there is no device {device!r}: {', '.join(self.devices)}")

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvframework.api.types import dtype_bytes
 from kvframework.testing.accelerator.node import SimulatedNode
 from kvframework.testing.accelerator.runtime import Accelerator
 from kvframework.testing.accelerator.streams import Event
-from kvframework.testing.accelerator.tensor import DeviceTensor
+from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework.testing.transport.rig import TransportRig
 
 if TYPE_CHECKING:
     import torch
 
 LATER_S = 0.2
+LEAD_BYTES = 1280
 
 
 class SimulatedRig(TransportRig):
-    """Works on one device of the node that `runtime` is attached to. Owns neither; `transport` copies through it."""
+    """Works on one device of the node that `runtime` is attached to, if nothing is said the last one: a driver that
+    takes the first must not pass. Owns neither; `transport` copies through it."""
 
     def __init__(
         self,
@@ -30,7 +34,7 @@ class SimulatedRig(TransportRig):
         *,
         plugins: Sequence[str] = (),
         options: Mapping[str, object] | None = None,
-        device: int = 0,
+        device: int = -1,
     ) -> None:
         self.transport = transport
         self.plugins = plugins
@@ -39,9 +43,12 @@ class SimulatedRig(TransportRig):
         self._runtime = runtime
         self._node = SimulatedNode.attached(node)
         self._held_from = 0
+        self._holds_writes = False
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        return DeviceTensor.empty(self._runtime, self.device, shape, dtype)  # type: ignore[return-value]
+        # Not at the beginning, as an allocator that hands out parts of a slab.
+        address = self._runtime.allocate(self.device, LEAD_BYTES + math.prod(shape) * dtype_bytes(dtype)) + LEAD_BYTES
+        return DeviceTensor(self._runtime, address, shape, contiguous(shape), dtype)  # type: ignore[return-value]
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
         self._runtime.compute_stream(self.device).synchronize()
@@ -54,7 +61,7 @@ class SimulatedRig(TransportRig):
     def write_later(self, tensor: torch.Tensor, data: bytes) -> Event:
         stream = self._runtime.compute_stream(self.device)
         stream.hold()
-        threading.Timer(LATER_S, stream.release).start()
+        threading.Timer(LATER_S, self._release_writes).start()
         self._runtime.write(tensor.data_ptr(), data, stream)
         event = self._runtime.create_event(self.device)
         self._runtime.record(event, stream)
@@ -69,6 +76,21 @@ class SimulatedRig(TransportRig):
         finally:
             self._node.release()
 
+    @contextmanager
+    def holding_writes(self) -> Iterator[None]:
+        self._holds_writes = True
+        try:
+            yield
+        finally:
+            self._holds_writes = False
+            self._release_writes()
+
+    def fail_copy(self) -> None:
+        self._node.inject("copy_fails", self.device)
+
+    def poison(self) -> None:
+        self._node.inject("poison", self.device)
+
     def held(self) -> bool:
         return self._node.hits("hold") > self._held_from
 
@@ -78,5 +100,12 @@ class SimulatedRig(TransportRig):
     def open_elsewhere(self) -> int:
         return self._node.mappings()
 
+    def events(self) -> int:
+        return self._node.events()
+
     def close(self) -> None:
         self._node.close()
+
+    def _release_writes(self) -> None:
+        if not self._holds_writes:
+            self._runtime.compute_stream(self.device).release()

@@ -145,8 +145,12 @@ class Accelerator:
         with self._lock:
             seed = f"{self._seed}/{device}"
             stream = Stream(self, device, next(self._numbers), seed, self._max_delay_s)
-            self._streams.append(stream)
+            self._streams = [each for each in self._streams if each.runs] + [stream]
             return stream
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """It ends once it has done what it holds. Does not wait."""
+        stream.end_later()
 
     def default_stream(self, device: str) -> Stream:
         return self._named_stream("default", device)
@@ -154,10 +158,6 @@ class Accelerator:
     def compute_stream(self, device: str) -> Stream:
         """Beside the default one, for work that takes its time."""
         return self._named_stream("compute", device)
-
-    def side_stream(self, device: str) -> Stream:
-        """Beside both, for what must not wait behind the engine's further work."""
-        return self._named_stream("side", device)
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
         self.check(device)
@@ -185,12 +185,15 @@ class Accelerator:
             raise self._misuse("wrong_process", "open: a process cannot open its own event")
         if row[0] != device:
             raise self._misuse("wrong_device", f"open: an event of {row[0]} on {device}")
-        return Event(device, number, opened=True)
+        opening = self._ledger.insert("insert into openings(event, process) values(?, ?)", number, self.process)
+        return Event(device, number, opening=opening)
 
     def destroy_event(self, event: Event) -> None:
         event.closed = True
         if event.row is not None and not event.opened:
             self._ledger.run("update events set destroyed = 1 where id = ?", event.row)
+        if event.opening is not None:
+            self._ledger.run("delete from openings where id = ?", event.opening)
 
     def record(self, event: Event, stream: Stream) -> None:
         """The event is reached once the stream has come to this point. Recording again replaces the former record."""

@@ -18,12 +18,14 @@ _POLL_S = 0.0005
 
 
 class Event:
-    """A point in a stream's work. Interprocess ones have a row in the ledger, `row`; others live here alone."""
+    """A point in a stream's work. Interprocess ones have a row in the ledger, `row`; others live here alone. `opening`
+    is the row that says that another process's event is open here."""
 
-    def __init__(self, device: str, row: int | None = None, *, opened: bool = False) -> None:
+    def __init__(self, device: str, row: int | None = None, *, opening: int | None = None) -> None:
         self.device = device
         self.row = row
-        self.opened = opened
+        self.opening = opening
+        self.opened = opening is not None
         self.closed = False
         self.recorded = 0
         self.reached = 0
@@ -66,6 +68,14 @@ class Stream:
         error, self.error = self.error, ""
         if error:
             raise AcceleratorError(error)
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def end_later(self) -> None:
+        """Its thread ends behind all that is queued."""
+        self._work.put(None)
 
     def end(self) -> None:
         self._open.set()

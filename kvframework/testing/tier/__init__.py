@@ -62,5 +62,11 @@ class TierConformance(
     FaultTests,
     WireFaultTests,
 ):
-    """Subclass it; see the module. Keys are random, so the store may hold other things, but nobody else may be at work
-    on it: used bytes, files and threads are counted."""
+    """Subclass it; see the module.
+
+    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `capabilities`, `persistent`, `patience_s`,
+    `grace_s`, `time_step_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
+    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their texts.
+
+    Keys are random, so the store may hold other things, but nobody else may be at work on it: used bytes, files and
+    threads are counted."""

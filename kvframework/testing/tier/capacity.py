@@ -83,6 +83,39 @@ class CapacityTests(TierKit):
         self.must_load(fillable, room[0], b"there is room again")
         fillable.delete(room[:1], deadline=self.soon())
 
+    def test_a_value_of_a_full_store_may_be_replaced(self, fillable: Tier) -> None:
+        nbytes = self.capacity_of(fillable) // 20
+        kept: list[bytes] = []
+        for key in self.fresh_keys(30):
+            if fillable.put([key], [[memoryview(bytes(nbytes))]], deadline=self.soon()) != [STORED]:
+                break
+            kept.append(key)
+        assert kept, "it was full from the start"
+        last = kept[-1]
+        value = os.urandom(nbytes)
+        outcomes = fillable.put([last], [[memoryview(value)]], deadline=self.soon())
+        assert outcomes == [STORED], "the value that it replaces leaves room for one of its size"
+        self.must_load(fillable, last, value)
+        assert self.used_of(fillable) <= self.capacity_of(fillable)
+        fillable.delete(kept, deadline=self.soon())
+
+    def test_what_is_replaced_and_deleted_leaves_nothing_behind(self, fillable: Tier) -> None:
+        before, capacity = self.used_of(fillable), self.capacity_of(fillable)
+        large, small = bytes(capacity // 10), bytes(capacity // 100)
+        # Four times the capacity goes through it.
+        for turn, key in enumerate(self.fresh_keys(20)):
+            for value in (large, small, large):
+                stored = fillable.put([key], [[memoryview(value)]], deadline=self.soon())
+                assert stored == [STORED], f"no room for a tenth of its capacity after {turn} values came and went"
+            assert fillable.delete([key], deadline=self.soon()) == [DELETED]
+        left = self.used_of(fillable) - before
+        assert left <= 0, f"{left} bytes are still in use after all was deleted"
+        keys, value = self.fresh_keys(10), bytes(capacity // 20)
+        for key in keys:
+            stored = fillable.put([key], [[memoryview(value)]], deadline=self.soon())
+            assert stored == [STORED], "no room for half of its capacity after all was deleted"
+        fillable.delete(keys, deadline=self.soon())
+
     def test_a_value_larger_than_the_capacity_is_refused(self, fillable: Tier) -> None:
         kept, huge = self.fresh_keys(2)
         self.store(fillable, kept, b"kept")

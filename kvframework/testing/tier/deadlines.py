@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import pytest
 
 from kvframework.api import Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
+
+_T = TypeVar("_T")
+
+SHORT_S = 0.05
+
+
+class Held(list[_T]):
+    """A list whose second item, if it is iterated over, comes once `go` is set, `within_s` seconds later at most."""
+
+    def __init__(self, items: Sequence[_T], within_s: float) -> None:
+        super().__init__(items)
+        self.reached, self.go = threading.Event(), threading.Event()
+        self._within_s = within_s
+
+    def __iter__(self) -> Iterator[_T]:
+        for index in range(len(self)):
+            if index == 1:
+                self.reached.set()
+                self.go.wait(self._within_s)
+            yield self[index]
 
 
 class DeadlineTests(TierKit):
@@ -47,6 +70,33 @@ class DeadlineTests(TierKit):
             tier.get_into(keys, [[memoryview(target)]] * len(keys), deadline=started + seconds)
         assert time.monotonic() - started < seconds + self.grace_s, "get_into went on after its deadline"
         assert set(tier.delete(keys, deadline=self.soon())) <= {DELETED, MISSING}
+
+    def test_a_put_waits_for_no_other_beyond_its_deadline(self, tier: Tier) -> None:
+        keys = self.fresh_keys(2)
+        (other,) = self.fresh_keys(1)
+        parts = self.parts_of([b"value", b"value"])
+        held = Held(parts, SHORT_S + self.grace_s + 0.5)
+
+        def put_much() -> None:
+            try:
+                tier.put(keys, held, deadline=self.soon())
+            finally:
+                held.reached.set()  # it read the list in another way
+
+        def put_meanwhile() -> None:
+            held.reached.wait(self.patience_s)
+            started = time.monotonic()
+            try:
+                with contextlib.suppress(TierError):
+                    tier.put([other], parts[:1], deadline=started + SHORT_S)
+                took = time.monotonic() - started
+            finally:
+                held.go.set()
+            assert took < SHORT_S + self.grace_s, "put waited for another put beyond its deadline"
+
+        self.in_threads(put_much, put_meanwhile)
+        self.must_load(tier, keys[1], b"value")
+        assert set(tier.delete([*keys, other], deadline=self.soon())) <= {DELETED, MISSING}
 
     def test_a_late_call_does_not_disturb_the_next(self, tier: Tier) -> None:
         keys = self.fresh_keys(50)

@@ -36,10 +36,12 @@ class TierKit:
     """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""
 
     ttl_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use` and the capability `ttl`: options (added to the others) by which values expire after some seconds."""
+    """With `use` and the capability `ttl`: options (merged over `tier_options`) by which values expire after some
+    seconds."""
 
     capacity_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use` and the capability `capacity`: options by which the tier holds at most 64 MiB."""
+    """With `use` and the capability `capacity`: options (merged over `tier_options`) by which the tier holds
+    at most 64 MiB."""
 
     patience_s: ClassVar[float] = 20.0
     """The deadline of every call that should succeed."""

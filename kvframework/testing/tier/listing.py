@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import pytest
 
 from kvframework.api import PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, STORED, TierKit
+
+# More than any page or cursor of a store holds.
+MANY = 2500
 
 
 class ListingTests(TierKit):
@@ -20,7 +24,7 @@ class ListingTests(TierKit):
             pytest.skip("the tier does not declare scan")
         return tier
 
-    def scan(self, tier: Tier, keys: list[PackedKey]) -> dict[PackedKey, TierEntry]:
+    def scan(self, tier: Tier, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
         """The entries of these keys; fails if one of them is listed twice."""
         found: dict[PackedKey, TierEntry] = {}
         for entry in tier.scan(deadline=self.soon()):
@@ -43,6 +47,16 @@ class ListingTests(TierKit):
         assert self.scan(listed, keys)[keys[-1]].nbytes == 9000
         listed.delete(keys, deadline=self.soon())
         assert self.scan(listed, keys) == {}
+
+    def test_it_lists_more_than_one_page(self, listed: Tier) -> None:
+        keys = self.fresh_keys(MANY)
+        for first in range(0, MANY, 250):
+            batch = keys[first : first + 250]
+            assert listed.put(batch, self.parts_of([b"value"] * 250), deadline=self.soon()) == [STORED] * 250
+        there = self.scan(listed, set(keys))
+        assert len(there) == MANY, f"{len(there)} of {MANY} values are listed"
+        for first in range(0, MANY, 250):
+            listed.delete(keys[first : first + 250], deadline=self.soon())
 
     def test_it_tells_when_a_value_was_used(self, listed: Tier) -> None:
         touched, stored, left = keys = self.fresh_keys(3)

@@ -14,13 +14,15 @@
 processes of their own, which make the rig again.
 """
 
+from kvframework.testing import needs_pytest  # noqa: F401 - says what to install
 from kvframework.testing.transport.content import Content
+from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
 from kvframework.testing.transport.order import Order
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 
 
-class TransportConformance(Content, Order, Life):
+class TransportConformance(Content, Order, Faults, Life):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import pytest
 
@@ -23,6 +25,8 @@ class TransportKit:
 
     # The longest that a submit may keep the engine's thread while its copy is held, in seconds.
     submit_budget_s = 0.05
+    # For how long the kit waits for what comes by itself, such as a copier that is started again, in seconds.
+    patience_s: ClassVar[float] = 20.0
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -79,24 +83,31 @@ class TransportKit:
         wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
         assert rig.problems()[before:] == []
 
-    def holding(self, rig: TransportRig):  # type: ignore[no-untyped-def]
+    def holding(self, rig: TransportRig) -> Entered:
         """`rig.holding_copies()`, or the test is skipped."""
-        context = rig.holding_copies()
+        return self.entered(rig.holding_copies())
+
+    def entered(self, context: AbstractContextManager[None]) -> Entered:
+        """A context of the rig, or the test is skipped."""
         try:
             context.__enter__()
         except NotImplementedError as reason:
             pytest.skip(str(reason))
-        return _Entered(context)
+        return Entered(context)
+
+    def needs_asynchronous(self, rig: TransportRig) -> None:
+        if rig.synchronous:
+            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
 
 
-class _Entered:
+class Entered:
     """A context manager that was entered already."""
 
-    def __init__(self, context) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, context: AbstractContextManager[None]) -> None:
         self._context = context
         self._left = False
 
-    def __enter__(self) -> _Entered:
+    def __enter__(self) -> Entered:
         return self
 
     def leave(self) -> None:

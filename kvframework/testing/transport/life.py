@@ -48,12 +48,13 @@ class Life(TransportKit):
             assert engines[0].ask("store", 1) is True, "present"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        before = rig.open_elsewhere()
+        before, events = rig.open_elsewhere(), rig.events()
         engine = make_engine(NHD)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S) is True
         engine.close()
         assert rig.open_elsewhere() == before, "unregistering is answered once the memory is closed"
+        assert rig.events() == events, "every event is closed and destroyed with its instance"
 
     def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         """As an engine does that gave its memory away and got other memory."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
+from kvframework.api import MessagingFuture
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S, wait_until
@@ -49,7 +51,8 @@ class Order(TransportKit):
             assert engine.differences() == []
 
     def test_nothing_is_answered_while_a_copy_stands_still(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        engine = self._needs_asynchronous(rig, make_engine)
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
         request = engine.request()
         with self.holding(rig) as held:
             future = engine.store(request, engine.source())
@@ -60,7 +63,8 @@ class Order(TransportKit):
             assert future.result(PATIENCE_S) is True
 
     def test_a_submit_does_not_wait_for_copies(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        engine = self._needs_asynchronous(rig, make_engine)
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
         requests = [engine.request() for turn in range(8)]
         assert engine.store(requests[0], engine.source()).result(PATIENCE_S) is True
         with self.holding(rig) as held:
@@ -77,7 +81,8 @@ class Order(TransportKit):
             assert all(future.result(PATIENCE_S) for future in futures)
 
     def test_a_cancelled_store_is_never_published(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        engine = self._needs_asynchronous(rig, make_engine)
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
         request = engine.request()
         with self.holding(rig) as held:
             future = engine.store(request, engine.source())
@@ -98,7 +103,8 @@ class Order(TransportKit):
     def test_a_cancelled_load_touches_nothing_once_it_is_answered(
         self, rig: TransportRig, make_engine: MakeEngine
     ) -> None:
-        engine = self._needs_asynchronous(rig, make_engine)
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S) is True
         with self.holding(rig) as held:
@@ -116,7 +122,8 @@ class Order(TransportKit):
         assert engine.differences() == []
 
     def test_a_waiting_transfer_is_cancelled(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        engine = self._needs_asynchronous(rig, make_engine)
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
         request = engine.request()
         event = engine.overwrite(later=True)
         future = engine.store(request, engine.source(), event=event)
@@ -125,7 +132,62 @@ class Order(TransportKit):
         assert engine.hit(request) == 0
         assert engine.differences() == []
 
-    def _needs_asynchronous(self, rig: TransportRig, make_engine: MakeEngine):  # type: ignore[no-untyped-def]
-        if rig.synchronous:
-            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
-        return make_engine(NHD)
+    def test_a_submit_does_not_wait_for_the_engines_work(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        self.needs_asynchronous(rig)
+        engine = make_engine(NHD)
+        request = engine.request()
+        futures: list[MessagingFuture[bool]] = []
+        with self.entered(rig.holding_writes()) as held:
+            event = engine.overwrite(later=True)
+            submitting = threading.Thread(
+                target=lambda: futures.append(engine.store(request, engine.source(), event=event))
+            )
+            submitting.start()
+            submitting.join(self.patience_s)
+            returned = not submitting.is_alive()
+            under_way = [not future.query() for future in futures]
+            held.leave()
+            submitting.join(PATIENCE_S)
+        assert returned, "a submit returned only after the engine's work was done"
+        assert under_way == [True], "a store was answered before its event was reached"
+        assert futures[0].result(PATIENCE_S) is True
+        assert engine.differences() == []
+
+    def test_a_transfer_does_not_wait_for_another_ones_event(self, rig: TransportRig, make_engine: MakeEngine) -> None:
+        self.needs_asynchronous(rig)
+        engine, other = make_engine(NHD), make_engine(NHD)
+        reached = engine.overwrite(later=True)
+        assert engine.store(engine.request(), engine.source(), event=reached).result(PATIENCE_S) is True
+        with self.entered(rig.holding_writes()) as held:
+            event = other.overwrite(later=True)
+            waiting = engine.store(engine.request(), engine.source(), event=event)
+            ready = engine.store(engine.request(), engine.source(), event=reached)
+            try:
+                stored = ready.result(self.patience_s)
+            except TimeoutError:
+                stored = None
+            held.leave()
+            assert stored is True, "a transfer whose event is reached stood behind one whose event is not"
+            assert waiting.result(PATIENCE_S) is True
+            assert ready.result(PATIENCE_S) is True
+
+    def test_what_waits_is_cancelled_while_another_copy_stands_still(
+        self, rig: TransportRig, make_engine: MakeEngine
+    ) -> None:
+        """The copier answers at any time: it waits for no copy, neither when it is launched nor behind it."""
+        self.needs_asynchronous(rig)
+        engine, other = make_engine(NHD), make_engine(NHD)
+        with self.holding(rig) as copies, self.entered(rig.holding_writes()) as writes:
+            event = engine.overwrite(later=True)
+            standing = other.store(other.request(), other.source())
+            wait_until(rig.held, "a copy that is held")
+            waiting = engine.store(engine.request(), engine.source(), event=event)
+            waiting.cancel()
+            try:
+                answered = waiting.result(self.patience_s)
+            except TimeoutError:
+                answered = None
+            writes.leave()
+            copies.leave()
+            assert answered is False, "the copier did not answer while a copy was under way"
+            assert standing.result(PATIENCE_S) is True

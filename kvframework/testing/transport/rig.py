@@ -64,8 +64,28 @@ class TransportRig(ABC):
         """What was done wrong so far, where the device can tell: in any process."""
         return []
 
+    @contextmanager
+    def holding_writes(self) -> Iterator[None]:
+        """What `write_later` queues takes no effect until the block ends. Raises `NotImplementedError` if the device
+        cannot be held so; the tests that need it are skipped."""
+        raise NotImplementedError("this device's writes cannot be held")
+        yield
+
+    def fail_copy(self) -> None:
+        """The next copy of the transport fails on the device, which is well otherwise. Raises `NotImplementedError` if
+        that cannot be had; the tests that need it are skipped. Likewise `poison`."""
+        raise NotImplementedError("this device's copies cannot be made to fail")
+
+    def poison(self) -> None:
+        """The next copy of the transport makes the context of its process useless, as an illegal access does."""
+        raise NotImplementedError("this device's contexts cannot be poisoned")
+
     def open_elsewhere(self) -> int:
         """How many allocations of engines are open in other processes; 0 if that cannot be told."""
+        return 0
+
+    def events(self) -> int:
+        """How many interprocess events of engines there are, here and open elsewhere; 0 if that cannot be told."""
         return 0
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Owns what the log of a server looks like: lines for people, or one JSON object a line. Set up once, in `serve`."""
+"""Owns what the log of a server looks like: lines for people, or one JSON object a line. Set up once in `serve`, and
+alike in each process that moves KV for it."""
 
 from __future__ import annotations
 
@@ -7,14 +8,24 @@ import logging
 import sys
 import threading
 from datetime import datetime, timezone
+from typing import NamedTuple
 
-from kvframework.config import LogConfig
 from kvframework.log_limit import LogLimit
 from kvframework.one_line import one_line
 
 HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 log = logging.getLogger(__name__)
+
+
+class LogForm(NamedTuple):
+    """`level` is a level's name, `form` "human" or "json"."""
+
+    level: str
+    form: str
+
+
+_chosen: LogForm | None = None
 
 
 class HumanFormatter(logging.Formatter):
@@ -46,14 +57,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
-def configure_logging(config: LogConfig) -> None:
-    """All logs, warnings and errors of threads go to standard error in the configured form."""
+def configure_logging(level: str, form: str) -> None:
+    """All logs, warnings and errors of threads go to standard error in this form."""
+    global _chosen
+    _chosen = LogForm(level, form)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.format == "json" else HumanFormatter())
+    handler.setFormatter(JsonFormatter() if form == "json" else HumanFormatter())
     handler.addFilter(LogLimit())
-    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
+
+
+def chosen_log() -> LogForm | None:
+    """What this process was configured with, for the processes that it starts; None: its log is somebody else's."""
+    return _chosen
 
 
 def _log_thread_error(failure: threading.ExceptHookArgs) -> None:

@@ -1,0 +1,77 @@
+"""Transports of the simulated accelerator whose driver raises, as a plugin module: what becomes of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvf_simdev import SimCopier, SimOptions, create_copier, create_engine, runtime
+
+from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, hookimpl
+from kvframework.errors import DeviceError
+from kvframework.testing.accelerator import Stream
+
+HINT = "set ACME_IPC=1"
+
+
+class RefusesMemory(SimCopier):
+    def open(self, allocation: Allocation) -> int:
+        raise DeviceError("it is not shared", where="acme.open", available="shared pools", hint=HINT)
+
+
+class RefusesCopies(SimCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        raise DeviceError("no engine is free", where="acme.copy", hint=HINT)
+
+
+class BreaksOnce(SimCopier):
+    """Once on a node: the copier that comes after it works."""
+
+    marker: Path
+
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        if not self.marker.exists():
+            self.marker.touch()
+            raise ValueError("an index is off")
+        super().copy(stream, batch, to_arena=to_arena)
+
+
+def breaks_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    made = BreaksOnce(runtime(options.node), device, arena)
+    made.marker = Path(options.node) / "broken"
+    return made
+
+
+def refuses_memory(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return RefusesMemory(runtime(options.node), device, arena)
+
+
+def refuses_copies(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return RefusesCopies(runtime(options.node), device, arena)
+
+
+def is_broken(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    raise ValueError("no such luck")
+
+
+def needs_a_library(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    raise DeviceError("there is no library", where="acme", hint=HINT)
+
+
+def _provider(name: str, copier: Callable[..., Any]) -> DeviceTransportProvider[SimOptions]:
+    return DeviceTransportProvider(
+        name=name, summary="raises", options=SimOptions, create_engine=create_engine, create_copier=copier
+    )
+
+
+@hookimpl
+def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
+    return [
+        _provider("sound", create_copier),
+        _provider("refuses_memory", refuses_memory),
+        _provider("refuses_copies", refuses_copies),
+        _provider("breaks_once", breaks_once),
+        _provider("is_broken", is_broken),
+        _provider("needs_a_library", needs_a_library),
+    ]

@@ -1,0 +1,212 @@
+"""What a vendor's driver raises: who hears of it, with all that was said, and what it costs the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvframework.api import MessagingFuture
+from kvframework.client import KVClient
+from kvframework.config import load_config
+from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
+from kvframework.plugins import PluginRegistry, check_config
+from kvframework.testing.accelerator import Event, SimulatedNode
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from tests.devices.engines import works
+from tests.devices.rigs import EXAMPLE, kvf_simdev, simdev
+from tests.plugins.fake_distributions import install
+from tests.server_process import ServerProcess
+from tests.waiting import wait_until
+
+from tests.devices import faulty  # isort: skip  it imports the example
+
+NHD = PAGED["nhd"]
+Start = Callable[[str], tuple[KVClient, Callable[[], KitEngine]]]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
+        yield made
+
+
+@pytest.fixture
+def start(node: SimulatedNode) -> Iterator[Start]:
+    """A server with one of the transports, a client, and how to make an engine."""
+    with ExitStack() as stack:
+
+        def starting(transport: str) -> tuple[KVClient, Callable[[], KitEngine]]:
+            rig = simdev(str(node.path), module="tests.devices.faulty", transport=transport)
+            stack.callback(rig.close)
+            client = stack.enter_context(client_of(rig, stack.enter_context(serving(rig)).endpoint))
+
+            def engine() -> KitEngine:
+                made = KitEngine(rig, client, 1, NHD)
+                stack.callback(made.close)
+                return made
+
+            return client, engine
+
+        yield starting
+
+
+# the half in the engine
+
+
+def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(
+    start: Start, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start("sound")[1]()
+    works(engine)
+    before = node.events()
+    assert before > 0
+
+    def fails(self: object, event: Event, ready: object) -> None:
+        raise DeviceError("the queue is full", hint=faulty.HINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvf_simdev.SimEngine, "record", fails)
+        request = engine.request()
+        for _ in range(10):
+            assert engine.store(request, engine.source()).result(PATIENCE_S) is False
+            assert engine.load(request, engine.target()).result(PATIENCE_S) is False
+    assert node.events() <= before
+    assert engine.worker._instance.transfer.faults == 20  # type: ignore[union-attr]
+    said = [record.getMessage() for record in caplog.records if "the queue is full" in record.getMessage()]
+    assert 0 < len(said) < 20, "not once for every submit"
+    assert faulty.HINT in said[0]
+    finished, loaded = engine.worker.get_finished()
+    assert request.request_id in finished & loaded
+    assert [sorted(ids) for ids in engine.worker.take_failed_blocks()] == [sorted(ids) for ids in engine.target()]
+    works(engine)
+
+
+def test_a_request_that_cannot_be_sent_leaks_no_event(
+    start: Start, node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, make = start("sound")
+    engine = make()
+    works(engine)
+    before = node.events()
+
+    def fails(*_arguments: object) -> MessagingFuture[bool]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "submit", fails)
+        for _ in range(5):
+            with pytest.raises(MemoryError):
+                engine.store(engine.request(), engine.source())
+    assert node.events() == before
+
+
+def test_an_event_that_is_none_of_the_devices_is_not_taken_for_none(start: Start) -> None:
+    engine = start("sound")[1]()
+    request = engine.request()
+    assert engine.store(request, engine.source(), event=object()).result(PATIENCE_S) is False
+    assert engine.worker._instance.transfer.faults == 1  # type: ignore[union-attr]
+    assert engine.hit(request) == 0
+
+
+def test_no_transfer_waits_for_another_ones_event(start: Start) -> None:
+    engine = start("sound")[1]()
+    runtime = kvf_simdev.runtime(engine.rig.engine_options["node"])
+    device = engine.rig.device  # type: ignore[attr-defined]
+    never, done = runtime.create_event(device), runtime.create_event(device)
+    stuck = runtime.stream(device)
+    stuck.hold()
+    runtime.record(never, stuck)
+    runtime.record(done, runtime.default_stream(device))
+    first = engine.store(engine.request(), engine.source(), event=never)
+    request = engine.request()
+    assert engine.store(request, engine.source(), event=done).result(PATIENCE_S) is True
+    assert not first.query()
+    stuck.release()
+    assert first.result(PATIENCE_S) is True
+
+
+# the half in the copier
+
+
+def test_a_refused_memory_says_why_to_the_engine_and_in_the_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    make = start("refuses_memory")[1]
+    with pytest.raises(DeviceError) as raised:
+        make()
+    error = raised.value
+    assert (error.fact, error.where, error.available, error.hint) == (
+        "it is not shared", "acme.open", "shared pools", faulty.HINT
+    )  # fmt: skip
+    (line,) = [record.getMessage() for record in caplog.records if "could not open" in record.getMessage()]
+    assert "acme.open: it is not shared" in line
+    assert faulty.HINT in line
+
+
+def test_a_copy_that_fails_says_why_in_the_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start("refuses_copies")[1]()
+    assert engine.store(engine.request(), engine.source()).result(PATIENCE_S) is False
+    (line,) = [record.getMessage() for record in caplog.records if "a copy failed" in record.getMessage()]
+    assert "acme.copy: no engine is free" in line
+    assert faulty.HINT in line
+
+
+def test_a_copier_that_ends_says_why(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    make = start("needs_a_library")[1]
+    with pytest.raises(DeviceError, match="there is no library") as raised:
+        make()
+    assert (raised.value.where, raised.value.hint) == ("acme", faulty.HINT)
+    assert faulty.HINT in caplog.text
+
+
+def test_a_bug_in_a_driver_ends_its_copier_and_nothing_else(
+    start: Start, node: SimulatedNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, make = start("breaks_once")
+    engine = make()
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S) is False
+    assert engine.hit(request) == 0
+    wait_until(lambda: engine.store(request, engine.source()).result(PATIENCE_S), PATIENCE_S, "a store")
+    works(engine)
+    (copier,) = status_of(client)["transports"]["breaks_once"]["devices"]  # type: ignore[index]
+    assert copier["starts"] == 2
+    assert "ValueError: an index is off" in copier["last_error"]
+    assert node.violations() == []
+
+
+def test_the_copier_logs_as_the_server_does(
+    node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "acme", {"transport.is_broken": "tests.devices.faulty"}, {})
+    paths = [str(site), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")]), str(EXAMPLE.parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    settings = ("transport.0.use=is_broken", f"transport.0.node={node.path}", "server.chunk_size=16")
+    with ServerProcess('log={format="json", level="info"}', *settings) as server:
+        rig = simdev(str(node.path), module="tests.devices.faulty", transport="is_broken")
+        with client_of(rig, server.endpoint) as client, pytest.raises(DeviceLost, match="no such luck"):
+            KitEngine(rig, client, 1, NHD)
+        rig.close()
+        entries = [json.loads(line) for line in server.log.splitlines()]
+    (told,) = [entry for entry in entries if "exception" in entry]
+    assert told["exception"].endswith("ValueError: no such luck")
+    assert (told["level"], told["logger"]) == ("error", "kvframework.devices.copier_process")
+
+
+# options
+
+
+@pytest.mark.parametrize("option", ["in_flight=0", "launch=0", "stall_s=0.5"])
+def test_options_that_no_copier_could_work_with_are_refused(option: str) -> None:
+    registry = PluginRegistry()
+    registry.register(faulty, distribution="tests")
+    config = load_config(None, ("transport.0.use=sound", f"transport.0.{option}"))
+    with pytest.raises(ConfigFieldError, match=option.partition("=")[0]):
+        check_config(config, registry)
