@@ -45,6 +45,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.fixed_dictionaries(given, optional=optional).map(lambda values: struct(**values))
         case inspect.VarTupleType(item_type=item, max_length=most):
             return st.lists(_of(item), max_size=min(most or 4, 4)).map(tuple)
+        case inspect.TupleType(item_types=items):
+            return st.tuples(*(_of(each) for each in items))
         case inspect.BoolType():
             return st.booleans()
         case inspect.IntType(ge=least, le=most):
