@@ -107,8 +107,13 @@ def server_for(kind: str, directory: Path) -> Iterator[tuple[int, str, str]]:
             server_program.kill()
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", ["few", pytest.param("many", marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param("few", marks=pytest.mark.timeout(300)),
+        pytest.param("many", marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
+)
 @pytest.mark.parametrize("kind", [*FEW])
 def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, size: str) -> None:
     if kind == "registrations":
