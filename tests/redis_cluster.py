@@ -116,6 +116,9 @@ class RedisCluster:
         assert isinstance(left, list)
         if left:
             self.on(source, "DEL", *left)
+        # Only who imports a slot raises its epoch by taking it; else what others still say of the slot may win.
+        self.on(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
+        self.on(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
         others = [each for each in self.running if each not in (source, target) and self.is_master(each)]
         for server in (target, source, *others):
             self.on(server, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
