@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvframework.api import CacheKey, RetrievePlan, StorePlan
+from kvframework.api import CacheKey, RequestSpec, RetrievePlan, StorePlan
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m
@@ -33,7 +33,10 @@ class WireClient:
         hello: bool = True,
         liveness: bool = True,
         keys: CurveKeys | None = None,
+        requests: Sequence[RequestSpec] = (),
     ) -> None:
+        """`requests` are those of plugins, beside the core's."""
+        self._table = REQUESTS | {spec.name: spec for spec in requests}
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -100,7 +103,7 @@ class WireClient:
         if isinstance(payload, KVFrameworkError):
             raise payload
         assert kind == name
-        return decode(payload, REQUESTS[name].response, where=name)
+        return decode(payload, self._table[name].response, where=name)
 
     def call(self, name: str, payload: Any, *buffers: bytes) -> Any:
         return self.answer(self.send(name, payload, *buffers), name)

@@ -176,15 +176,10 @@ class KVClient(EngineLink):
             if on_late is not None and isinstance(reply, response):
                 on_late(reply)
 
-        future = self._connection.request(
+        answer = self._connection.ask(
             name, payload, timeout=wait, urgent=urgent, on_late=late if on_late is not None else None
         )
-        # The connection ends the wait; the margin only covers a connection that is being closed.
-        try:
-            return as_response(future.result(wait + 1.0), response)
-        finally:
-            # An error's traceback refers to this frame and the future to the error: a cycle would keep an arena mapped.
-            del future
+        return as_response(answer, response)
 
     def close(self) -> None:
         """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""

@@ -93,6 +93,12 @@ class SchedulerAdapter:
         if result.ticket:
             self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
+    def let_go(self, ticket: str) -> None:
+        """Frees a ticket that nobody waits for any more, of a plugin's request too. Never blocks, never raises: also
+        for callbacks of the connection."""
+        if ticket:
+            self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
+
     def end_request(self, request_id: str) -> None:
         """Ends all that this client holds under a request id. Request ids of other clients are not touched."""
         if request_id:
@@ -118,8 +124,7 @@ class SchedulerAdapter:
 
     def _free_late(self, reply: m.LookupReply) -> None:
         """A LOOKUP that was given up has been answered after all: nobody knows its ticket."""
-        if reply.ticket:
-            self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
+        self.let_go(reply.ticket)
 
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         if not self._client.usable:

@@ -1,7 +1,7 @@
 """Owns `Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
 
-Two threads: the link's I/O thread owns the sockets; the supervisor thread here dials, says HELLO, and calls `on_up` and
-`on_down`, which may therefore issue requests themselves. The bulk socket, once used, has an I/O thread of its own.
+Two threads: the link's I/O thread, and the supervisor thread here, which dials, says HELLO, and calls `on_up` and
+`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has an I/O thread of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.dial import BULK, CONTROL, IO_THREADS, dial
 from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.heartbeat import Heartbeat
-from kvframework.messaging.link import Link, RequestFuture
+from kvframework.messaging.link import Link
 from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.pending import RequestFuture
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ class Connection:
         The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
         the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
         answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`). Its
-        callbacks run in the I/O thread. Big buffers are sent without a copy: they must stay unchanged until an answer.
+        callbacks run in the thread that receives the answer: the I/O thread, or a caller's in `ask`. Big buffers are
+        sent without a copy: they must stay unchanged until an answer.
         `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
         `on_late` is called in the I/O thread with a response that comes after the timeout: what it grants is
         nobody's else.
@@ -141,10 +143,27 @@ class Connection:
         spec = self._spec(name, buffers)
         if isinstance(spec, KVFrameworkError):
             return MessagingFuture.failed(spec)
-        link, state = self._link, self.state
-        if link is None or not (state == "up" or (urgent and os.getpid() == self._pid)):
-            return MessagingFuture.failed(ServerGone(f"the connection is {state}", where=self._endpoint))
+        try:
+            link = self._usable(urgent)
+        except ServerGone as error:
+            return MessagingFuture.failed(error)
         return link.submit(spec, payload, buffers, timeout, on_late)
+
+    def ask(
+        self,
+        name: str,
+        payload: Message,
+        *,
+        timeout: float,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> Message:
+        """`request`, waiting for its answer: the calling thread sends and receives by itself, so that no other has to
+        wake. Raises what the future would fail with. Not for callbacks of futures."""
+        spec = self._spec(name, ())
+        if isinstance(spec, KVFrameworkError):
+            raise spec
+        return self._usable(urgent).ask(spec, payload, timeout, on_late)
 
     def bulk_request(
         self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
@@ -190,6 +209,13 @@ class Connection:
         within = threading.current_thread() is self._thread or (link is not None and link.runs_here())
         if self._thread.ident is not None and not within:
             self._thread.join(_CLOSE_S)
+
+    def _usable(self, urgent: bool) -> Link:
+        """The link that a request may go over now. Raises `ServerGone`."""
+        link, state = self._link, self.state
+        if link is None or not (state == "up" or (urgent and os.getpid() == self._pid)):
+            raise ServerGone(f"the connection is {state}", where=self._endpoint)
+        return link
 
     def _spec(self, name: str, buffers: Sequence[Buffer]) -> RequestSpec | KVFrameworkError:
         spec = self._table.get(name)

@@ -1,7 +1,8 @@
 """Owns `Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
 
-The I/O thread owns the DEALER and the liveness socket. Callers append to an outbox and wake it. When the link ends, for
-whatever reason, every future of it fails with `ServerGone`; a link is never used again.
+The I/O thread owns the liveness socket, the heartbeat and all deadlines but those of callers who wait: these send and
+receive by themselves (`ask`). Others append to an outbox and wake the I/O thread, which receives what nobody waits for.
+When the link ends, for whatever reason, every future of it fails with `ServerGone`; a link is never used again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import zmq
 
 from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
 from kvframework.errors import (
-    DeadlineExceeded,
     HelloRequired,
     InvalidPayload,
     KVFrameworkError,
@@ -30,9 +29,11 @@ from kvframework.errors import (
 )
 from kvframework.log_limit import LogLimit
 from kvframework.messaging import frames_io
-from kvframework.messaging.deadlines import Deadlines
 from kvframework.messaging.heartbeat import Heartbeat
+from kvframework.messaging.late import LateAnswers
 from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.pending import Outgoing, Pending
+from kvframework.messaging.shared_dealer import SharedDealer, milliseconds
 from kvframework.messaging.wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Empty, Goodbye, Pong
@@ -42,37 +43,12 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
 
 _MESSAGES_PER_ROUND = 64
-_MAX_LATE = 4096
+_LAST_RESORT_S = 1.0  # for a thread that is about to resolve a future, and is being held up
 _AFTER_THE_SERVER_S = 1.0  # the server's own deadline speaks first
 _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
 _GOODBYE_S = 0.2
-
-
-class RequestFuture(MessagingFuture[Message]):
-    """The future of a request that was sent. `cancel()` asks the server, which answers the request as always."""
-
-    __slots__ = ("link", "request_id")
-
-    def __init__(self, link: Link, request_id: int) -> None:
-        super().__init__()
-        self.link = link
-        self.request_id = request_id
-
-    def cancel(self) -> None:
-        if not self.query():
-            self.link.cancel(self.request_id)
-
-
-class _Outgoing(NamedTuple):
-    request_id: int
-    frames: list[Any]
-    spec: RequestSpec
-    future: RequestFuture
-    timeout: float
-    deadline: float
-    on_late: Callable[[Message], None] | None = None
 
 
 class _EndOfLink(Exception):
@@ -95,20 +71,24 @@ class Link:
         self._suspect_since = 0.0
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
-        self._dealer = dealer
+        self._dealer = SharedDealer(dealer)
         self._liveness = liveness
         self._heartbeat = heartbeat
         self._changed = changed
         self._clock = time.monotonic
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
-        self._lock = threading.Lock()  # guards _closed and the way into _outbox
+        # Guards _closed, suspect and the way into _outbox. Reentrant: a signal's handler may close.
+        self._lock = threading.RLock()
         self._closed = False
-        self._outbox: deque[_Outgoing] = deque()
-        self._pending: dict[int, _Outgoing] = {}
-        self._late: dict[int, _Outgoing] = {}
-        self._pings: set[int] = set()
-        self._deadlines: Deadlines[int] = Deadlines()
+        self._outbox: deque[Outgoing] = deque()
+        self._pending = Pending()
         self._wakeup = Wakeup()
+        # What callers have met and is the I/O thread's to see to: answers to nobody, requests given up.
+        self._handed_over: deque[Envelope | Outgoing] = deque()
+        self._late = LateAnswers()
+        self._pings: set[int] = set()
+        self._callers = self._dealer.watch(zmq.Poller())
+        self._asking: set[int] = set()  # threads in `ask`
         self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
 
     @property
@@ -121,8 +101,9 @@ class Link:
         self._thread.start()
 
     def runs_here(self) -> bool:
-        """True in the I/O thread."""
-        return threading.current_thread() is self._thread
+        """True in the I/O thread, and in a caller's within `ask` (its callbacks, a signal's handler): the link may not
+        end before it is out."""
+        return threading.current_thread() is self._thread or threading.get_ident() in self._asking
 
     def submit(
         self,
@@ -133,21 +114,42 @@ class Link:
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
         """Sends a request, from any thread, without blocking. What cannot be sent comes back as a failed future."""
-        request_id = next(self._ids)
         try:
-            frames = frames_io.outgoing(join(request_id, spec.name, payload, buffers))
+            item = Outgoing.of(self, next(self._ids), spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
             return MessagingFuture.failed(error)
-        except (TypeError, ValueError, OverflowError) as error:
-            return MessagingFuture.failed(InvalidPayload(str(error), where=spec.name))
-        future = RequestFuture(self, request_id)
-        item = _Outgoing(request_id, frames, spec, future, timeout, self._clock() + timeout, on_late)
         with self._lock:
             if self._closed:
                 return MessagingFuture.failed(self.gone())
             self._outbox.append(item)
         self._wakeup.signal()
-        return future
+        return item.future
+
+    def ask(
+        self, spec: RequestSpec, payload: Message, timeout: float, on_late: Callable[[Message], None] | None = None
+    ) -> Message:
+        """Sends a request and waits for its answer. Raises what the future of `submit` fails with. Not for the I/O
+        thread, nor for callbacks of futures."""
+        item = Outgoing.of(self, next(self._ids), spec, payload, (), timeout, on_late)
+        caller = threading.get_ident()
+        try:
+            self._asking.add(caller)
+            self._exchange(item)
+        except BaseException as error:
+            # What a signal's handler raised. Anywhere but in a wait, half a message may have been sent or taken in.
+            self._dealer.follow()
+            if not item.future.resting:
+                self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+            raise
+        finally:
+            self._asking.discard(caller)
+            if self._pending.lapse(item, self._handed_over):
+                self._wakeup.signal()
+        try:
+            return item.future.result(_LAST_RESORT_S)
+        finally:
+            # An error's traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
+            del item
 
     def cancel(self, request_id: int) -> MessagingFuture[Message]:
         """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
@@ -177,15 +179,77 @@ class Link:
         """What requests of an ended link fail with."""
         return ServerGone(self.reason.fact if self.reason else "the connection was closed")
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._wakeup.fd, zmq.POLLIN)
-        if self._liveness is not None:
-            poller.register(self._liveness.fd, zmq.POLLIN)
+    # in the thread of a caller who waits
+
+    def _exchange(self, item: Outgoing) -> None:
+        """Afterwards the future is resolved."""
+        if self._closed or not self._pending.add(item, watched=False):
+            item.resolve(self.gone())
+            return
         try:
+            self._dealer.send(item.frames)
+        except zmq.ZMQError as error:
+            if self._pending.take(item.request_id) is not None:
+                item.resolve(self._full(item) if isinstance(error, zmq.Again) else self.gone())
+            return
+        while not item.future.query():
+            if self._dealer.lead():
+                try:
+                    self._receive_until(item)
+                finally:
+                    self._dealer.follow()
+                    if self._pending:
+                        self._wakeup.signal()  # nobody receives what others wait for
+            else:
+                item.future.wait(item.deadline - self._clock())
+                if self._clock() >= item.deadline:
+                    self._receive()
+                    self._give_up(item)
+
+    def _receive_until(self, item: Outgoing) -> None:
+        """As the leader, until the item is resolved; at its deadline with an error."""
+        while not item.future.query():
+            item.future.resting = True
+            self._dealer.wait(item.deadline, self._callers)
+            item.future.resting = False
+            self._receive(leading=True)
+            if self._clock() >= item.deadline:
+                self._give_up(item)
+
+    def _give_up(self, item: Outgoing) -> None:
+        if self._pending.lapse(item, self._handed_over):
+            self._set_suspect(True)
+            self._wakeup.signal()
+        else:
+            item.future.wait(_LAST_RESORT_S)  # another thread is about to
+        item.resolve(item.unanswered())
+
+    # in any thread
+
+    def _receive(self, *, leading: bool = False) -> None:
+        messages = self._dealer.receive(_MESSAGES_PER_ROUND)
+        for frames in messages:
+            try:
+                envelope = split(frames)
+            except ProtocolError as error:
+                logger.error("dropped a message of the server: %s", error)
+                continue
+            item = self._pending.take(envelope.request_id)
+            if item is None:
+                self._handed_over.append(envelope)
+                self._wakeup.signal()
+            else:
+                self._on_answer(item, envelope)
+        if messages and not leading:
+            self._dealer.interrupt()
+
+    # in the I/O thread
+
+    def _run(self) -> None:
+        try:
+            idle, leading = self._poller(), self._dealer.watch(self._poller())
             while not self._closed:
-                self._round(poller)
+                self._round(idle, leading)
         except _EndOfLink as end:
             self.reason = end.args[0]
         except Exception as error:
@@ -194,76 +258,81 @@ class Link:
         finally:
             self._end()
 
-    def _round(self, poller: zmq.Poller) -> None:
-        wake_at = min(self._heartbeat.next_at(), self._deadlines.next() or math.inf)
-        ready = dict(poller.poll(max(0, math.ceil((wake_at - self._clock()) * 1000))))
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        if self._liveness is not None:
+            poller.register(self._liveness.fd, zmq.POLLIN)
+        return poller
+
+    def _round(self, idle: zmq.Poller, leading: zmq.Poller) -> None:
+        wake_at = min(self._heartbeat.next_at(), self._pending.next_deadline() or math.inf)
+        leads = bool(self._pending or self._pings) and self._dealer.lead()
+        try:
+            if leads:
+                ready = self._dealer.wait(wake_at, leading)
+                self._receive(leading=True)
+            else:
+                ready = {fd for fd, _ in idle.poll(milliseconds(wake_at))}
+        finally:
+            if leads:
+                self._dealer.follow()
         if self._wakeup.fd in ready:
             self._wakeup.drain()
         self._send_outbox()
-        if self._dealer in ready:
-            self._receive()
+        self._take_over()
         if self._liveness is not None and self._liveness.fd in ready:
             self._receive()  # what the server said before it went
             raise _EndOfLink(ServerGone("the server is gone"))
         now = self._clock()
         if now >= wake_at:
             self._receive()  # this process may have been stopped: what is here by now was not late
+            self._take_over()
             self._expire(now)
             self._beat(now)
 
     def _send_outbox(self) -> None:
         for _ in range(len(self._outbox)):
             item = self._outbox.popleft()
+            self._pending.add(item, watched=True)
             try:
-                frames_io.send(self._dealer, item.frames)
+                self._dealer.send(item.frames)
             except zmq.Again:
-                self._resolve(item, ServerGone("the server takes no more messages", where=item.spec.name))
-                self._set_suspect(True)
-                continue
-            self._pending[item.request_id] = item
-            self._deadlines.set(item.request_id, item.deadline)
+                self._pending.take(item.request_id)
+                item.resolve(self._full(item))
 
-    def _receive(self) -> None:
-        for _ in range(_MESSAGES_PER_ROUND):
-            frames = frames_io.receive(self._dealer, frames_io.HEAD_FRAMES)
-            if frames is None:
-                return
-            try:
-                envelope = split(frames)
-            except ProtocolError as error:
-                logger.error("dropped a message of the server: %s", error)
-                continue
-            if envelope.request_id in self._pings:
-                self._on_pong(envelope)
-            elif (item := self._pending.pop(envelope.request_id, None)) is not None:
-                self._deadlines.discard(envelope.request_id)
-                self._on_answer(item, envelope)
-            elif (item := self._late.pop(envelope.request_id, None)) is not None:
-                self._on_late_answer(item, envelope)
+    def _take_over(self) -> None:
+        for _ in range(len(self._handed_over)):
+            what = self._handed_over.popleft()
+            if isinstance(what, Outgoing):
+                self._heartbeat.ask_now()
+                self._late.expect(what)
+            elif what.request_id in self._pings:
+                self._on_pong(what)
+            else:
+                self._late.give_back(what)
 
-    def _on_answer(self, item: _Outgoing, envelope: Envelope) -> None:
-        spec = item.spec
+    def _full(self, item: Outgoing) -> KVFrameworkError:
+        self._set_suspect(True)
+        return ServerGone("the server takes no more messages", where=item.spec.name)
+
+    def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
         try:
-            if envelope.type == ERROR_TYPE:
-                raise error_from(decode(envelope.payload, ErrorPayload, where=spec.name))
-            if envelope.type != spec.name:
-                raise ProtocolError(f"the server answered with {envelope.type!r}", where=spec.name)
-            answer = decode(envelope.payload, spec.response, where=f"response of {spec.name}")
+            item.resolve(item.answer(envelope), envelope.buffers)
         except KVFrameworkError as error:
-            self._resolve(item, error)
             if isinstance(error, HelloRequired):
-                raise _EndOfLink(error) from None
-            return
-        self._resolve(item, answer, envelope.buffers)
+                self._stop(error)  # before the caller knows, who may ask again at once
+            item.resolve(error)
+        finally:
+            if not item.future.query():  # a signal was in the way
+                item.resolve(self.gone())
 
-    def _on_late_answer(self, item: _Outgoing, envelope: Envelope) -> None:
-        """Its caller has given up; what the server has granted is given back."""
-        if item.on_late is None or envelope.type != item.spec.name:
-            return
-        try:
-            item.on_late(decode(envelope.payload, item.spec.response, where=f"response of {item.spec.name}"))
-        except Exception:
-            logger.exception("a late answer to %s could not be given back", item.spec.name)
+    def _stop(self, reason: KVFrameworkError) -> None:
+        """The I/O thread will end the link."""
+        self.reason = reason
+        with self._lock:
+            self._closed = True
+        self._wakeup.signal()
 
     def _on_pong(self, envelope: Envelope) -> None:
         """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
@@ -281,15 +350,11 @@ class Link:
         self._set_suspect(False)
 
     def _expire(self, now: float) -> None:
-        for request_id in self._deadlines.due(now):
-            item = self._pending.pop(request_id)
-            if item.on_late is not None:
-                self._late[request_id] = item
-                if len(self._late) > _MAX_LATE:
-                    del self._late[next(iter(self._late))]
-            self._set_suspect(True)
+        for item in self._pending.due(now):
             self._heartbeat.ask_now()
-            self._resolve(item, DeadlineExceeded(f"no answer within {item.timeout} s", where=item.spec.name))
+            self._late.expect(item)
+            self._set_suspect(True)
+            item.resolve(item.unanswered())
 
     def _beat(self, now: float) -> None:
         if self._heartbeat.overdue(now):
@@ -300,19 +365,21 @@ class Link:
             return
         request_id = next(self._ids)
         try:
-            frames_io.send(self._dealer, join(request_id, _PING.name, Empty()))
+            self._pings.add(request_id)
+            self._dealer.send(join(request_id, _PING.name, Empty()))
         except zmq.Again:
+            self._pings.discard(request_id)
             if self._heartbeat.overdue(now):
                 raise _EndOfLink(ServerGone("the connection is broken")) from None
             self._heartbeat.sent(now)
             return
-        self._pings.add(request_id)
         self._heartbeat.sent(now)
 
     def _set_suspect(self, suspect: bool) -> None:
-        if self.suspect == suspect:
-            return
-        self.suspect = suspect
+        with self._lock:
+            if self.suspect == suspect:
+                return
+            self.suspect = suspect
         if suspect:
             self._suspect_since = self._clock()
             logger.warning("the server does not answer: every lookup is a miss until it does")
@@ -320,24 +387,14 @@ class Link:
             logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
         self._changed()
 
-    def _resolve(self, item: _Outgoing, outcome: Message | KVFrameworkError, detail: object = None) -> None:
-        try:
-            if isinstance(outcome, KVFrameworkError):
-                item.future.set_exception(outcome)
-            else:
-                item.future.set_result(outcome, detail)
-        except Exception:
-            logger.exception("a callback of a %s future failed", item.spec.name)
-
     def _end(self) -> None:
         with self._lock:
             self._closed = True
-        self._dealer.close(0)
+        for item in [*self._pending.close(), *self._outbox]:
+            item.resolve(self.gone())
+        self._outbox.clear()
+        self._dealer.close()
         if self._liveness is not None:
             self._liveness.close()
-        for item in [*self._pending.values(), *self._outbox]:
-            self._resolve(item, self.gone())
-        self._pending.clear()
-        self._outbox.clear()
         self.ended.set()
         self._changed()

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvframework.api import MemoryLayoutDesc, PackedKey
+from kvframework.api import MemoryLayoutDesc, PackedKey, Select
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.leases import NO_DEADLINE, PinLease
-from kvframework.storage.loading import LoadTask, Select
+from kvframework.storage.loading import LoadTask
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import Reservation
 from tests.simulation.model import Guard, Model, Writing, must

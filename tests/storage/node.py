@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvframework.api import GroupDesc, MemoryLayoutDesc, PackedKey
+from kvframework.api import GroupDesc, MemoryLayoutDesc, PackedKey, Select
 from kvframework.storage.allocator import ALIGNMENT
 from kvframework.storage.breaker import Breaker
 from kvframework.storage.l2 import L2Store
-from kvframework.storage.loading import LoadTask, Select
+from kvframework.storage.loading import LoadTask
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.tiers import AttachedTier
