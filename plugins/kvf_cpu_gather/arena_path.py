@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kvf_cpu_gather.copying import wait_for_devices
 from kvf_cpu_gather.leases import given_back
 from kvf_cpu_gather.outcomes import plus
 from kvf_cpu_gather.transfer import Transfer
@@ -52,7 +51,7 @@ def retrieve_from_arena(
             event.synchronize()
         with torch.inference_mode():
             transfer.scatter(arena, plan.ranges, skip_tokens)
-            wait_for_devices(transfer.views)
+            transfer.memory.wait()
     return link.commit_retrieve(plan.lease)
 
 

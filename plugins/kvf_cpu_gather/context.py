@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvf_cpu_gather.arena_path import retrieve_from_arena, store_in_arena
+from kvf_cpu_gather.engine_memory import RegisteredMemory
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.options import Path
 from kvf_cpu_gather.throttle import ThrottledLog
@@ -36,15 +37,15 @@ _log = logging.getLogger(__name__)
 
 
 class CpuGather(TransferContext):
-    """See `TransferContext`. Futures come back resolved; between calls only the registration is kept, and over the
-    wire some staging memory. `path` "auto": the arena where it is mapped, else the wire."""
+    """See `TransferContext`. Futures come back resolved; between calls only the registration is kept, where the
+    tensors lay, and over the wire some staging memory. `path` "auto": the arena where it is mapped, else the wire."""
 
     def __init__(self, link: EngineLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
         self._kernel = kernel
         self._path = path
         self._wire = WirePath(link)
-        self._registered: tuple[Registration, Layout] | None = None
+        self._registered: RegisteredMemory | None = None
         self._quiet = ThrottledLog(_log)
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
@@ -57,7 +58,7 @@ class CpuGather(TransferContext):
             raise BadLayout(
                 f"objects of form {', '.join(sorted(forms))}", available=f"{CANONICAL}, {OPAQUE}...", where="cpu_gather"
             )
-        self._registered = registration, layout
+        self._registered = RegisteredMemory(registration, layout, self._kernel)
 
     def submit_store(
         self,
@@ -71,7 +72,7 @@ class CpuGather(TransferContext):
     ) -> MessagingFuture[bool]:
         """Copies what the server lacks, synchronously. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
         transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
-        dropped = StoreOutcome(dropped=transfer.chunks * len(transfer.views))
+        dropped = StoreOutcome(dropped=transfer.chunks * transfer.groups)
         try:
             outcome = self._store(transfer, key, instance_id, event)
         except KVFrameworkError as error:
@@ -116,9 +117,9 @@ class CpuGather(TransferContext):
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
-        registration, layout = self._registered
+        registration = self._registered.registration
         with torch.inference_mode():
-            views = layout.block_views(registration.layout, kv_caches)
+            views = self._registered.layout.block_views(registration.layout, kv_caches)
             return gather_blocks(registration, views, blocks, self._kernel)
 
     def close(self) -> None:
@@ -137,9 +138,8 @@ class CpuGather(TransferContext):
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         with torch.inference_mode():
-            return Transfer(
-                *self._registered, key, kv_caches, block_ids, blocks_in_chunk, storing=storing, kernel=self._kernel
-            )
+            memory = self._registered.of(kv_caches)
+            return Transfer(self._registered.registration, key, memory, block_ids, blocks_in_chunk, storing=storing)
 
     def _store(self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None) -> StoreOutcome:
         arena = self._arena()

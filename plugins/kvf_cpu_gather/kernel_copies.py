@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
 
 from kvf_cpu_gather.copying import Copies, GroupBlocks, Piece
 from kvf_cpu_gather.kernel import CopyKernel
-from kvframework.api import NO_BLOCK, ArenaRange, CopyPlanner, LayerGroup, MemoryLayoutDesc, PlacedView
-
-if TYPE_CHECKING:
-    from kvf_cpu_gather.copying import GroupViews
+from kvframework.api import NO_BLOCK, ArenaRange, CopyPlanner
 
 
 class KernelCopies(Copies):
     """For host memory. Objects are found by their addresses, so those of one call may lie anywhere."""
 
-    def __init__(
-        self,
-        kernel: CopyKernel,
-        groups: Sequence[LayerGroup],
-        desc: MemoryLayoutDesc,
-        views: Sequence[GroupViews],
-        blocks: Sequence[GroupBlocks],
-    ) -> None:
+    def __init__(self, kernel: CopyKernel, planner: CopyPlanner, blocks: Sequence[GroupBlocks]) -> None:
         self._kernel = kernel
-        placed = [[[_placed(view) for view in plane] for plane in planes] for planes in views]
-        self._planner = CopyPlanner(groups, desc, placed, merged=False)
+        self._planner = planner
         self._ids = [[NO_BLOCK] * each.first + each.ids[each.first :].tolist() for each in blocks]
         self._per_chunk = [each.per_chunk for each in blocks]
 
@@ -42,9 +28,3 @@ class KernelCopies(Copies):
         ranges = [ArenaRange(place.chunk, place.group, data.data_ptr(), data.numel()) for place, data in pieces]
         for batch in self._planner.plan(ranges, self._ids, self._per_chunk, skip_tokens):
             self._kernel.copy(batch, 0, to_arena=to_arena)
-
-
-def _placed(view: torch.Tensor) -> PlacedView:
-    size = view.element_size()
-    block, slot, head, element = view.stride()
-    return PlacedView(view.data_ptr(), view.shape[0], (block * size, slot * size, head * size, element * size))

@@ -5,14 +5,14 @@ Engine side, no server calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import Copies, GroupBlocks, Piece, TorchCopies, on_host
+from kvf_cpu_gather.copying import GroupBlocks, Piece
+from kvf_cpu_gather.engine_memory import EngineMemory, memory_of
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvframework.api import (
     ArenaRange,
     BlockIds,
@@ -20,8 +20,6 @@ from kvframework.api import (
     CacheKey,
     GroupDesc,
     LayerGroup,
-    LayerTensors,
-    Layout,
     MemoryLayoutDesc,
     Registration,
     touched_blocks,
@@ -33,24 +31,21 @@ if TYPE_CHECKING:
 
 
 class Transfer:
-    """The checked arguments of one submit: views of the engine's memory and the blocks of each chunk.
+    """The checked arguments of one submit: the engine's memory and the blocks of each chunk.
 
-    `kernel` copies if all of them lie in host memory, else torch does. `first_chunks` is, per layer group, how many
-    chunks a store leaves out, see `touched_blocks`. Borrows the engine's tensors. Raises `BadRange`, `BadBlockIds` or
-    `BadLayout`.
+    `first_chunks` is, per layer group, how many chunks a store leaves out, see `touched_blocks`. Borrows the engine's
+    tensors. Raises `BadRange` or `BadBlockIds`.
     """
 
     def __init__(
         self,
         registration: Registration,
-        layout: Layout,
         key: CacheKey,
-        kv_caches: Mapping[str, LayerTensors],
+        memory: EngineMemory,
         block_ids: BlockIds,
         blocks_in_chunk: Sequence[int],
         *,
         storing: bool,
-        kernel: CopyKernel | None = None,
     ) -> None:
         self.desc = registration.desc
         self.chunks, rest = divmod(key.end - key.start, self.desc.chunk_tokens)
@@ -64,16 +59,17 @@ class Transfer:
         if len(block_ids) != len(expected):
             raise BadBlockIds(f"{len(block_ids)} lists of block ids", available=f"{len(expected)}, one per layer group")
         self.layout = registration.layout
-        self.views: list[GroupViews] = list(layout.block_views(registration.layout, kv_caches))
+        self.memory = memory
+        self.groups = len(expected)
         blocks = [self._blocks_of(index, ids, expected[index], storing=storing) for index, ids in enumerate(block_ids)]
         self.first_chunks = [each.first // each.per_chunk for each in blocks]
-        self._copies = _copies(kernel, self.layout.groups, self.desc, self.views, blocks)
+        self._copies = memory.copies(blocks)
 
     def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
         """Fills the ranges of `memory`. Raises `ValueError` for one that cannot be meant, or that the engine does not
         hold."""
         for place in places:
-            if not 0 <= place.group < len(self.views) or place.chunk < self.first_chunks[place.group]:
+            if not 0 <= place.group < self.groups or place.chunk < self.first_chunks[place.group]:
                 raise ValueError(f"the server asks for {place}, which is not held")
         self._copies.gather(self._pieces(memory, places))
 
@@ -113,7 +109,7 @@ class Transfer:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         pieces = []
         for place in places:
-            if not (0 <= place.group < len(self.views) and 0 <= place.chunk < self.chunks):
+            if not (0 <= place.group < self.groups and 0 <= place.chunk < self.chunks):
                 raise ValueError(f"the server names {place}, there are {self.chunks} chunks")
             desc = self.desc.groups[place.group]
             if place.length != desc.nbytes or not 0 <= place.offset <= whole.numel() - place.length:
@@ -124,7 +120,7 @@ class Transfer:
     def _blocks_of(self, index: int, ids: Sequence[int], per_chunk: int, *, storing: bool) -> GroupBlocks:
         whole = _as_tensor(ids, index, per_chunk * self.chunks)
         used, per_object, first = _touched(self.layout.groups[index], self.desc.chunk_tokens, whole, storing)
-        _check_range(used[first:], index, self.views[index][0][0].shape[0])
+        _check_range(used[first:], index, self.memory.block_counts[index])
         return GroupBlocks(used, per_object, first)
 
 
@@ -140,28 +136,11 @@ def gather_blocks(
         planes, layers, _, hidden = desc.shape
         one = GroupDesc((planes, layers, group.slots, hidden), desc.dtype)
         memory = torch.empty(one.nbytes, dtype=torch.uint8)
-        copies = _copies(
-            kernel,
-            [group],
-            MemoryLayoutDesc(group.block_size, (one,)),
-            [view],
-            [GroupBlocks(torch.tensor([block], dtype=torch.int64), 1, 0)],
-        )
+        seen = memory_of(kernel, [group], MemoryLayoutDesc(group.block_size, (one,)), [view])
+        copies = seen.copies([GroupBlocks(torch.tensor([block], dtype=torch.int64), 1, 0)])
         copies.gather([Piece(ArenaRange(0, 0, 0, one.nbytes), memory)])
         gathered.append(bytes(memory.tolist()))
     return gathered
-
-
-def _copies(
-    kernel: CopyKernel | None,
-    groups: Sequence[LayerGroup],
-    desc: MemoryLayoutDesc,
-    views: Sequence[GroupViews],
-    blocks: Sequence[GroupBlocks],
-) -> Copies:
-    if kernel is not None and on_host(views):
-        return KernelCopies(kernel, groups, desc, views, blocks)
-    return TorchCopies(groups, desc, views, blocks)
 
 
 def _touched(group: LayerGroup, chunk_tokens: int, ids: torch.Tensor, storing: bool) -> tuple[torch.Tensor, int, int]:

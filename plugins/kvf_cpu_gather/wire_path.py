@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvf_cpu_gather.copying import wait_for_devices
 from kvf_cpu_gather.leases import given_back
 from kvf_cpu_gather.outcomes import plus
 from kvf_cpu_gather.staging import Staging
@@ -79,7 +78,7 @@ class WirePath:
                 event.synchronize()
             for asked in self._received(plan, [p for p in plan.ranges if transfer.reaches(p, skip_tokens)]):
                 _scatter(transfer, asked, skip_tokens)
-            wait_for_devices(transfer.views)
+            transfer.memory.wait()
         return self._link.commit_retrieve(plan.lease)
 
     def close(self) -> None:
@@ -87,7 +86,7 @@ class WirePath:
 
     def _send(self, transfer: Transfer, key: CacheKey, instance_id: int, batch: Batch) -> _Sent:
         staged = self._staging.take(batch.nbytes)
-        groups = len(transfer.views)
+        groups = transfer.groups
         with torch.inference_mode():
             transfer.gather(
                 staged,
@@ -130,7 +129,7 @@ def _scatter(transfer: Transfer, asked: _Asked, skip_tokens: int) -> None:
 
 
 def _place(transfer: Transfer, index: int) -> ArenaRange:
-    chunk, group = divmod(index, len(transfer.views))
+    chunk, group = divmod(index, transfer.groups)
     return ArenaRange(chunk, group, 0, transfer.desc.groups[group].nbytes)
 
 

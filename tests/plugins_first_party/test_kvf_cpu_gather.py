@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,11 +12,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kvf_cpu_gather import arena_path, copying  # noqa: E402
+from kvf_cpu_gather import copying, engine_memory  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
 from kvframework.api import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc, Registration  # noqa: E402
+from kvframework.errors import BadLayout  # noqa: E402
 from tests.plugins_first_party.arena_link import ArenaLink  # noqa: E402
 from tests.plugins_first_party.gather_engine import (  # noqa: E402
     BLOCK,
@@ -27,6 +31,7 @@ from tests.plugins_first_party.gather_engine import (  # noqa: E402
     NHD,
     Engine,
     both_ways,
+    copying_by,
     digest,
     key,
 )
@@ -174,7 +179,7 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
     monkeypatch.setattr(copying, "HOST", frozenset())
-    monkeypatch.setattr(arena_path, "wait_for_devices", waits.append)
+    monkeypatch.setattr(engine_memory, "wait_for_devices", waits.append)
     engine = Engine(HND)
     assert engine.store().result()
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
@@ -182,6 +187,75 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     assert other.retrieve([[3, 9, 11, 10]], skip=5).result()
     assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
     assert len(waits) == 1
+
+
+def test_stable_memory_is_seen_once(monkeypatch):
+    engine, seen = Engine(), []
+    views = engine.layout.block_views
+    monkeypatch.setattr(engine.layout, "block_views", lambda *args: seen.append(1) or views(*args))
+    for _ in range(3):
+        assert engine.store().result()
+        assert engine.retrieve().result()
+    assert len(seen) == (1 if copying_by[0] else 6)
+
+
+@pytest.mark.parametrize("change", ["another tensor", "moved in place", "swapped names"])
+def test_memory_that_has_changed_is_seen_anew(change):
+    engine = Engine(link=None)
+    assert engine.store().result()
+    other = Engine(seed=2, link=engine.link)
+    assert other.retrieve().result()  # what it remembers from now on is where its tensors lie
+    former = {name: tensor.clone() for name, tensor in other.kv_caches.items()}
+    first = other.kv_caches["l0"]
+    if change == "another tensor":
+        other.kv_caches["l0"] = torch.zeros_like(first)
+    elif change == "moved in place":
+        first.set_(torch.zeros_like(first).untyped_storage(), 0, first.shape, first.stride())
+    else:
+        other.kv_caches = dict(zip(["l0", "l1"], reversed(other.kv_caches.values()), strict=True))
+    ids = [3, 9, 11, 10]
+    assert other.retrieve([ids]).result()
+    views = other.layout.block_views(other.registration.layout, other.kv_caches)[0]
+    stored = engine.tokens(IDS[0]).view(torch.float32)
+    for plane in (0, 1):
+        for layer, view in enumerate(views[plane]):
+            assert torch.equal(view[ids].flatten(0, 1), stored[plane, layer])
+    if change == "another tensor":
+        assert torch.equal(first, former["l0"])
+
+
+def test_other_strides_are_refused_as_if_nothing_were_remembered():
+    engine = Engine()
+    assert engine.store().result()
+    tensor = engine.kv_caches["l0"]
+    plane, block, *inner = tensor.stride()
+    spread = torch.zeros(2 * tensor.numel())
+    tensor.set_(spread.untyped_storage(), 0, tensor.shape, (2 * plane, 2 * block, *inner))
+    with pytest.raises(BadLayout, match="strides"):
+        engine.store()
+
+
+def test_a_storage_that_was_cut_is_refused_as_if_nothing_were_remembered():
+    engine = Engine()
+    assert engine.store().result()
+    tensor = engine.kv_caches["l0"]
+    address = tensor.data_ptr()
+    for size in (1024, 512, 960) * 100:  # until it lies where it lay, which it soon does
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(size)
+        if tensor.data_ptr() == address:
+            break
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        engine.store()
+
+
+def test_no_tensor_is_held_between_calls():
+    engine = Engine()
+    assert engine.store().result()
+    kept = [weakref.ref(tensor) for tensor in engine.kv_caches.values()]
+    engine.kv_caches.clear()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 def test_tensors_of_every_autograd_mode():

@@ -45,8 +45,11 @@ def copied(batch: CopyBatch, engine: bytes, arena: bytes, base: int, *, to_arena
     return bytes(there), bytes(here)
 
 
-def check(kernel: CopyKernel, plan: tuple[list[int], int, list[Step], int], *, to_arena: bool) -> None:
-    """`plan`: place order on the engine's side, lanes, steps, run. Fragments lie apart on both sides."""
+def check(
+    kernel: CopyKernel, plan: tuple[list[int], int, list[Step], int], *, to_arena: bool, aligned: bool = False
+) -> None:
+    """`plan`: place order on the engine's side, lanes, steps, run. Fragments lie apart on both sides. `aligned`: the
+    first of them begin at whole lines, as what is written by streaming stores several runs at a time."""
     order, lanes, steps, run = plan
     span = run
     wide: list[Step] = []
@@ -54,10 +57,11 @@ def check(kernel: CopyKernel, plan: tuple[list[int], int, list[Step], int], *, t
         wide.insert(0, Step(count, span + device, span + arena))
         span = (span + max(device, arena)) * count
     size = span * len(order)
-    engine, arena = Memory(os.urandom(size * lanes + 7)), Memory(os.urandom(size * lanes + 3))
+    engine, arena = Memory(os.urandom(size * lanes + 64)), Memory(os.urandom(size * lanes + 64))
+    begin_there, begin_here = (-engine.address % 64, -arena.address % 64) if aligned else (7, 3)
     batch = CopyBatch(
-        packed([engine.address + 7 + size * lane for lane in range(lanes)]),
-        packed([3 + size * lane for lane in range(lanes)]),
+        packed([engine.address + begin_there + size * lane for lane in range(lanes)]),
+        packed([begin_here + size * lane for lane in range(lanes)]),
         packed([span * place for place in order]),
         packed([span * number for number in range(len(order))]),
         tuple(wide),
@@ -82,14 +86,15 @@ def test_every_fragment_arrives_and_nothing_else_changes(
     check(KERNEL, (order, lanes, inner, run), to_arena=to_arena)
 
 
-@pytest.mark.parametrize("run", [511, 512, 4096, 4099, 65536])
+@pytest.mark.parametrize("run", [511, 512, 4096, 4099, 4160, 65536])
 @pytest.mark.parametrize("to_arena", [True, False])
-def test_large_copies_by_threads_past_the_caches(run: int, to_arena: bool) -> None:
+@pytest.mark.parametrize("aligned", [True, False])
+def test_large_copies_by_threads_past_the_caches(run: int, to_arena: bool, aligned: bool) -> None:
     assert KERNEL is not None
     places = 2 * max(BYTES_PER_THREAD, STREAMING_BYTES) // (run * 3) + 1
     order = list(range(places))
     order.reverse()
-    check(KERNEL, (order, 3, [], run), to_arena=to_arena)
+    check(KERNEL, (order, 3, [], run), to_arena=to_arena, aligned=aligned)
 
 
 def test_more_threads_than_fragments_and_nothing_to_copy() -> None:

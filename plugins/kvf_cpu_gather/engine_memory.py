@@ -1,0 +1,125 @@
+"""Owns what a transfer needs to know of the engine's memory, and remembers it while the tensors lie where they lay.
+
+Engine side. Seeing the tensors as blocks costs more Python than a small copy takes, and says the same at every submit
+of an engine with stable memory. Remembered are addresses only: between calls no tensor is held.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvf_cpu_gather.copying import Copies, GroupBlocks, TorchCopies, on_host, wait_for_devices
+from kvf_cpu_gather.kernel import CopyKernel
+from kvf_cpu_gather.kernel_copies import KernelCopies
+from kvframework.api import CopyPlanner, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, PlacedView, Registration
+
+if TYPE_CHECKING:
+    from kvf_cpu_gather.copying import GroupViews
+
+
+class EngineMemory(ABC):
+    """An engine's tensors, of which `block_counts` tells the blocks of each layer group."""
+
+    block_counts: tuple[int, ...]
+
+    @abstractmethod
+    def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
+        """The copies of one transfer; `blocks` are by layer group, each below its count."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until what was queued on the tensors' devices is done."""
+
+
+class PlannedMemory(EngineMemory):
+    """Host memory as the kernel sees it: addresses. Good for as long as the tensors are where they were."""
+
+    def __init__(
+        self,
+        kernel: CopyKernel,
+        groups: Sequence[LayerGroup],
+        desc: MemoryLayoutDesc,
+        views: Sequence[GroupViews],
+    ) -> None:
+        self.block_counts = _block_counts(views)
+        self._kernel = kernel
+        placed = [[[_placed(view) for view in plane] for plane in planes] for planes in views]
+        self._planner = CopyPlanner(groups, desc, placed, merged=False)
+
+    def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
+        return KernelCopies(self._kernel, self._planner, blocks)
+
+    def wait(self) -> None:
+        return None
+
+
+class ViewedMemory(EngineMemory):
+    """Any memory, as torch sees it. Borrows the tensors."""
+
+    def __init__(self, groups: Sequence[LayerGroup], desc: MemoryLayoutDesc, views: Sequence[GroupViews]) -> None:
+        self.block_counts = _block_counts(views)
+        self._groups = groups
+        self._desc = desc
+        self._views = views
+
+    def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
+        return TorchCopies(self._groups, self._desc, self._views, blocks)
+
+    def wait(self) -> None:
+        wait_for_devices(self._views)
+
+
+class RegisteredMemory:
+    """The memory of one registration, seen anew whenever the tensors have changed. For one thread at a time."""
+
+    def __init__(self, registration: Registration, layout: Layout, kernel: CopyKernel | None) -> None:
+        self.registration = registration
+        self.layout = layout
+        self._kernel = kernel
+        self._seen: tuple[object, EngineMemory] | None = None
+
+    def of(self, kv_caches: Mapping[str, LayerTensors]) -> EngineMemory:
+        """Raises `BadLayout` for tensors that do not fit the registration."""
+        signature = _signature(kv_caches) if self._kernel is not None else None
+        if self._seen is not None and signature is not None and self._seen[0] == signature:
+            return self._seen[1]
+        declared = self.registration.layout
+        views = self.layout.block_views(declared, kv_caches)
+        memory = memory_of(self._kernel, declared.groups, self.registration.desc, views)
+        self._seen = (signature, memory) if isinstance(memory, PlannedMemory) else None
+        return memory
+
+
+def memory_of(
+    kernel: CopyKernel | None, groups: Sequence[LayerGroup], desc: MemoryLayoutDesc, views: Sequence[GroupViews]
+) -> EngineMemory:
+    """For the kernel, if there is one and all of it is host memory."""
+    if kernel is not None and on_host(views):
+        return PlannedMemory(kernel, groups, desc, views)
+    return ViewedMemory(groups, desc, views)
+
+
+def _signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
+    """Whatever a layout's views depend on; equal for two calls only if all tensors lie in the same way at the same
+    places, and their storage still reaches as far: torch checks that where it makes views."""
+    signature: list[object] = []
+    for name, tensors in kv_caches.items():
+        signature.append(name)
+        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+            signature += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            signature.append(tensor.untyped_storage().nbytes())
+    return signature
+
+
+def _block_counts(views: Sequence[GroupViews]) -> tuple[int, ...]:
+    return tuple(planes[0][0].shape[0] for planes in views)
+
+
+def _placed(view: torch.Tensor) -> PlacedView:
+    size = view.element_size()
+    block, slot, head, element = view.stride()
+    return PlacedView(view.data_ptr(), view.shape[0], (block * size, slot * size, head * size, element * size))
