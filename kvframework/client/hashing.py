@@ -34,7 +34,8 @@ class RequestHashes:
         """Adds tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
         embedding digests); each is given with the tokens that end its chunk. Raises `OverflowError`
         for an id that is no u32."""
-        self._rest.extend(token_ids)
+        # Lists are packed three times as fast as other sequences.
+        self._rest.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
         whole = len(self._rest) // self.chunk_tokens * self.chunk_tokens
         if not whole:
             return
