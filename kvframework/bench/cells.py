@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
+from kvframework.bench.attempt import NotMeasured
 from kvframework.bench.statistics import Latency, Spread
 
 
@@ -12,6 +15,14 @@ def new_table(*headers: str) -> Table:
     table = Table(pad_edge=False)
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def not_measured_table(rows: Sequence[NotMeasured]) -> Table:
+    """Names what could not be measured."""
+    table = new_table("not measured", "why", "hint")
+    for row in rows:
+        table.add_row(row.what, row.why, row.hint)
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvframework.bench.at_rest import Resident
+from kvframework.bench.contention.document import ContentionFigures
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.load import Load
 from kvframework.bench.machine import Machine
@@ -109,7 +110,7 @@ class StoreFigures(msgspec.Struct, frozen=True):
     shapes: list[ShapeFigures]
 
 
-Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures
+Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures | ContentionFigures
 
 
 class Document(msgspec.Struct, frozen=True):

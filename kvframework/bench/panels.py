@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvframework.api import ByteSize
+from kvframework.bench.contention.document import ContentionFigures
 from kvframework.bench.document import Figures, HostFigures, LookupFigures, StoreFigures
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.scale.document import ScaleFigures, ScaleRow
@@ -68,6 +69,8 @@ def panels(figures: Figures) -> list[Panel]:
         return _lookup(figures)
     if isinstance(figures, StoreFigures):
         return _store(figures)
+    if isinstance(figures, ContentionFigures):
+        return _contention(figures)
     return _l2(figures)
 
 
@@ -159,6 +162,28 @@ def _l2(figures: L2Figures) -> list[Panel]:
     if figures.memory:
         grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
         made.append(Bars("growth beside the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+    return made
+
+
+def _contention(figures: ContentionFigures) -> list[Panel]:
+    made: list[Panel] = []
+    if figures.spinning:
+        shares = []
+        for shape in figures.spinning:
+            for row in shape.transfers:
+                name = f"{shape.shape}, {row.operation}"
+                shares.append(spread_bar(f"{name}, quiet", row.quiet_of_copy, kind="reference"))
+                shares.append(spread_bar(name, row.of_copy, row.reach))
+        made.append(Bars("share of a quiet copy, beside spinning cores", "x", shares))
+    if figures.storing is not None:
+        bars = []
+        for lookup in figures.storing.lookups:
+            bars.append(latency_bar(f"{lookup.tokens // 1024}k tokens, quiet", lookup.quiet, "reference"))
+            bars.append(latency_bar(f"{lookup.tokens // 1024}k tokens, beside stores", lookup.storing))
+        made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
+    if figures.hit is not None:
+        costs = [spread_bar(row.shape, row.besides_us, row.reach_us) for row in figures.hit.rows]
+        made.append(Bars("the engine's processor time for a hit, besides the copy", "µs", costs))
     return made
 
 

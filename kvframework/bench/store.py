@@ -5,16 +5,14 @@ This process is the engine; the server is another one. Needs torch, which is imp
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
+from kvframework.bench.attempt import require_torch
 from kvframework.bench.bare import running_peer
 from kvframework.bench.child import scratch
 from kvframework.bench.copying import fastest_copy
 from kvframework.bench.document import ShapeFigures, StoreFigures, Throughput, TransferFigures
-from kvframework.bench.errors import BenchUnavailable
 from kvframework.bench.interleave import Case, interleave
 from kvframework.bench.paths import Path, transport_options
 from kvframework.bench.progress import Stage, no_progress
@@ -22,9 +20,6 @@ from kvframework.bench.server import running_server
 from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import Rounds, rate_gb_s, ratio
 from kvframework.plugins.registry import PluginRegistry
-
-if TYPE_CHECKING:
-    from kvframework.bench.transfers import Transfers
 
 _ARENA_SLACK = 32 << 20
 
@@ -34,9 +29,7 @@ def bench_store(
 ) -> StoreFigures:
     """Takes some seconds a shape. Raises `BenchFailed`; `WrongBytes` if a single byte that came back is wrong, and
     `BenchUnavailable` without torch or the path."""
-    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[torch]"')
+    require_torch()
     options = transport_options(path, PluginRegistry())
     figures = [_shape(shape, path, options, shuffled=shuffled, stage=stage) for shape in shapes]
     return StoreFigures(path.value, "shuffled" if shuffled else "contiguous", figures)
@@ -54,7 +47,7 @@ def _shape(shape: Shape, path: Path, options: dict[str, object], *, shuffled: bo
         memory = PagedMemory(shape, shuffled=shuffled)
         advance()
         transfers = stack.enter_context(Transfers(client, shape, memory, options))
-        first = _verified(transfers, store=True)
+        first = transfers.store(), transfers.verify()
         advance()
         copy = stack.enter_context(fastest_copy(shape.nbytes))
         cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve}
@@ -63,7 +56,7 @@ def _shape(shape: Shape, path: Path, options: dict[str, object], *, shuffled: bo
             cases["put"] = lambda: peer.put(shape.nbytes, transfers.object_bytes)
             cases["get"] = lambda: peer.get(shape.nbytes, transfers.object_bytes)
         measured = interleave(cases, rounds=shape.repetitions, advance=advance)
-        _verified(transfers, store=False)
+        transfers.verify()
         advance()
     return ShapeFigures(
         shape=shape.name,
@@ -78,15 +71,6 @@ def _shape(shape: Shape, path: Path, options: dict[str, object], *, shuffled: bo
         retrieve=_figures(shape, first[1], measured["retrieve"], measured["copy"], measured.get("get")),
         reach=shape.reach,
     )
-
-
-def _verified(transfers: Transfers, *, store: bool) -> tuple[float, float]:
-    """The seconds of one store (if asked for) and one retrieve, whose bytes have been compared."""
-    stored = transfers.store() if store else 0.0
-    transfers.memory.poison()
-    retrieved = transfers.retrieve()
-    transfers.memory.verify()
-    return stored, retrieved
 
 
 def _figures(shape: Shape, first_s: float, own: Rounds, copy: Rounds, bare: Rounds | None) -> TransferFigures:

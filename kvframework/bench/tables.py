@@ -7,6 +7,8 @@ from rich.table import Table
 
 from kvframework.api import ByteSize
 from kvframework.bench.cells import latency_cells, new_table, range_cell, rate_cells, share_cells, time_cell
+from kvframework.bench.contention.document import ContentionFigures
+from kvframework.bench.contention.tables import contention_tables
 from kvframework.bench.document import (
     Document,
     HashFigures,
@@ -63,6 +65,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = l2_tables(figures)
     elif isinstance(figures, ScaleFigures):
         made = scale_tables(figures)
+    elif isinstance(figures, ContentionFigures):
+        made = contention_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

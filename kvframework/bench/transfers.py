@@ -5,16 +5,17 @@ Through `WorkerAdapter`, as an engine integration does it. For one thread; every
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
 
-from kvframework.api import StoreOutcome
+from kvframework.api import DIGEST_BYTES, StoreOutcome
 from kvframework.bench.errors import BenchFailed
 from kvframework.bench.paged_memory import AXES, PagedMemory, block_ids
 from kvframework.bench.paths import TRANSPORT
 from kvframework.bench.shapes import BLOCK_TOKENS, Shape
-from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
 
 _TIMEOUT_S = 60.0
@@ -23,14 +24,22 @@ _TIMEOUT_S = 60.0
 class Transfers:
     """Registers at once. Raises what registration raises."""
 
-    def __init__(self, client: KVClient, shape: Shape, memory: PagedMemory, options: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        client: KVClient,
+        shape: Shape,
+        memory: PagedMemory,
+        options: Mapping[str, object],
+        *,
+        instance_id: int = 1,
+    ) -> None:
         self.memory = memory
         self.model_name = f"bench {shape.name}"
         self._client = client
         self._tokens = shape.tokens
         self._worker = WorkerAdapter(
             client,
-            instance_id=1,
+            instance_id=instance_id,
             model_name=self.model_name,
             transport=TRANSPORT,
             transport_options=options,
@@ -55,20 +64,24 @@ class Transfers:
     ) -> None:
         self._worker.close()
 
+    def scheduler(self) -> SchedulerAdapter:
+        """The scheduler's side of the same engine."""
+        return SchedulerAdapter(
+            self._client, model_name=self.model_name, namespace=self.namespace, chunk_tokens=self.chunk_tokens
+        )
+
     def store(self) -> float:
         """The seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is stored."""
         cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
-        started = time.perf_counter()
-        future = self._worker.submit_store(self.request, 0, self._tokens, self._source)
-        ok = future.result(_TIMEOUT_S)
-        seconds = time.perf_counter() - started
-        self._worker.get_finished()
-        outcome = future.detail
-        if not ok or not isinstance(outcome, StoreOutcome) or outcome.stored != self._chunks:
-            raise BenchFailed(f"a store of {self._chunks} chunks ended with {ok}: {outcome}")
-        return seconds
+        return self._stored(self.request)
+
+    def store_new(self) -> float:
+        """The seconds of one store of a prompt that nobody has seen, for which L1 evicts. Raises as `store` does."""
+        # Its digests are another's, as if it were: no time goes to hashing.
+        digests = os.urandom(DIGEST_BYTES * self._chunks)
+        return self._stored(RequestHashes(self._client.hasher, self.chunk_tokens, request_id="new", digests=digests))
 
     def retrieve(self) -> float:
         """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
@@ -78,4 +91,22 @@ class Transfers:
         self._worker.get_finished()
         if not ok:
             raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
+        return seconds
+
+    def verify(self) -> float:
+        """`retrieve` into poisoned blocks. Raises `WrongBytes` unless what came is what was stored."""
+        self.memory.poison()
+        seconds = self.retrieve()
+        self.memory.verify()
+        return seconds
+
+    def _stored(self, request: RequestHashes) -> float:
+        started = time.perf_counter()
+        future = self._worker.submit_store(request, 0, self._tokens, self._source)
+        ok = future.result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        self._worker.get_finished()
+        outcome = future.detail
+        if not ok or not isinstance(outcome, StoreOutcome) or outcome.stored != self._chunks:
+            raise BenchFailed(f"a store of {self._chunks} chunks ended with {ok}: {outcome}")
         return seconds

@@ -27,6 +27,7 @@ _app = typer.Typer(
         "kvframework bench lookup --json           the whole document",
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
+        "kvframework bench contention --part hit",
     ),
     no_args_is_help=True,
 )
@@ -61,6 +62,12 @@ class L2Part(str, enum.Enum):
     disk = "disk"
     stalled = "stalled"
     memory = "memory"
+
+
+class ContentionPart(str, enum.Enum):
+    spinning = "spinning"
+    storing = "storing"
+    hit = "hit"
 
 
 def register(app: typer.Typer) -> None:
@@ -160,6 +167,27 @@ def scale(
 
     sizes = (QUICK if quick else FULL).upto(clients, objects)
     _run("scale", lambda stage: bench_scale(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
+
+
+@_app.command("contention")
+def contention(
+    part: Annotated[list[ContentionPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """An engine beside others that want the machine too, and what a hit costs its own process. Contents are verified.
+
+    spinning: store and retrieve beside spinning cores. storing: LOOKUP while another client stores at full speed. hit:
+    processor time of the engine for one hit, besides the copy, and the functions it goes to.
+    """
+    from kvframework.bench.contention.course import bench_contention
+    from kvframework.bench.contention.sizes import FULL, QUICK
+
+    parts = [each.value for each in part or list(ContentionPart)]
+    sizes = QUICK if quick else FULL
+    _run("contention", lambda stage: bench_contention(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
 
 
 def _run(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import mmap
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.bench.copying import Buffers, Copy, copies, fastest, fastest_copy, slices
-from kvframework.bench.errors import WrongBytes
+from kvframework.bench.copying import copies, fastest, fastest_copy
+from kvframework.bench.errors import BenchFailed, WrongBytes
+from kvframework.bench.plain_copies import Buffers, Copy, slices
+from kvframework.bench.streaming_copy import streaming_copies
 
 NBYTES = 3 * mmap.PAGESIZE + 17
 
@@ -53,7 +56,25 @@ def test_the_fastest_has_the_smallest_median() -> None:
 def test_without_numpy_and_torch_there_is_still_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with fastest_copy(NBYTES) as copy:
-        assert copy.name.startswith("libc")
+        assert copy.name.startswith(("libc", "streaming stores"))
+
+
+def test_streaming_stores_are_those_of_a_process_of_their_own() -> None:
+    """It is told so before it starts; an odd size is copied whole, too, or it would not have begun."""
+    with streaming_copies(NBYTES + 13, 2) as ways:
+        assert [way.name for way in ways] == ["streaming stores, 1 thread", "streaming stores, 2 threads"]
+        assert all(way.nbytes == NBYTES + 13 and 0 < way.run() < 60 for way in ways)
+        (child,) = {way.run.args[0] for way in ways}  # type: ignore[attr-defined]
+        environment = Path(f"/proc/{child.pid}/environ").read_text().split("\0")
+        assert any(each.startswith("GLIBC_TUNABLES=") and "non_temporal_threshold" in each for each in environment)
+    assert not Path(f"/proc/{child.pid}").exists()
+
+
+def test_a_process_that_copies_no_more_ends_the_bench() -> None:
+    with streaming_copies(NBYTES, 1) as ways:
+        ways[0].run.args[0].kill()  # type: ignore[attr-defined]
+        with pytest.raises((BenchFailed, ValueError, OSError)):
+            ways[0].run()
 
 
 def test_torch_keeps_its_threads() -> None:

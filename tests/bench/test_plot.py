@@ -11,6 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvframework.bench.at_rest import Resident
+from kvframework.bench.contention.document import (
+    ContentionFigures,
+    HitFigures,
+    HitRow,
+    HotSpot,
+    SpinningShape,
+    SpinningTransfers,
+    StoringFigures,
+    StoringLookup,
+)
 from kvframework.bench.document import (
     Document,
     Echo,
@@ -86,7 +96,17 @@ def l2() -> L2Figures:
     )
 
 
-FIGURES = {"scale": scale(), "host": host(), "lookup": lookup(), "store": store(), "l2": l2()}
+def contention() -> ContentionFigures:
+    moved = SpinningTransfers("store", ONE, ONE, ONE, Spread(0.1, 0.2, 0.4), ONE, 0.15)
+    spinning = SpinningShape("1kb", 1 << 20, 1, True, 1, ONE, "numpy", ONE, ONE, [moved])
+    storing = StoringFigures("1kb", 1 << 20, ONE, ONE, [StoringLookup(1024, TIMES, TIMES, ONE, 1.0, 5.0)])
+    row = HitRow("1kb", 1024, 1 << 20, 1, ONE, ONE, ONE, ONE, ONE, 300.0)
+    return ContentionFigures([spinning], storing, HitFigures([row], "1kb", 1, [HotSpot("len", 1.0, 1.0, 1.0)]), [])
+
+
+FIGURES = {
+    "scale": scale(), "host": host(), "lookup": lookup(), "store": store(), "l2": l2(), "contention": contention(),
+}  # fmt: skip
 
 
 def document(bench: str) -> Document:
@@ -120,6 +140,18 @@ def test_a_bar_shows_what_it_is_meant_to_reach() -> None:
         ("1kb, store", 1.0, 0.5, 2.0, 0.3),
         ("1kb, retrieve", 1.0, 0.5, 2.0, 0.3),
     ]
+
+
+def test_a_quiet_bar_lies_beside_the_disturbed_one_which_has_the_reach() -> None:
+    shares, lookups, hits = panels(contention())
+    assert isinstance(shares, Bars)
+    assert isinstance(lookups, Bars)
+    assert isinstance(hits, Bars)
+    assert [(bar.name, bar.reach, bar.kind) for bar in shares.bars] == [
+        ("1kb, store, quiet", None, "reference"), ("1kb, store", 0.15, ""),
+    ]  # fmt: skip
+    assert [bar.kind for bar in lookups.bars] == ["reference", ""]
+    assert [(bar.name, bar.reach) for bar in hits.bars] == [("1kb", 300.0)]
 
 
 @DRAWS
@@ -171,7 +203,7 @@ def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch
     assert refused.value.hint == 'pip install "kvframework[plot]"'
 
 
-@pytest.mark.parametrize("bench", ["host", "lookup", "store", "l2", "scale"])
+@pytest.mark.parametrize("bench", ["host", "lookup", "store", "l2", "scale", "contention"])
 def test_a_command_refuses_before_it_measures(bench: str) -> None:
     command = [sys.executable, "-m", "kvframework.cli.main", "bench", bench, "--plot", "figures.jpg"]
     # Each of them measures for longer than this.

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from kvframework.bench.attempt import NotMeasured, attempt
 from kvframework.bench.child import scratch
 from kvframework.bench.errors import BenchUnavailable
-from kvframework.bench.l2.attempt import attempt
 from kvframework.bench.l2.disk import bench_disk
-from kvframework.bench.l2.document import DiskFigures, L2Figures, MemoryRow, NotMeasured
+from kvframework.bench.l2.document import DiskFigures, L2Figures, MemoryRow
 from kvframework.bench.l2.engine import bench_engine
 from kvframework.bench.l2.memory import bench_memory
 from kvframework.bench.l2.redis import bench_redis

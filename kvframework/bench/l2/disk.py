@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvframework.api import ByteSize
+from kvframework.bench.attempt import NotMeasured
 from kvframework.bench.interleave import interleave
 from kvframework.bench.l2.disk_files import DiskFiles, Mode, open_files
-from kvframework.bench.l2.document import DiskFigures, DiskRow, NotMeasured
+from kvframework.bench.l2.document import DiskFigures, DiskRow
 from kvframework.bench.l2.sizes import Sizes
 from kvframework.bench.plain_files import can_bypass_cache, file_system
 from kvframework.bench.progress import Stage

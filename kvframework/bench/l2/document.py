@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvframework.bench.attempt import NotMeasured
 from kvframework.bench.statistics import Latency, Spread
 
 
@@ -84,12 +85,6 @@ class MemoryRow(msgspec.Struct, frozen=True):
     nbytes: int
     growth_bytes: int
     stored_bytes: int
-
-
-class NotMeasured(msgspec.Struct, frozen=True):
-    what: str
-    why: str
-    hint: str
 
 
 class L2Figures(msgspec.Struct, frozen=True):

@@ -5,14 +5,14 @@ This process is the engine; server and Redis are others. Needs torch, which is i
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvframework.bench.attempt import require_torch
 from kvframework.bench.bare_redis import bare_client
-from kvframework.bench.errors import BenchFailed, BenchUnavailable
+from kvframework.bench.errors import BenchFailed
 from kvframework.bench.interleave import Case, interleave
 from kvframework.bench.l2.attached import TIMEOUT_S, await_written, redis_settings
 from kvframework.bench.l2.document import EngineRow
@@ -25,7 +25,7 @@ from kvframework.bench.server import running_server
 from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import rate_gb_s, ratio
 from kvframework.bench.values import Values
-from kvframework.client import KVClient, SchedulerAdapter
+from kvframework.client import KVClient
 from kvframework.plugins import PluginRegistry
 from kvframework.wire import messages as m
 
@@ -38,9 +38,7 @@ _WAIT_S = 60.0
 
 def bench_engine(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> list[EngineRow]:
     """Raises `BenchUnavailable` without torch, redis-py or a redis-server, `BenchFailed`, and `WrongBytes`."""
-    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[torch]"')
+    require_torch()
     check_plugin(registry, "tier", "redis")
     return [_row(shape, sizes.engine_rounds, directory, stage) for shape in sizes.shapes]
 
@@ -102,12 +100,7 @@ class _Loads:
         self.to_l1: list[float] = []
         self._client = client
         self._tokens = tokens
-        self._scheduler = SchedulerAdapter(
-            client,
-            model_name=transfers.model_name,
-            namespace=transfers.namespace,
-            chunk_tokens=transfers.chunk_tokens,
-        )
+        self._scheduler = transfers.scheduler()
 
     def load(self) -> float:
         """The seconds of one. Raises `BenchFailed` unless Redis had all of it and L1 nothing."""

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from kvframework.api import ByteSize, Outcome, Tier
+from kvframework.bench.attempt import NotMeasured, attempt
 from kvframework.bench.bare_redis import BareRedis, bare_client
 from kvframework.bench.interleave import Case, interleave, timed
-from kvframework.bench.l2.attempt import attempt
-from kvframework.bench.l2.document import NotMeasured, RedisFigures, RedisRow
+from kvframework.bench.l2.document import RedisFigures, RedisRow
 from kvframework.bench.l2.fastest import bare_cases, fastest_way
 from kvframework.bench.l2.sizes import Sizes
 from kvframework.bench.l2.tier import expect, keys_for, open_tier

@@ -5,13 +5,12 @@ from __future__ import annotations
 from rich.table import Table
 
 from kvframework.api import ByteSize
-from kvframework.bench.cells import latency_cells, new_table, range_cell, rate_cells, share_cells
+from kvframework.bench.cells import latency_cells, new_table, not_measured_table, range_cell, rate_cells, share_cells
 from kvframework.bench.l2.document import (
     DiskFigures,
     EngineRow,
     L2Figures,
     MemoryRow,
-    NotMeasured,
     RedisFigures,
     StalledRow,
 )
@@ -31,7 +30,7 @@ def l2_tables(figures: L2Figures) -> list[Table]:
     if figures.memory:
         made.append(_memory(figures.memory))
     if figures.not_measured:
-        made.append(_not_measured(figures.not_measured))
+        made.append(not_measured_table(figures.not_measured))
     return made
 
 
@@ -85,11 +84,4 @@ def _memory(rows: list[MemoryRow]) -> Table:
         moved, one = ByteSize(row.nbytes), ByteSize(row.object_bytes)
         sizes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (row.growth_bytes, row.prompt_bytes, row.stored_bytes)]
         table.add_row(f"codec {row.codec}, {row.direction}", str(moved), str(one), *sizes)
-    return table
-
-
-def _not_measured(rows: list[NotMeasured]) -> Table:
-    table = new_table("not measured", "why", "hint")
-    for row in rows:
-        table.add_row(row.what, row.why, row.hint)
     return table

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import selectors
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,9 +10,8 @@ from pathlib import Path
 import msgspec
 
 from kvframework.bench.child import BenchChild, running
+from kvframework.bench.orders import Orders
 from kvframework.bench.scale.messages import Order, Report, Start
-
-_ANSWER_S = 120.0
 
 
 class ClientProcess:
@@ -23,18 +19,15 @@ class ClientProcess:
 
     def __init__(self, child: BenchChild) -> None:
         self._child = child
-        self._unread = b""
+        self._orders = Orders(child)
 
     def tell(self, order: Order) -> None:
         """Raises `BenchFailed` if it has ended."""
-        try:
-            os.write(self._child.stdin.fileno(), msgspec.json.encode(order) + b"\n")
-        except OSError as error:
-            raise self._child.failure(f"takes no orders any more: {error}") from error
+        self._orders.tell(msgspec.json.encode(order))
 
     def hear(self) -> Report:
         """Waits for the report on what it was told. Raises `BenchFailed` if that was not carried out."""
-        report = msgspec.json.decode(self._line(), type=Report)
+        report = msgspec.json.decode(self._orders.hear(), type=Report)
         if report.error:
             raise self._child.failure(f"failed: {report.error}")
         return report
@@ -42,21 +35,6 @@ class ClientProcess:
     def do(self, order: Order) -> Report:
         self.tell(order)
         return self.hear()
-
-    def _line(self) -> bytes:
-        deadline = time.monotonic() + _ANSWER_S
-        fd = self._child.stdout.fileno()
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(deadline - time.monotonic(), 0.0)):
-                    raise self._child.failure(f"has not answered within {_ANSWER_S:.0f} s")
-                data = os.read(fd, 1 << 20)
-                if not data:
-                    raise self._child.failure("ended")
-                self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
 
 
 @contextmanager
