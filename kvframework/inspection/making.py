@@ -12,20 +12,25 @@ from typing import Any
 import msgspec
 
 from kvframework.api import (
+    Buffer,
     CacheKey,
+    ClientInfo,
     EngineServices,
     Handler,
+    InstanceContext,
+    KeyHasher,
     L1Provider,
     MemoryLayoutDesc,
     PackedKey,
     PrefetchTask,
     RequestsProvider,
+    Select,
     TierContext,
     TierProvider,
     TransportProvider,
 )
 from kvframework.config import convert
-from kvframework.errors import ConfigFieldError, KVFrameworkError
+from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
 from kvframework.inspection.contracts import Maker
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.source import SourceFile, classes_of
@@ -128,10 +133,23 @@ def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Ma
             )  # fmt: skip
 
 
+class _NoHasher(KeyHasher):
+    name = fingerprint = "none"
+
+    def chunk_digests(
+        self, tokens: Buffer, chunk_tokens: int, *, parent: bytes = b"", extras: Mapping[int, bytes] | None = None
+    ) -> bytes:
+        return b""
+
+
 class _NoServices(EngineServices):
     """For handlers that are made and never called."""
 
     chunk_size = 256
+    hasher = _NoHasher()
+
+    def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
+        raise NotRegistered("nothing is registered with a plugin under inspection")
 
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
         return {}
@@ -139,5 +157,13 @@ class _NoServices(EngineServices):
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
         return None
 
-    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
+        return ""
+
+    def submit_prefetch_task(
+        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
+    ) -> PrefetchTask | None:
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import operator
 import os
-import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from kvframework.api import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.testing.together import together
 
 _BY_NAME = """
 from kvframework.plugins import PluginRegistry
@@ -25,7 +27,12 @@ registry = PluginRegistry()
 provider = registry.resolve({kind!r}, {use!r})
 made = provider.create(registry.options(provider, {options!r}, where="the kit"))
 """
-_PICKLED = "import pickle\nmade = pickle.loads(bytes.fromhex({pickled!r}))\n"
+_BY_STATE = """
+import importlib, operator
+kind = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))
+made = object.__new__(kind)
+made.__dict__.update({state!r})
+"""
 
 
 class NamedKit:
@@ -58,16 +65,14 @@ class NamedKit:
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """What `program` writes to its standard output in a process with `seed` as `PYTHONHASHSEED`, where `made` is
-        the same plugin. Without `use` it is pickled, and the test skipped if that cannot be done. Blocks up to 60 s."""
+        the same plugin. Without `use` its class is imported there and its attributes are written into the program; the
+        test is skipped if either cannot be done. Blocks up to 60 s."""
         if self.use:
             source = _BY_NAME.format(kind=self.role.kind, use=self.use, options=dict(self.options))
         else:
-            try:
-                source = _PICKLED.format(pickled=pickle.dumps(made).hex())
-            except Exception as error:  # noqa: BLE001  whatever an object says that will not be pickled
-                pytest.skip(f"give `use`, so that another process can make it too: it cannot be pickled: {error}")
+            source = _by_state(made)
         run = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}"],
+            [sys.executable, "-"], input=f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}".encode(),
             env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, timeout=60, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr.decode(errors="replace")
@@ -75,31 +80,40 @@ class NamedKit:
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 60.0) -> None:
         """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
-        raised: list[BaseException] = []
-        together = threading.Barrier(len(works), timeout=within_s)
+        begin = threading.Barrier(len(works), timeout=within_s)
 
-        def run(work: Callable[[], object]) -> None:
-            try:
-                together.wait()
-                work()
-            except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
-                raised.append(error)
+        def at_once(work: Callable[[], object]) -> None:
+            begin.wait()
+            work()
 
-        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)  # what is shared and should not be is then met half-way
         try:
-            for thread in threads:
-                thread.start()
-            deadline = time.monotonic() + within_s
-            for thread in threads:
-                thread.join(max(deadline - time.monotonic(), 0.0))
+            together([partial(at_once, work) for work in works], within_s)
         finally:
             sys.setswitchinterval(before)
-        if raised:
-            raise raised[0]
-        assert not any(thread.is_alive() for thread in threads), "a call does not end"
 
     @property
     def _fixture(self) -> str:
         return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self.role.kind]
+
+
+def _by_state(made: object) -> str:
+    """Source that makes `made` anew in another process. Skips the test where that cannot be done."""
+    kind = type(made)
+    hint = "give `use`, so that another process can make it too"
+    try:
+        found = operator.attrgetter(kind.__qualname__)(importlib.import_module(kind.__module__))
+    except (ImportError, AttributeError):
+        found = None
+    if found is not kind:
+        pytest.skip(f"{hint}: {kind.__module__}.{kind.__qualname__} is no class that can be imported")
+    slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    try:
+        object.__new__(kind)
+        literal = not slots and ast.literal_eval(repr(vars(made))) == vars(made)
+    except (TypeError, ValueError, SyntaxError):
+        literal = False
+    if not literal:
+        pytest.skip(f"{hint}: the attributes of {kind.__name__} are no literals")
+    return _BY_STATE.format(module=kind.__module__, qualname=kind.__qualname__, state=vars(made))

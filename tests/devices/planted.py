@@ -34,7 +34,14 @@ from kvframework.testing.accelerator import Event, Stream
 # in the copier
 
 
-class OffByOne(SimCopier):
+class PlantedCopier(SimCopier):
+    """Made as a provider's `create_copier` is called: the class is its own factory."""
+
+    def __init__(self, options: SimOptions, device: str, arena: Arena) -> None:
+        super().__init__(runtime(options.node), device, arena)
+
+
+class OffByOne(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         if to_arena:
             addresses = batch.place_addresses[:]
@@ -43,44 +50,44 @@ class OffByOne(SimCopier):
         super().copy(stream, batch, to_arena=to_arena)
 
 
-class WrongStride(SimCopier):
+class WrongStride(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         steps = tuple(step._replace(device=step.arena) for step in batch.steps)
         super().copy(stream, replace(batch, steps=steps) if to_arena else batch, to_arena=to_arena)
 
 
-class FreesEarly(SimCopier):
+class FreesEarly(PlantedCopier):
     def reached(self, event: Event) -> bool:
         return True if event.row is None else super().reached(event)
 
 
-class KeepsMemoryOpen(SimCopier):
+class KeepsMemoryOpen(PlantedCopier):
     def close_memory(self, address: int) -> None:
         return None
 
 
-class KeepsOpenedEvents(SimCopier):
+class KeepsOpenedEvents(PlantedCopier):
     def close_event(self, event: Event) -> None:
         return None
 
 
-class SynchronizesFirst(SimCopier):
+class SynchronizesFirst(PlantedCopier):
     def record(self, event: Event, stream: Stream) -> None:
         stream.synchronize(60.0)
         super().record(event, stream)
 
 
-class OpensWithoutASize(SimCopier):
+class OpensWithoutASize(PlantedCopier):
     def open(self, allocation: Allocation) -> int:
         return super().open(structs.replace(allocation, nbytes=0))
 
 
-class TakesTheFirstDevice(SimCopier):
+class TakesTheFirstDevice(PlantedCopier):
     def open(self, allocation: Allocation) -> int:
         return self._runtime.open_memory(self._runtime.devices[0], allocation.handle, allocation.nbytes)
 
 
-class KnowsNoLoss(SimCopier):
+class KnowsNoLoss(PlantedCopier):
     def reached(self, event: Event) -> bool:
         try:
             return super().reached(event)
@@ -88,52 +95,12 @@ class KnowsNoLoss(SimCopier):
             raise DeviceError(error.fact) from error
 
 
-class LosesAtOnce(SimCopier):
+class LosesAtOnce(PlantedCopier):
     def reached(self, event: Event) -> bool:
         try:
             return super().reached(event)
         except DeviceError as error:
             raise DeviceLost(error.fact) from error
-
-
-def off_by_one(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return OffByOne(runtime(options.node), device, arena)
-
-
-def wrong_stride(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return WrongStride(runtime(options.node), device, arena)
-
-
-def frees_early(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return FreesEarly(runtime(options.node), device, arena)
-
-
-def keeps_memory_open(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return KeepsMemoryOpen(runtime(options.node), device, arena)
-
-
-def keeps_opened_events(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return KeepsOpenedEvents(runtime(options.node), device, arena)
-
-
-def synchronizes_first(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return SynchronizesFirst(runtime(options.node), device, arena)
-
-
-def opens_without_a_size(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return OpensWithoutASize(runtime(options.node), device, arena)
-
-
-def takes_the_first_device(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return TakesTheFirstDevice(runtime(options.node), device, arena)
-
-
-def knows_no_loss(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return KnowsNoLoss(runtime(options.node), device, arena)
-
-
-def loses_at_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
-    return LosesAtOnce(runtime(options.node), device, arena)
 
 
 # in the engine
@@ -275,18 +242,18 @@ def _by_hand(
 @hookimpl
 def kvf_transports() -> list[TransportProvider[SimOptions]]:
     return [
-        _provider("off_by_one", copier=off_by_one),
-        _provider("wrong_stride", copier=wrong_stride),
-        _provider("frees_early", copier=frees_early),
-        _provider("keeps_memory_open", copier=keeps_memory_open),
+        _provider("off_by_one", copier=OffByOne),
+        _provider("wrong_stride", copier=WrongStride),
+        _provider("frees_early", copier=FreesEarly),
+        _provider("keeps_memory_open", copier=KeepsMemoryOpen),
         _provider("forgets_the_event", engine=lambda options: ForgetsTheEvent(runtime(options.node))),
         _provider("records_too_late", engine=lambda options: RecordsTooLate(runtime(options.node))),
-        _provider("synchronizes_first", copier=synchronizes_first),
-        _provider("opens_without_a_size", copier=opens_without_a_size),
-        _provider("takes_the_first_device", copier=takes_the_first_device),
-        _provider("knows_no_loss", copier=knows_no_loss),
-        _provider("loses_at_once", copier=loses_at_once),
-        _provider("keeps_opened_events", copier=keeps_opened_events),
+        _provider("synchronizes_first", copier=SynchronizesFirst),
+        _provider("opens_without_a_size", copier=OpensWithoutASize),
+        _provider("takes_the_first_device", copier=TakesTheFirstDevice),
+        _provider("knows_no_loss", copier=KnowsNoLoss),
+        _provider("loses_at_once", copier=LosesAtOnce),
+        _provider("keeps_opened_events", copier=KeepsOpenedEvents),
         _provider("has_one_stream", engine=lambda options: HasOneStream(runtime(options.node))),
         _provider("takes_anything_for_none", engine=lambda options: TakesAnythingForNone(runtime(options.node))),
         _provider("exports_no_offset", engine=lambda options: ExportsNoOffset(runtime(options.node))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvframework.api import Tier, TierProvider
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
 from kvframework.plugins import PluginRegistry, check_config, compatibility
+from tests.docs.shown import blocks
 from tests.plugins.fake_distributions import info, install
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md").read_text()
@@ -21,10 +23,6 @@ MODULE = """
     def kvf_tiers():
         return [TierProvider(name="mystore", summary="", create=print{needs})]
 """
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def my_store(site: Path, needs: str = "") -> None:
@@ -45,17 +43,17 @@ def test_a_plugin_of_1_1_under_a_server_of_1_0_is_refused_as_it_says(site: Path,
     registry = PluginRegistry()
     with pytest.raises(PluginWrongApi) as caught:
         check_config(load_config(tmp_path / "kvf.toml"), registry)
-    assert str(caught.value).replace(f"{tmp_path / 'kvf.toml'}: ", "") == blocks("text")[0].strip()
+    assert str(caught.value).replace(f"{tmp_path / 'kvf.toml'}: ", "") == blocks(PAGE, "text")[0].strip()
     assert info(registry, "tier", "mystore").status == "wrong-api"
 
 
-def test_what_1_1_adds_has_a_default(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_1_1_adds_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin that asks for it finds out which API it runs on."""
+    shown = tmp_path / "shown.py"
+    shown.write_text(blocks(PAGE, "python")[0])
     for version, expected in (((1, 0), False), ((1, 1), True), ((1, 10), True)):
         monkeypatch.setattr(kvframework.api, "API_VERSION", version)
-        names: dict[str, object] = {}
-        exec(blocks("python")[0], names)
-        assert names["HAS_IT"] is expected
+        assert run_path(str(shown))["HAS_IT"] is expected
 
 
 def test_a_distribution_may_serve_two_majors(site: Path) -> None:

@@ -24,6 +24,7 @@ from kvframework.engine.trouble import L1_TROUBLE, L2_TROUBLE, MESSAGING_TROUBLE
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.cli.command import run
+from tests.docs.shown import blocks
 from tests.server_process import ServerProcess
 from tests.waiting import wait_until
 
@@ -220,12 +221,8 @@ def test_exit_statuses_are_as_told(tmp_path: Path) -> None:
 # files
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def test_the_unit_file_is_one(tmp_path: Path) -> None:
-    (text,) = blocks("ini")
+    (text,) = blocks(PAGE, "ini")
     known = re.findall(r"^(\w+)=", text, re.MULTILINE)
     assert {"ExecStart", "User", "RuntimeDirectory", "LimitNOFILE", "Restart"} <= set(known)
     if shutil.which("systemd-analyze") is None:

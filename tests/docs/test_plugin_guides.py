@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvframework.api import hookspecs
+from tests.docs import shown
 from tests.plugins.fake_distributions import install
 from tests.plugins.test_hook_examples import example
 
@@ -24,7 +22,7 @@ GUIDES: dict[str, Callable[[], object]] = {
 
 
 def blocks(guide: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (PLUGINS / guide).read_text(), re.DOTALL)
+    return shown.blocks((PLUGINS / guide).read_text(), language)
 
 
 @pytest.mark.parametrize("guide", GUIDES)
@@ -40,20 +38,9 @@ def test_its_plugin_package_and_proof_work_together(guide: str, tmp_path: Path) 
     plugin, proof = blocks(guide, "python")
     (package,) = blocks(guide, "toml")
     module, test = saved_as(guide)
-    entry_points = dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE))
-    install(tmp_path, "guide", entry_points, {module: plugin})
+    install(tmp_path, "guide", shown.entry_points(package), {module: plugin})
     (tmp_path / f"{test}.py").write_text(proof)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers"]
-    done = subprocess.run(
-        [*command, "--rootdir", ".", "-c", os.devnull],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert re.search(r"^\d\d passed in", done.stdout, re.MULTILINE), done.stdout
+    assert shown.prove(tmp_path) >= 10
 
 
 def saved_as(guide: str) -> list[str]:

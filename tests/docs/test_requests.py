@@ -5,39 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
 
+from kvf_blend.messages import REQUESTS
 from kvframework.api import ClientInfo, EngineServices, Handler
 from kvframework.errors import NotRegistered, UnknownRequest
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
+from tests.docs.shown import blocks, entry_points
 from tests.plugins.fake_distributions import install
 from tests.server.in_process import serving
 from tests.waiting import wait_until
 from tests.wire_client import WireClient, key_for
 
-GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "requests.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "plugins" / "requests.md").read_text()
 
 
 @pytest.fixture
-def warm_up(site: Path) -> Callable[..., Any]:
+def warm_up(site: Path, tmp_path: Path) -> Callable[..., Any]:
     """The plugin, installed, and the function of its client."""
-    plugin, client = blocks("python")
-    package, _ = blocks("toml")
-    install(site, "kvf-warm", dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE)), {"kvf_warm": plugin})
-    names: dict[str, Any] = {}
-    exec(client, names)
-    return names["warm_up"]  # type: ignore[no-any-return]
+    plugin, client = blocks(GUIDE, "python")[:2]
+    package, _ = blocks(GUIDE, "toml")
+    install(site, "kvf-warm", entry_points(package), {"kvf_warm": plugin})
+    (tmp_path / "shown.py").write_text(client)
+    return run_path(str(tmp_path / "shown.py"))["warm_up"]  # type: ignore[no-any-return]
 
 
 def test_its_plugin_loads_a_prompt_ahead(warm_up: Callable[..., Any], tmp_path: Path) -> None:
     disk = f'[[l2]]\nuse = "filesystem"\npath = "{tmp_path / "l2"}"\ncapacity = "1GiB"\n\n'
-    (tmp_path / "kvf.toml").write_text(disk + blocks("toml")[1])
+    (tmp_path / "kvf.toml").write_text(disk + blocks(GUIDE, "toml")[1])
     with serving(config=tmp_path / "kvf.toml") as server, WireClient(server.endpoint) as client:
         key = key_for(client.register(), [7] * 256)
         client.store(key, b"x")
@@ -61,9 +60,21 @@ def test_a_server_without_it_says_so(warm_up: Callable[..., Any]) -> None:
 
 def test_its_tables_are_complete() -> None:
     services = EngineServices.__abstractmethods__ | set(EngineServices.__annotations__)
-    assert services == set(re.findall(r"^\| `(\w+)", GUIDE.partition("| call |")[2], re.MULTILINE))
+    table = GUIDE.partition("| call |")[2].partition("\n\n")[0]
+    assert services == set(re.findall(r"^\| `(\w+)", table, re.MULTILINE))
     for name in ClientInfo.__annotations__:
         assert f"`{name}`" in GUIDE
     for name in Handler.__dataclass_fields__:
         assert name in GUIDE
     assert f"at most {MAX_PAYLOAD_BYTES >> 20} MiB" in GUIDE
+
+
+def test_what_it_shows_of_blend_stands_there() -> None:
+    sources = "".join(file.read_text() for file in (ROOT / "plugins" / "kvf_blend").rglob("*.py"))
+    shown = blocks(GUIDE, "python")[2:]
+    assert len(shown) > 5
+    assert [block for block in shown if block not in sources] == []
+    told = re.findall(r"^\| (CB_\w+) \|", GUIDE, re.MULTILINE)
+    assert [f"blend.{name}" for name in told] == [spec.name for spec in REQUESTS]
+    pooled = re.findall(r"^\| (CB_\w+) \|.*\| pooled", GUIDE, re.MULTILINE)
+    assert pooled == re.findall(r"Handler\(m\.(\w+), \S+, pooled=True\)", sources)

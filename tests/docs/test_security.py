@@ -15,16 +15,13 @@ import pytest
 from kvframework.api import ByteSize
 from kvframework.config import ServerConfig
 from tests.cli.command import run
+from tests.docs.shown import blocks
 from tests.ports import free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 BOUNDS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `([^`]+)` \|$", PAGE, re.MULTILINE)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_there_are_bounds() -> None:
@@ -43,8 +40,8 @@ def test_a_bound_is_the_codes(what: str, told: str, place: str) -> None:
 
 def test_its_commands_serve_a_client_on_another_host(tmp_path: Path) -> None:
     """In one folder and over the loopback, else word for word."""
-    make, serve, ask = blocks("bash")
-    (toml,) = blocks("toml")
+    make, serve, ask = blocks(PAGE, "bash")
+    (toml,) = blocks(PAGE, "toml")
     port = free_port()
 
     def here(text: str) -> str:

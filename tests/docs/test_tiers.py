@@ -3,70 +3,49 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
-from typing import Any
 
 from kvframework.api import TIER_CAPABILITIES, Finding, hookspecs
 from kvframework.testing import TierConformance
 from kvframework.testing.faults import WIRE_FAULTS
 from kvframework.testing.tier import TierKit
+from tests.docs.shown import blocks, entry_points, prove
 from tests.plugins.fake_distributions import install
 from tests.plugins.test_hook_examples import example
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "tiers.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
-
-
 def test_its_tier_is_the_hooks_example() -> None:
-    assert blocks("python")[0].strip() == example(hookspecs.kvf_tiers)[1].strip()
+    assert blocks(GUIDE, "python")[0].strip() == example(hookspecs.kvf_tiers)[1].strip()
 
 
 def test_python_blocks_compile() -> None:
-    for code in blocks("python"):
+    for code in blocks(GUIDE, "python"):
         compile(code, "tiers.md", "exec")
 
 
 def test_its_tier_package_and_proof_work_together(tmp_path: Path) -> None:
-    tier, proof, *_ = blocks("python")
-    (package,) = blocks("toml")
-    entry_points = dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE))
-    assert entry_points == {"tier.dict": "kvf_dict"}
-    install(tmp_path, "kvf-dict", entry_points, {"kvf_dict": tier})
+    tier, proof, *_ = blocks(GUIDE, "python")
+    (package,) = blocks(GUIDE, "toml")
+    assert entry_points(package) == {"tier.dict": "kvf_dict"}
+    install(tmp_path, "kvf-dict", entry_points(package), {"kvf_dict": tier})
     (tmp_path / "test_dict.py").write_text(proof)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", "."]
-    done = subprocess.run(
-        [*command, "-c", os.devnull],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed
-    assert int(passed[1]) > 80
+    assert prove(tmp_path) > 80
 
 
 def test_its_package_builds_a_wheel_of_the_module() -> None:
-    (package,) = blocks("toml")
+    (package,) = blocks(GUIDE, "toml")
     assert 'py-modules = ["kvf_dict"]' in package
     assert 'requires-python = ">=3.10"' in package
 
 
 def test_its_diagnosis_gives_findings(tmp_path: Path) -> None:
-    (code,) = [block for block in blocks("python") if "def diagnose" in block]
-    names: dict[str, Any] = {}
-    exec(code, names)
+    (code,) = [block for block in blocks(GUIDE, "python") if "def diagnose" in block]
+    (tmp_path / "shown.py").write_text(code)
+    names = run_path(str(tmp_path / "shown.py"))
     for capacity, level in ((1, "ok"), (1 << 62, "warn")):
         (found,) = names["diagnose"](SimpleNamespace(path=str(tmp_path), capacity=capacity), None, 0.0)
         assert isinstance(found, Finding)

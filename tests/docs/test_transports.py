@@ -13,6 +13,7 @@ import pytest
 
 from kvframework.testing import accelerator
 from kvframework.testing.accelerator import memory, node, runtime
+from tests.docs.shown import blocks, entry_points
 from tests.plugins.fake_distributions import install
 from tests.server_process import ServerProcess
 
@@ -23,13 +24,9 @@ FILES = [EXAMPLE / "kvf_simdev.py", EXAMPLE / "tests" / "simdev_rig.py", EXAMPLE
 DEMO = EXAMPLE / "use_simdev.py"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.parametrize("number", range(len(blocks(GUIDE, "python"))))
 def test_every_python_block_is_the_examples_code(number: int) -> None:
-    block = blocks("python")[number].strip()
+    block = blocks(GUIDE, "python")[number].strip()
     assert any(_in(block, file.read_text()) for file in [*FILES, DEMO])
 
 
@@ -39,7 +36,7 @@ def _in(block: str, source: str) -> bool:
 
 
 def test_the_metadata_is_the_examples() -> None:
-    assert (EXAMPLE / "pyproject.toml").read_text().strip() in [block.strip() for block in blocks("toml")]
+    assert (EXAMPLE / "pyproject.toml").read_text().strip() in [block.strip() for block in blocks(GUIDE, "toml")]
 
 
 def test_the_driver_is_as_short_as_it_says() -> None:
@@ -106,10 +103,11 @@ def test_without_pytest_the_kit_says_what_to_install() -> None:
 
 def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: Path) -> None:
     """In an environment where nothing but metadata tells of it, as after `pip install`."""
-    entry_points = dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', (EXAMPLE / "pyproject.toml").read_text(), re.MULTILINE))
     site = tmp_path / "site"
     site.mkdir()
-    install(site, "kvf-simdev", entry_points, {"kvf_simdev": FILES[0].read_text()})
+    install(
+        site, "kvf-simdev", entry_points((EXAMPLE / "pyproject.toml").read_text()), {"kvf_simdev": FILES[0].read_text()}
+    )
     chosen = "comes_back_in_other_blocks and (nhd or hybrid) or killed_in_mid_copy or cancelled_store"
     known = list(filter(None, [os.environ.get("PYTHONPATH")]))
     run = subprocess.run(

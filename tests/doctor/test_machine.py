@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvframework.api import Finding
@@ -127,13 +128,12 @@ def test_locked_memory_is_told() -> None:
 
 def in_a_child(limit: str) -> dict[str, tuple[str, str]]:
     program = (
-        "import resource; from kvframework.doctor.limits import limits\n"
+        "import json, resource; from kvframework.doctor.limits import limits\n"
         f"resource.setrlimit(resource.RLIMIT_{limit})\n"
-        "print({each.id: (each.level, each.fact) for each in limits()})"
+        "print(json.dumps({each.id: (each.level, each.fact) for each in limits()}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    found: dict[str, tuple[str, str]] = eval(done.stdout)
-    return found
+    return msgspec.json.decode(done.stdout, type=dict[str, tuple[str, str]])
 
 
 # memory

@@ -126,18 +126,22 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
         pid, endpoint, rig = stack.enter_context(server_for(kind, tmp_path))
         client = stack.enter_context(Turns(kind, endpoint, rig))
         watcher = stack.enter_context(WireClient(endpoint, timeout=20))
-        looks: dict[str, list[Look]] = {}
-        ranges = []
         client.go_on(turns // 2)
-        for _ in range(LOOKS + 1):
-            traced = client.go_on(turns // 2 // LOOKS)
-            ranges.append(at_rest(watcher))
-            looks.setdefault("client", []).append(look_at(client.process.pid, traced))
-            looks.setdefault("server", []).append(look_at(pid, traced_of(pid)))
-            for number, copier in enumerate(sorted(children(pid))):
-                looks.setdefault(f"copier {number}", []).append(look_at(copier, Traced(0, 0)))
-        told = {who: report(seen, turns // 2 // LOOKS) for who, seen in looks.items()}
-        print(f"{kind}, {turns} turns:", json.dumps(told, indent=1))
+        # What grows does so every time; what was under way at one look on a busy machine does not.
+        for _ in range(3 if size == "few" else 1):
+            looks: dict[str, list[Look]] = {}
+            ranges = []
+            for _ in range(LOOKS + 1):
+                traced = client.go_on(turns // 2 // LOOKS)
+                ranges.append(at_rest(watcher))
+                looks.setdefault("client", []).append(look_at(client.process.pid, traced))
+                looks.setdefault("server", []).append(look_at(pid, traced_of(pid)))
+                for number, copier in enumerate(sorted(children(pid))):
+                    looks.setdefault(f"copier {number}", []).append(look_at(copier, Traced(0, 0)))
+            told = {who: report(seen, turns // 2 // LOOKS) for who, seen in looks.items()}
+            print(f"{kind}, {turns} turns:", json.dumps(told, indent=1))
+            if all(each["objects_a_turn"] < OBJECTS_LIMIT[size] for each in told.values()):
+                break
         assert len({tuple(sorted(each.items())) for each in ranges}) == 1, f"arena ranges: {ranges}"
         for who, seen in looks.items():
             assert len(seen) == LOOKS + 1, f"{who} was started anew"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable, TierError
 from kvframework.plugins import PluginRegistry, resolve_table
 from kvframework.testing.faults import FaultProxy
+from kvframework.testing.together import together
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
@@ -188,20 +188,4 @@ class TierKit:
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
         """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
-        raised: list[BaseException] = []
-
-        def run(work: Callable[[], object]) -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
-                raised.append(error)
-
-        threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + (3 * self.patience_s if within_s is None else within_s)
-        for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        if raised:
-            raise raised[0]
-        assert not any(thread.is_alive() for thread in threads), "a call does not end"
+        together(works, 3 * self.patience_s if within_s is None else within_s)

@@ -1,0 +1,37 @@
+"""Owns how what a page shows is taken out of it and tried."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page's text in that language."""
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def entry_points(package: str) -> dict[str, str]:
+    """What a `pyproject.toml` registers at the top of modules."""
+    return dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE))
+
+
+def prove(folder: Path) -> int:
+    """Runs pytest there as somebody does who has only what lies there; how many tests passed. Blocks up to 100 s."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers"]
+    done = subprocess.run(
+        [*command, "--rootdir", ".", "-c", os.devnull],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    passed = re.search(r"^(\d+) passed\b", done.stdout, re.MULTILINE)
+    assert done.returncode == 0, done.stdout
+    assert passed, done.stdout
+    return int(passed[1])
