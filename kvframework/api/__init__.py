@@ -69,9 +69,11 @@ from kvframework.api.requests import (
     EngineServices,
     Handler,
     HandlerResult,
+    InstanceContext,
     PrefetchTask,
     Reply,
     RequestSpec,
+    Select,
 )
 from kvframework.api.tier import TIER_CAPABILITIES, L1Memory, Outcome, Tier, TierEntry, TierUsage
 from kvframework.api.transport import (
@@ -146,6 +148,7 @@ __all__ = [
     "Handler",
     "HandlerResult",
     "HasherProvider",
+    "InstanceContext",
     "KVLayout",
     "KeyHasher",
     "L1Memory",
@@ -173,6 +176,7 @@ __all__ = [
     "RetrievePlan",
     "Secret",
     "SecretUrl",
+    "Select",
     "ServerContext",
     "ServerTransport",
     "Step",

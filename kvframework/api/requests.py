@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, Union
 
 from kvframework.api.futures import MessagingFuture
+from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
-from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.types import Buffer, Message
 
 
@@ -78,14 +79,52 @@ class PrefetchTask(ABC):
     loaded: int
 
     @abstractmethod
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Calls `call` once the load has ended, also after a failure or a cancel: in a storage thread, while all that
+        the load chose and could get is still pinned; at once, with nothing pinned, if it had ended before. It must not
+        block; what it raises is logged."""
+
+    @abstractmethod
     def cancel(self) -> None:
         """Ends the load early; what has arrived stays."""
 
 
+# Which of the keys are worth having, by index, given which of them could be had.
+Select = Callable[[Sequence[bool]], Sequence[int]]
+
+
+class InstanceContext(ABC):
+    """What the server knows of one registered instance. Lives until the instance is unregistered or its client ends.
+
+    `rank` is None for a registration that did not tell it. `attached` holds what handlers keep of the instance, each
+    under its plugin's name: it ends with the instance, and belongs to the serving thread (handlers that are not
+    pooled) as far as it is changed.
+    """
+
+    instance_id: int
+    session_id: int
+    model_name: str
+    world_size: int
+    rank: int | None
+    namespace: bytes
+    layout: KVLayout
+    attached: dict[str, object]
+
+    @abstractmethod
+    def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
+        """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
+
+
 class EngineServices(ABC):
-    """What handlers of plugins may ask of the engine. Thread-safe; nothing here blocks on L2."""
+    """What handlers of plugins may ask of the engine. Thread-safe; nothing here blocks on L2. `hasher` is the one whose
+    digests engines and server share."""
 
     chunk_size: int
+    hasher: KeyHasher
+
+    @abstractmethod
+    def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
+        """A registered instance; with `client` only one of its own. Raises `NotRegistered`."""
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
@@ -96,8 +135,23 @@ class EngineServices(ABC):
         """The desc of a registered namespace, None if unknown here."""
 
     @abstractmethod
-    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        """Which of `keys` L1 has now. Unless they are pinned they may leave at any time."""
+
+    @abstractmethod
+    def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
+        """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
+        FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end.
+
+        "" if one of them is not there, or the client has gone. Raises `RequestError` if it holds too many tickets.
+        """
+
+    @abstractmethod
+    def submit_prefetch_task(
+        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
+    ) -> PrefetchTask | None:
         """Asks L2 for what L1 lacks of `keys` and loads it into L1, in the background.
 
-        None if there is no L2 tier or too much is under way.
+        `select` picks what is worth loading, once the tiers have said what they hold, and again after a loss (default:
+        all); it runs in a storage thread. None if there is no L2 tier or too much is under way.
         """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvframework.api import (
     CacheKey,
     ClientInfo,
+    InstanceContext,
     KVLayout,
     Layout,
     MemoryLayoutDesc,
@@ -20,7 +21,7 @@ Contexts = dict[int, "RegisteredContext"]
 
 
 @dataclass(eq=False)
-class RegisteredContext:
+class RegisteredContext(InstanceContext):
     """One engine worker process (one rank) with registered KV memory.
 
     `rank` is None for a registration that did not tell it; `memory` is the server half of a server-driven transport,
@@ -39,6 +40,7 @@ class RegisteredContext:
     layout: KVLayout
     layout_plugin: Layout | None = None
     memory: ServerContext | None = None
+    attached: dict[str, object] = field(default_factory=dict)
     _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
 
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
@@ -108,10 +110,11 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
     """The context of an instance that this client registered. Raises `NotRegistered`."""
     context = contexts.get(instance_id)
     if context is None or context.session_id != client.session_id:
+        # A snapshot, since pooled handlers of plugins ask as well.
+        mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
         raise NotRegistered(
             f"instance {instance_id} is not registered by this client",
-            available="your instances: "
-            + (", ".join(str(c.instance_id) for c in contexts.values() if c.session_id == client.session_id) or "none"),
+            available=f"your instances: {', '.join(mine) or 'none'}",
             hint="send REGISTER_KV_CACHE first, again after a restart of the server",
         )
     return context

@@ -16,17 +16,19 @@ from kvframework.api import (
     ClientInfo,
     EngineServices,
     Handler,
+    InstanceContext,
     KeyHasher,
     Layout,
     MemoryLayoutDesc,
     PackedKey,
     PrefetchTask,
+    Select,
     ServerContext,
     ServerTransport,
 )
 from kvframework.config import ServerConfig
 from kvframework.engine.chunks import ChunkTransfers
-from kvframework.engine.contexts import Contexts
+from kvframework.engine.contexts import Contexts, own_context
 from kvframework.engine.copies import ServerDrivenTransfers
 from kvframework.engine.lookups import Lookups
 from kvframework.engine.registration import AttachedTransport, Registrations
@@ -34,7 +36,7 @@ from kvframework.engine.resolve import KeyResolver
 from kvframework.engine.status import StatusReport
 from kvframework.engine.transfers import EngineDrivenTransfers
 from kvframework.engine.trouble import EVERY_S, Account
-from kvframework.errors import RequestError
+from kvframework.errors import NotRegistered, RequestError
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
@@ -114,8 +116,9 @@ class CacheEngine(EngineServices):
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
 
-    def welcome(self, _hello: m.Hello, _client: ClientInfo, version: int) -> m.HelloReply:
+    def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
         """The engine's part of the answer to HELLO; the message server fills in the session."""
+        self._lookups.begin_owner(client.session_id)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,
@@ -132,7 +135,7 @@ class CacheEngine(EngineServices):
     def end_session(self, client: ClientInfo) -> None:
         """A client is gone: its instances, tickets, pins and reservations end at once."""
         instances = self._registrations.end_session(client)
-        tickets = self._lookups.end_owner(client.session_id)
+        tickets = self._lookups.end_session(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         if instances or tickets or leases:
             log.info(
@@ -166,6 +169,14 @@ class CacheEngine(EngineServices):
 
     # EngineServices, for the request handlers of plugins
 
+    def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
+        if client is not None:
+            return own_context(self.contexts, instance_id, client)
+        context = self.contexts.get(instance_id)
+        if context is None:
+            raise NotRegistered(f"instance {instance_id} is not registered", hint="send REGISTER_KV_CACHE first")
+        return context
+
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
         desc = self.layout_desc(key.namespace)
         if desc is None:
@@ -176,8 +187,16 @@ class CacheEngine(EngineServices):
         record = self.storage.records.get(namespace)
         return record.desc if record else None
 
-    def submit_prefetch_task(self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc) -> PrefetchTask | None:
-        return self.storage.submit_prefetch_task(keys, layout_desc)
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return self.storage.which_present(keys)
+
+    def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
+        return self._lookups.pin(client.session_id, keys, request_id)
+
+    def submit_prefetch_task(
+        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
+    ) -> PrefetchTask | None:
+        return self.storage.submit_prefetch_task(keys, layout_desc, select=select)
 
     def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
         if not payload.namespace:

@@ -1,16 +1,17 @@
 """Owns LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS, END_SESSION and CANCEL of a load: tickets and what they pin.
 
-Handlers run on the serving thread and never wait for L2; loads end in a storage thread. The storage lock guards the
-tickets.
+Handlers run on the serving thread and never wait for L2; loads end in a storage thread, and plugins pin in theirs. The
+storage lock guards the tickets.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvframework.api import CacheKey, ClientInfo, Handler, MemoryLayoutDesc
+from kvframework.api import CacheKey, ClientInfo, Handler, MemoryLayoutDesc, PackedKey
 from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
 from kvframework.errors import BadRange, LeaseUnknown, NamespaceMismatch
 from kvframework.storage.loading import LoadTask
@@ -24,11 +25,12 @@ MAX_LOADS = 128
 
 @dataclass(eq=False)
 class Ticket:
-    """One LOOKUP's: its pins, and the load that may still be under way."""
+    """One LOOKUP's: its pins, and the load that may still be under way; or what a plugin's handler pinned."""
 
     id: str
     owner: int
-    key: CacheKey
+    request_id: str
+    namespace: bytes = b""
     hit_tokens: int = 0
     pending: bool = False
     pins: str = ""
@@ -46,6 +48,8 @@ class Lookups:
         self._resolver = resolver
         self._ticket_s = ticket_s
         self._tickets: dict[str, Ticket] = {}
+        # The client sessions that have not ended: a handler in another thread may answer one that has.
+        self._owners: set[int] = set()
         # Both guarded by the storage lock.
         self._loading: Counter[int] = Counter()
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
@@ -67,13 +71,37 @@ class Lookups:
             Handler(REQUESTS["CANCEL"], self._cancel),
         ]
 
+    def begin_owner(self, owner: int) -> None:
+        """A client session has begun, or goes on over a further connection."""
+        with self._storage.lock:
+            self._owners.add(owner)
+
+    def pin(self, owner: int, keys: Sequence[PackedKey], request_id: str) -> str:
+        """See `EngineServices.pin`."""
+        with self._storage.lock:
+            if owner not in self._owners or not keys:
+                return ""
+            lease = self._storage.pin(keys, owner=owner, request_id=request_id, lease_s=self._ticket_s)
+            if lease is None:
+                return ""
+            ticket = Ticket(secrets.token_hex(8), owner, request_id, pins=lease.id, counted=True)
+            ticket.deadline = self._storage.clock() + self._ticket_s
+            self._tickets[ticket.id] = ticket
+            return ticket.id
+
+    def end_session(self, owner: int) -> int:
+        """A client is gone: ends its tickets, and none is given to it any more; the number ended."""
+        with self._storage.lock:
+            self._owners.discard(owner)
+            return self.end_owner(owner)
+
     def end_owner(self, owner: int, request_id: str | None = None) -> int:
         """Ends a client's tickets (those of one request); the number ended."""
         with self._storage.lock:
             ending = [
                 ticket
                 for ticket in self._tickets.values()
-                if ticket.owner == owner and (request_id is None or ticket.key.request_id == request_id)
+                if ticket.owner == owner and (request_id is None or ticket.request_id == request_id)
             ]
             for ticket in ending:
                 self._end(ticket)
@@ -91,16 +119,16 @@ class Lookups:
         check_key(key)
         if not 0 <= key.start < key.end:
             raise BadRange(f"start {key.start}, end {key.end}", where="key", available="0 <= start < end")
-        ticket = Ticket(secrets.token_hex(8), client.session_id, key)
+        ticket = Ticket(secrets.token_hex(8), client.session_id, key.request_id, key.namespace)
         with self._storage.lock:
             self._counters.update(lookups=1, asked_tokens=key.end - key.start)
             record = self._storage.records.get(key.namespace)
             if record is None:
                 if self._may_load(ticket):
-                    ticket.pending = self._storage.submit_record_task(key.namespace, lambda: self._know(ticket))
+                    ticket.pending = self._storage.submit_record_task(key.namespace, lambda: self._know(ticket, key))
                     self._load_begun(ticket)
             else:
-                self._ask(ticket, self._desc(key))
+                self._ask(ticket, key, self._desc(key))
             return self._reply(ticket)
 
     def _query(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.LookupReply:
@@ -135,9 +163,9 @@ class Lookups:
             )  # fmt: skip
         return record.desc
 
-    def _ask(self, ticket: Ticket, desc: MemoryLayoutDesc) -> None:
+    def _ask(self, ticket: Ticket, key: CacheKey, desc: MemoryLayoutDesc) -> None:
         """Pins what L1 answers; asks L2 for the rest."""
-        grid = self._resolver.resolve(ticket.key, desc)
+        grid = self._resolver.resolve(key, desc)
         hit = self._pin(ticket, grid)
         if hit < grid.chunks and self._may_load(ticket):
             ticket.task = self._storage.submit_prefetch_task(
@@ -148,12 +176,12 @@ class Lookups:
         ticket.pending = ticket.task is not None
         self._load_begun(ticket)
 
-    def _know(self, ticket: Ticket) -> None:
+    def _know(self, ticket: Ticket, key: CacheKey) -> None:
         """The namespace's record has been asked of L2 (in a storage thread)."""
         with self._storage.lock:
             self._load_ended(ticket)
-            if not ticket.ended and self._storage.records.get(ticket.key.namespace) is not None:
-                self._ask(ticket, self._desc(ticket.key))
+            if not ticket.ended and self._storage.records.get(key.namespace) is not None:
+                self._ask(ticket, key, self._desc(key))
 
     def _loaded(self, ticket: Ticket, grid: KeyGrid) -> None:
         """A load has ended (in a storage thread), and what it loaded is still pinned by it."""
@@ -186,7 +214,7 @@ class Lookups:
         if hit:
             lease = self._storage.pin(
                 [grid.flat[index] for index in grid.needed(hit)],
-                owner=ticket.owner, request_id=ticket.key.request_id, lease_s=self._ticket_s,
+                owner=ticket.owner, request_id=ticket.request_id, lease_s=self._ticket_s,
             )  # fmt: skip
             ticket.pins = lease.id if lease else ""
         if before:
@@ -197,7 +225,7 @@ class Lookups:
     def _reply(self, ticket: Ticket) -> m.LookupReply:
         if not ticket.pending and not ticket.counted:
             ticket.counted = True
-            unknown = self._storage.records.get(ticket.key.namespace) is None
+            unknown = self._storage.records.get(ticket.namespace) is None
             self._counters.update(hit_tokens=ticket.hit_tokens, unknown_namespace=unknown)
         if not ticket.pending and not ticket.pins:
             self._tickets.pop(ticket.id, None)

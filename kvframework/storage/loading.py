@@ -6,10 +6,11 @@ As steps: every call to a tier, and whatever may wait, is one. What they reserve
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvframework.api import PackedKey, PrefetchTask
+from kvframework.api import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import PinLease
@@ -20,9 +21,6 @@ log = logging.getLogger(__name__)
 
 BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
-
-# Which of the keys are worth having, given which could be had (by index).
-Select = Callable[[Sequence[bool]], Sequence[int]]
 
 
 class LoadTarget(Protocol):
@@ -44,7 +42,7 @@ class LoadTarget(Protocol):
 
 
 class LoadTask(PrefetchTask):
-    """One load. `done` turns True after `on_done` has run; `loaded` counts objects."""
+    """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects."""
 
     def __init__(self, keys: Sequence[PackedKey], sizes: Sequence[int], select: Select) -> None:
         self.keys = keys
@@ -53,6 +51,23 @@ class LoadTask(PrefetchTask):
         self.done = False
         self.loaded = 0
         self.cancelled = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], object]] | None = []
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """See `PrefetchTask`."""
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(call)
+                return
+        _call(call)
+
+    def call_back(self) -> None:
+        """Runs the callbacks; whoever adds one from now on has it run at once."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks or [], None
+        for call in callbacks:
+            _call(call)
 
     def cancel(self) -> None:
         """Ends the load after the batch in flight; what it has loaded stays in L1. `on_done` runs as always."""
@@ -76,6 +91,7 @@ class Loader:
         try:
             yield from do(on_done)
         finally:
+            task.call_back()
             self._target.unpin_internal(pins)
             task.done = True
 
@@ -197,6 +213,13 @@ class Loader:
             if record is not None:
                 return record
         return None
+
+
+def _call(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception:
+        log.exception("what was to follow a load failed")
 
 
 def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[int]) -> list[list[int]]:

@@ -12,11 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey
+from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
-from kvframework.storage.loading import LoadTask, Select
+from kvframework.storage.loading import LoadTask
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.storage.objects import ObjectTable, Reservation
 from kvframework.storage.prefetch import Prefetcher
