@@ -93,12 +93,10 @@ class RedisProcess(DemoChild):
 
 
 class EngineProcess(DemoChild):
-    """A new engine process; it is killed when its deadline is over."""
+    """A new engine process, of the program that `module` is; it is killed when its deadline is over."""
 
-    def __init__(self, name: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
-        super().__init__(
-            name, [sys.executable, "-m", "kvf_transformers.demo_engine", *arguments], directory, piped=True
-        )
+    def __init__(self, name: str, module: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
+        super().__init__(name.replace(" ", "-"), [sys.executable, "-m", module, *arguments], directory, piped=True)
         self._timeout_s = timeout_s
 
     def events(self) -> Iterator[dict[str, Any]]:

@@ -85,6 +85,11 @@ def moved(run: EngineRun) -> str:
     return f"{run.hit_tokens} of {run.prompt_tokens} tokens, {_moved(run.restored_bytes, run.restored_s)}"
 
 
+def copied(nbytes: int) -> str:
+    """How much was copied, for the line of a step."""
+    return f"{ByteSize(nbytes)} of KV"
+
+
 def _moved(nbytes: int, seconds: float) -> str:
     if not nbytes:
         return "-"

@@ -33,10 +33,9 @@ class DemoModel(NamedTuple):
     tokenizer: Any
 
 
-def random_llama(size: str) -> DemoModel:
-    """The same weights in every process. The wide initializer makes greedy tokens depend on the prompt."""
-    layers, hidden, intermediate, heads, kv_heads = SIZES[size]
-    config = LlamaConfig(
+def llama_config(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **more: Any) -> LlamaConfig:
+    """Of a Llama for the tokens of `ByteTokenizer`, whose answers have no end of their own."""
+    return LlamaConfig(
         vocab_size=ByteTokenizer.vocab_size,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -44,10 +43,16 @@ def random_llama(size: str) -> DemoModel:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=1 << 17,
-        initializer_range=1.8 / hidden**0.5,
         bos_token_id=ByteTokenizer.bos,
         eos_token_id=None,
+        **more,
     )
+
+
+def random_llama(size: str) -> DemoModel:
+    """The same weights in every process. The wide initializer makes greedy tokens depend on the prompt."""
+    hidden = SIZES[size][1]
+    config = llama_config(*SIZES[size], initializer_range=1.8 / hidden**0.5)
     torch.manual_seed(SEED)
     return DemoModel(f"kvframework-demo-llama-{size}-{SEED}", LlamaForCausalLM(config).float().eval(), ByteTokenizer())
 

@@ -6,7 +6,6 @@ fails or is not there costs time, never correctness: a prompt is then computed a
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,13 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.identity import identify
+from kvf_transformers.misses import warn
 from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import layers_of, learn_layers
-from kvframework.errors import DeadlineExceeded, KVFrameworkError, RequestError, ServerGone
+from kvframework.errors import DeadlineExceeded, ServerGone
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ class TransformersKV:
         control_timeout_s: float = 0.05,
         transfer_timeout_s: float = 10.0,
     ) -> None:
-        self._model = model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._forward = Forward(model)
         self._session = CacheSession(
             identify(model, model_name, revision, weights),
             learn_layers(model),
@@ -89,13 +89,13 @@ class TransformersKV:
 
         Whatever fails, the cache is empty and `hit_tokens` 0. Raises `RequestError` for a batch.
         """
-        tokens = _token_list(input_ids)
+        tokens = token_list(input_ids)
         started = time.perf_counter()
         cache = DynamicCache()
         try:
             moved = self._session.load(tokens)
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
-            _warn("the prompt is computed, nothing was restored", error)
+            warn(_log, "the prompt is computed, nothing was restored", error)
             moved = Moved()
         for index, (keys, values) in enumerate(moved.pairs):
             cache.update(keys, values, index)
@@ -107,14 +107,14 @@ class TransformersKV:
         Borrows the cache until it returns. Whatever fails, `tokens` is 0. Raises `BadLayout` for a cache that does not
         hold every token of each layer, `RequestError` for a batch.
         """
-        tokens = _token_list(input_ids)
+        tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
         pairs = layers_of(cache, tokens=held) if held else []
         started = time.perf_counter()
         try:
             moved = self._session.store(tokens[:held], pairs)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
-            _warn("the prompt's KV was not stored", error)
+            warn(_log, "the prompt's KV was not stored", error)
             moved = Moved()
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
@@ -123,24 +123,20 @@ class TransformersKV:
     ) -> tuple[torch.Tensor, Any, Restored]:
         """Restores what it can and computes the rest: logits `[1, vocabulary]` after the last token, the full
         cache, and what was restored. `restored` takes the place of an own `restore` of the same prompt."""
-        tokens = _token_list(input_ids)
+        tokens = token_list(input_ids)
         restored = restored if restored is not None else self.restore(tokens)
-        logits = self._forward(tokens[restored.hit_tokens :], restored.cache)
+        logits = self._forward.compute(tokens[restored.hit_tokens :], restored.cache)
         return logits, restored.cache, restored
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
         """Greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
-        for remaining in range(max_new_tokens - 1, -1, -1):
-            token = int(logits[0].argmax())
-            yield token
-            if remaining:
-                logits = self._forward([token], cache)
+        return self._forward.decode(logits, cache, max_new_tokens)
 
     def generate(
         self, input_ids: torch.Tensor | Sequence[int], max_new_tokens: int = 32, *, stop_ids: Sequence[int] = ()
     ) -> Generated:
         """Greedy decoding with restore before and save behind it, up to one of `stop_ids`."""
-        prompt = _token_list(input_ids)
+        prompt = token_list(input_ids)
         started = time.perf_counter()
         logits, cache, restored = self.prefill(prompt)
         ttft_s = 0.0
@@ -151,35 +147,3 @@ class TransformersKV:
             if token in stop_ids:
                 break
         return Generated(tokens, restored, self.save([*prompt, *tokens], cache), ttft_s)
-
-    def _forward(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
-        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
-        only_last: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits else {}
-        with torch.no_grad():
-            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **only_last)
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
-
-
-def _token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
-    """The ids of one request. Raises `RequestError` for a batch and for an empty prompt."""
-    if isinstance(input_ids, torch.Tensor):
-        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
-            input_ids = input_ids[0]
-        if input_ids.dim() != 1:
-            raise RequestError(
-                f"input_ids has shape {tuple(input_ids.shape)}", available="[tokens] or [1, tokens]",
-                hint="restore, compute and save the requests of a batch one by one",
-            )  # fmt: skip
-        input_ids = input_ids.tolist()
-    tokens = list(input_ids)
-    if not tokens:
-        raise RequestError("there are no tokens", where="input_ids")
-    return tokens
-
-
-def _warn(what: str, error: Exception) -> None:
-    if isinstance(error, KVFrameworkError):
-        _log.warning("%s: %s", what, error)
-    else:
-        _log.warning("%s", what, exc_info=error)

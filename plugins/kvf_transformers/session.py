@@ -1,4 +1,5 @@
-"""Owns one model's session with the server: registration, then loads and stores of keys and values by token ids.
+"""Owns one model's session with the server: registration, then loads and stores of keys and values, by token ids or by
+digests that another plugin gave.
 
 Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`;
 that a failure is only a miss is decided by the caller.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.view import CacheView
-from kvframework.api import MessagingFuture, Registration, StoreOutcome
+from kvframework.api import MessagingFuture, Registration, RequestSpec, StoreOutcome
 from kvframework.client import KVClient, KvIdentity, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class _Attached:
+class Attached:
     """What stands once the server has accepted the registration."""
 
     worker: WorkerAdapter
@@ -46,8 +47,8 @@ class Moved:
 
 
 class CacheSession:
-    """`templates` tell the layers' shapes. A server that is not there yet is tried again at each call. Not
-    thread-safe."""
+    """`templates` tell the layers' shapes. A server that is not there yet is tried again at each call. `requests` are
+    those of plugins that `client` is to know. Not thread-safe."""
 
     def __init__(
         self,
@@ -60,32 +61,34 @@ class CacheSession:
         connect_timeout_s: float,
         control_timeout_s: float,
         transfer_timeout_s: float,
+        requests: Sequence[RequestSpec] = (),
     ) -> None:
         self._identity = identity
         self._templates = templates
         self._salt = cache_salt
         self._transport = transport
         self._timeout_s = transfer_timeout_s
-        self._attached: _Attached | None = None
-        self._client = KVClient(
+        self._attached: Attached | None = None
+        self.client = KVClient(
             endpoint,
             name="transformers",
             connect_timeout_s=connect_timeout_s,
             control_timeout_s=control_timeout_s,
+            requests=requests,
         )
 
-    def attach(self, timeout_s: float = 0.0) -> _Attached:
+    def attach(self, timeout_s: float = 0.0) -> Attached:
         """Registers unless done; the client keeps the registration over a server's restart.
 
         Raises `ServerGone` if there is no server within `timeout_s`, or why the server refuses.
         """
         if self._attached is not None:
             return self._attached
-        if not self._client.wait_up(timeout_s):
-            self._client.raise_down()
+        if not self.client.wait_up(timeout_s):
+            self.client.raise_down()
         identity = self._identity
         worker = WorkerAdapter(
-            self._client,
+            self.client,
             instance_id=secrets.randbits(62),
             model_name=identity.model_name,
             revision=identity.revision,
@@ -97,46 +100,71 @@ class CacheSession:
         scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in self._templates])
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
-            self._client,
+            self.client,
             model_name=identity.model_name,
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
         )
-        self._attached = _Attached(worker, scheduler, registration)
+        self._attached = Attached(worker, scheduler, registration)
         return self._attached
 
     def load(self, tokens: Sequence[int]) -> Moved:
         """New tensors with what the server has of `tokens`, always leaving at least one token to compute."""
         attached = self.attach()
-        desc = attached.registration.desc
         request = self._hashed(tokens, attached)
         found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
         try:
             # Its ticket is the one to free: the server has ended that of a wait without a hit.
             found = attached.scheduler.wait(found, self._timeout_s)
-            hit = found.hit_tokens
-            if not hit:
-                return Moved()
-            pairs = tuple((_with_tokens(keys, hit), _with_tokens(values, hit)) for keys, values in self._templates)
-            started = time.perf_counter()
-            future = attached.worker.submit_retrieve(request, 0, hit, self._blocks(hit, attached), _named(pairs))
-            if not self._settle(future, pairs):
-                return Moved()
-            seconds = time.perf_counter() - started
+            return self._retrieve(request, found.hit_tokens, attached)
         finally:
             attached.scheduler.free(found)
             attached.scheduler.end_request(request.request_id)
-            attached.worker.get_finished()
-        return Moved(hit, hit // desc.chunk_tokens * desc.nbytes, seconds, pairs)
 
     def store(self, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
         """Stores the whole chunks of `tokens`, which `pairs` hold from the first one on."""
         attached = self.attach()
+        return self._store(self._hashed(tokens, attached), pairs, attached)
+
+    def load_named(self, digests: bytes) -> Moved:
+        """New tensors with the chunks that `digests` name, one behind the other. Nothing if one of them is not in L1:
+        pin them before."""
+        attached = self.attach()
+        request = self._request(attached, digests)
+        return self._retrieve(request, request.hashed_tokens, attached)
+
+    def store_named(self, digests: bytes, pairs: Sequence[LayerPair]) -> Moved:
+        """Stores one chunk for each of `digests`, which `pairs` hold one behind the other."""
+        attached = self.attach()
+        return self._store(self._request(attached, digests), pairs, attached)
+
+    def close(self) -> None:
+        """Unregisters and disconnects. Idempotent."""
+        if self._attached is not None:
+            self._attached.worker.close()
+            self._attached = None
+        self.client.close()
+
+    def _retrieve(self, request: RequestHashes, end: int, attached: Attached) -> Moved:
+        """The first `end` tokens, which are pinned; nothing if that fails."""
+        if not end:
+            return Moved()
         desc = attached.registration.desc
-        request = self._hashed(tokens, attached)
+        pairs = tuple((_with_tokens(keys, end), _with_tokens(values, end)) for keys, values in self._templates)
+        started = time.perf_counter()
+        try:
+            future = attached.worker.submit_retrieve(request, 0, end, self._blocks(end, attached), _named(pairs))
+            if not self._settle(future, pairs):
+                return Moved()
+        finally:
+            attached.worker.get_finished()
+        return Moved(end, end // desc.chunk_tokens * desc.nbytes, time.perf_counter() - started, pairs)
+
+    def _store(self, request: RequestHashes, pairs: Sequence[LayerPair], attached: Attached) -> Moved:
         end = request.hashed_tokens
         if not end:
             return Moved()
+        desc = attached.registration.desc
         started = time.perf_counter()
         future = attached.worker.submit_store(request, 0, end, self._blocks(end, attached), _named(pairs))
         stored = self._settle(future, pairs)
@@ -146,25 +174,22 @@ class CacheSession:
         # Objects of all layer groups of a chunk are written together.
         return Moved(end if stored else 0, outcome.stored // len(desc.groups) * desc.nbytes, seconds)
 
-    def close(self) -> None:
-        """Unregisters and disconnects. Idempotent."""
-        if self._attached is not None:
-            self._attached.worker.close()
-            self._attached = None
-        self._client.close()
-
-    def _hashed(self, tokens: Sequence[int], attached: _Attached) -> RequestHashes:
-        request = RequestHashes(
-            self._client.hasher,
-            attached.registration.desc.chunk_tokens,
-            request_id=uuid.uuid4().hex,
-            cache_salt=self._salt,
-        )
+    def _hashed(self, tokens: Sequence[int], attached: Attached) -> RequestHashes:
+        request = self._request(attached)
         request.extend(tokens)
         return request
 
+    def _request(self, attached: Attached, digests: bytes = b"") -> RequestHashes:
+        return RequestHashes(
+            self.client.hasher,
+            attached.registration.desc.chunk_tokens,
+            request_id=uuid.uuid4().hex,
+            cache_salt=self._salt,
+            digests=digests,
+        )
+
     @staticmethod
-    def _blocks(tokens: int, attached: _Attached) -> list[range]:
+    def _blocks(tokens: int, attached: Attached) -> list[range]:
         return [range(tokens // group.block_size) for group in attached.registration.layout.groups]
 
     def _settle(self, future: MessagingFuture[bool], pairs: Sequence[LayerPair]) -> bool:

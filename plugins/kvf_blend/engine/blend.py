@@ -1,0 +1,256 @@
+"""Owns `BlendTransformers`: a transformers model whose prompts reuse the KV of documents wherever they stand.
+
+Runs in the engine process and thread; every call blocks, with deadlines on all waits for the server. A server that
+fails or is not there costs time: a prompt is then computed in full.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvf_blend.engine.client import BlendClient
+from kvf_blend.engine.decoder import Decoder
+from kvf_blend.engine.decoder_check import check_decoder
+from kvf_blend.engine.model_rotary import rotary_of
+from kvf_blend.engine.placing import Loaded, held_of, placed
+from kvf_blend.engine.pre_computing import pre_compute
+from kvf_blend.engine.prefill import prefill
+from kvf_blend.engine.recompute import Held, by_deviation
+from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
+from kvf_blend.errors import BadSegments
+from kvf_blend.messages import REQUESTS
+from kvf_transformers.forward import Forward, token_list
+from kvf_transformers.identity import identify
+from kvf_transformers.misses import warn
+from kvf_transformers.results import Saved
+from kvf_transformers.session import CacheSession, Moved
+from kvf_transformers.shapes import layers_of, learn_layers
+from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
+
+_log = logging.getLogger(__name__)
+
+Ranges = Sequence[tuple[int, int]]
+
+
+class BlendTransformers:
+    """Pre-computes segments of text, and blends them into prompts, for one model and one request at a time.
+
+    `model` is borrowed, in eval mode; its weights must not change while this object lives. The options are those of
+    `TransformersKV`, and `share`: how much of what was loaded is computed again, 0 to 1. Segments are marked by a
+    `separator` (token ids between them) or by `ranges` (pairs of start and end, in order); marked the same way they are
+    found behind any L2, and those that the server was told of are found in any prompt.
+
+    Raises `BlendRefused` and `BadRotary` for a model that cannot be blended, `BadLayout` and `RequestError` as
+    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`. A server that is not there is
+    waited for `connect_timeout_s` and tried again at each call. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        endpoint: str | None = None,
+        model_name: str | None = None,
+        revision: str | None = None,
+        weights: str | None = None,
+        cache_salt: str = "",
+        transport: str = "auto",
+        share: float = 0.15,
+        connect_timeout_s: float = 5.0,
+        control_timeout_s: float = 0.05,
+        transfer_timeout_s: float = 10.0,
+    ) -> None:
+        self._share = _checked(share)
+        self._forward = Forward(model)
+        self._decoder = Decoder(model)
+        check_decoder(model, self._decoder)
+        self._rotary = rotary_of(model)
+        self._templates = learn_layers(model)
+        self._salt = cache_salt
+        self._timeout_s = transfer_timeout_s
+        self._blend: BlendClient | None = None
+        self._session = CacheSession(
+            identify(model, model_name, revision, weights),
+            self._templates,
+            endpoint=endpoint,
+            cache_salt=cache_salt,
+            transport=transport,
+            connect_timeout_s=connect_timeout_s,
+            control_timeout_s=control_timeout_s,
+            transfer_timeout_s=transfer_timeout_s,
+            requests=REQUESTS,
+        )
+        try:
+            self._attach(connect_timeout_s)
+        except (ServerGone, DeadlineExceeded) as error:
+            _log.warning("no server yet, prompts are computed: %s", error)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> BlendTransformers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unregisters and disconnects. Idempotent."""
+        blend, self._blend = self._blend, None
+        if blend is not None:
+            blend.unregister()
+        self._session.close()
+
+    def pre_compute(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        separator: Sequence[int] | None = None,
+        ranges: Ranges | None = None,
+    ) -> PreComputed:
+        """Computes each marked segment that is not held, alone and from position 0, and stores it.
+
+        Whatever fails, nothing counts as held. Raises `BadSegments` for what marks no segments, `RequestError` for a
+        batch.
+        """
+        tokens = token_list(input_ids)
+        started = time.perf_counter()
+        marks = (separator or (), ranges or ())
+        try:
+            segments = self._attach().name_segments(tokens, *marks)
+            done = pre_compute(tokens, segments, self._forward, self._session)
+        except BadSegments:
+            raise
+        except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
+            warn(_log, "the segments were not stored", error)
+            done = PreComputed()
+        return PreComputed(done.segments, done.held, done.computed_tokens, done.nbytes, time.perf_counter() - started)
+
+    def restore(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        separator: Sequence[int] | None = None,
+        ranges: Ranges | None = None,
+    ) -> Loaded:
+        """Loads what there is of this prompt: its longest prefix, then segments behind it, marked or known.
+
+        Whatever fails, nothing is loaded. Raises as `pre_compute`.
+        """
+        tokens = token_list(input_ids)
+        try:
+            return self._load(tokens, separator or (), ranges or ())
+        except BadSegments:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
+            warn(_log, "the prompt is computed, nothing was loaded", error)
+            return Loaded(Held(len(tokens)))
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        *,
+        separator: Sequence[int] | None = None,
+        ranges: Ranges | None = None,
+        share: float | None = None,
+        loaded: Loaded | None = None,
+    ) -> BlendedPrompt:
+        """Loads what it can, rotates keys to their new positions and computes the rest, with `share` of the segments'
+        tokens: those whose KV in layer 1 is furthest from the loaded one. With 0 none, and without looking.
+
+        `loaded` takes the place of an own `restore` of the same prompt. Raises as `pre_compute`.
+        """
+        tokens = token_list(input_ids)
+        wanted = self._share if share is None else _checked(share)
+        started = time.perf_counter()
+        loaded = loaded if loaded is not None else self.restore(tokens, separator=separator, ranges=ranges)
+        held = loaded.held
+        if held.tokens != len(tokens):
+            raise RequestError(
+                f"what was loaded is of {held.tokens} tokens", where="loaded", available=str(len(tokens))
+            )
+        pairs = placed(loaded, self._templates, self._rotary)
+        choose = partial(by_deviation, share=wanted) if wanted else None
+        done = prefill(self._decoder, tokens, held, pairs, choose)
+        cache = DynamicCache()
+        for index, (keys, values) in enumerate(pairs):
+            cache.update(keys, values, index)
+        blended = Blended(
+            tokens=len(tokens),
+            prefix_tokens=held.prefix,
+            hit_tokens=held.prefix + held.loaded,
+            recomputed=done.recomputed,
+            exact=loaded.exact,
+            nbytes=loaded.nbytes,
+            seconds=time.perf_counter() - started,
+            copy_seconds=loaded.copy_seconds,
+        )
+        return BlendedPrompt(done.logits, cache, blended)
+
+    def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
+        """Greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
+        return self._forward.decode(logits, cache, max_new_tokens)
+
+    def save_final(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
+        """Stores the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
+
+        It is near to exact but is not: nothing but blend finds it. Borrows the cache until it returns. Whatever fails,
+        `tokens` is 0. Raises `BadLayout` and `RequestError` as `TransformersKV.save`.
+        """
+        tokens = token_list(input_ids)
+        held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
+        pairs = layers_of(cache, tokens=held) if held else []
+        started = time.perf_counter()
+        try:
+            moved = self._session.store_named(self._attach().name_final(tokens[:held]), pairs) if held else Moved()
+        except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
+            warn(_log, "the blended prompt was not stored", error)
+            moved = Moved()
+        return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
+
+    def _load(self, tokens: list[int], separator: Sequence[int], ranges: Ranges) -> Loaded:
+        blend = self._attach()
+        request_id = uuid.uuid4().hex
+        hits = blend.look_up(request_id, tokens, separator, ranges)
+        plan = blend.plan(request_id, hits)
+        try:
+            held = held_of(len(tokens), hits, plan, self._session.attach().registration.desc.chunk_tokens)
+            moved = self._session.load_named(plan.digests)
+        finally:
+            blend.end(request_id)
+        if any(piece.source + piece.tokens > moved.tokens for piece in plan.pieces):
+            return Loaded(Held(len(tokens)))
+        return Loaded(held, plan.pieces, moved.pairs, hits.exact or not held.prefix, moved.nbytes, moved.seconds)
+
+    def _attach(self, timeout_s: float = 0.0) -> BlendClient:
+        """Registers unless done. Raises `ServerGone` if there is no server, or why it refuses."""
+        if self._blend is None:
+            attached = self._session.attach(timeout_s)
+            blend = BlendClient(
+                self._session.client,
+                attached.worker,
+                attached.scheduler,
+                self._rotary,
+                cache_salt=self._salt,
+                timeout_s=self._timeout_s,
+            )
+            blend.register()
+            self._blend = blend
+        return self._blend
+
+
+def _checked(share: float) -> float:
+    if not 0 <= share <= 1:
+        raise RequestError(f"a share of {share}", where="share", available="0 to 1")
+    return share

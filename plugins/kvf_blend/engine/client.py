@@ -1,0 +1,157 @@
+"""Owns the engine's side of blend's requests, whatever the engine: no tensors, no torch.
+
+Called from the engine's thread. Every wait has a deadline, and any failure is a miss with one line in the log. After a
+restart of the server the instance registers again by itself (see `WorkerAdapter`), and blend with its next request.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import sys
+import uuid
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
+
+from kvf_blend import messages as m
+from kvf_blend.errors import BadSegments
+from kvf_blend.rotary import Rotary
+from kvframework.api import Message, RequestSpec
+from kvframework.client import KVClient, SchedulerAdapter, WorkerAdapter
+from kvframework.errors import KVFrameworkError, NotRegistered
+
+log = logging.getLogger(__name__)
+
+SETUP_TIMEOUT_S = 5.0
+
+M = TypeVar("M", bound=Message)
+
+
+class BlendClient:
+    """Blend for one registered instance. Borrows the client, which knows `kvf_blend.messages.REQUESTS`, and the
+    adapters. For one thread.
+
+    `timeout_s` bounds what may wait for L2 or hashes many tokens; the rest waits the client's control timeout.
+    Arguments that mark no segments of a prompt are the caller's mistake: `BadSegments` is raised, not logged.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        worker: WorkerAdapter,
+        scheduler: SchedulerAdapter,
+        rotary: Rotary,
+        *,
+        cache_salt: str = "",
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._client = client
+        self._worker = worker
+        self._scheduler = scheduler
+        self._rotary = rotary
+        self._salt = cache_salt
+        self._timeout_s = timeout_s
+
+    def register(self) -> m.BlendRegistered:
+        """Tells the server how keys are rotated. Blocks at most 5 s.
+
+        Raises `BadRotary` and `BlendRefused` for what cannot be blended, `UnknownRequest` from a server without this
+        plugin, `ServerGone`, `DeadlineExceeded`.
+        """
+        identity = self._worker.identity
+        payload = m.RegisterBlend(identity.instance_id, identity.model_name, identity.world_size, self._rotary)
+        return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered, timeout=SETUP_TIMEOUT_S)
+
+    def unregister(self) -> None:
+        """Ends blend for the instance, if the server is there. What is stored stays."""
+        if self._client.usable:
+            payload = m.UnregisterBlend(self._instance_id)
+            with contextlib.suppress(KVFrameworkError):
+                self._client.request(m.CB_UNREGISTER_KV_CACHE.name, payload, m.BlendUnregistered)
+
+    def name_segments(
+        self, tokens: Sequence[int], separator: Sequence[int], ranges: Iterable[tuple[int, int]]
+    ) -> tuple[m.Segment, ...]:
+        """The marked segments of a prompt, which the server knows from now on; () after a failure."""
+        payload = m.StorePreComputed(
+            self._instance_id,
+            uuid.uuid4().hex,
+            packed(tokens),
+            packed(separator),
+            packed(chain.from_iterable(ranges)),
+            self._salt,
+        )
+        return self._ask(m.CB_STORE_PRE_COMPUTED, payload, m.SegmentNames(()), timeout=self._timeout_s).segments
+
+    def look_up(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        separator: Sequence[int],
+        ranges: Iterable[tuple[int, int]],
+    ) -> m.Hits:
+        """What all ranks hold of a prompt, in whatever tier; pinned until `end`. Waits for L2."""
+        payload = m.LookupPreComputed(
+            self._instance_id,
+            request_id,
+            packed(tokens),
+            packed(separator),
+            packed(chain.from_iterable(ranges)),
+            self._salt,
+        )
+        return self._ask(m.CB_LOOKUP_PRE_COMPUTED, payload, m.Hits(), timeout=self._timeout_s)
+
+    def plan(self, request_id: str, hits: m.Hits) -> m.LoadPlan:
+        """What this rank is to load of `hits`, pinned until `end`, and where it goes."""
+        if not hits.prefix_tokens and not hits.segments:
+            return m.LoadPlan()
+        payload = m.RetrievePreComputed(
+            self._instance_id, request_id, hits.prefix_tokens, hits.prefix_digests, hits.segments, self._salt
+        )
+        return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan())
+
+    def end(self, request_id: str) -> None:
+        """Lets go of what `look_up` and `plan` pinned."""
+        self._scheduler.end_request(request_id)
+
+    def name_final(self, tokens: Sequence[int]) -> bytes:
+        """Digests of the whole chunks of a blended prompt; b"" after a failure."""
+        payload = m.StoreFinal(self._instance_id, uuid.uuid4().hex, packed(tokens), self._salt)
+        return self._ask(m.CB_STORE_FINAL, payload, m.FinalNames(b""), timeout=self._timeout_s).digests
+
+    @property
+    def _instance_id(self) -> int:
+        return self._worker.identity.instance_id
+
+    def _ask(self, spec: RequestSpec, payload: Message, miss: M, *, timeout: float | None = None) -> M:
+        """The answer, or `miss`."""
+        failed: KVFrameworkError | None = None
+        for again in (False, True):
+            try:
+                if again:
+                    self.register()
+                return self._client.request(spec.name, payload, type(miss), timeout=timeout, on_late=self._let_go)
+            except BadSegments:
+                raise
+            except NotRegistered as error:
+                failed = error
+            except KVFrameworkError as error:
+                failed = error
+                break
+        log.warning("%s failed, taken as a miss: %s", spec.name, failed)
+        return miss
+
+    def _let_go(self, answer: Message) -> None:
+        """An answer that nobody waits for any more: nobody knows its ticket."""
+        if isinstance(answer, (m.Hits, m.LoadPlan)):
+            self._scheduler.let_go(answer.ticket)
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    """Little-endian u32. Raises `OverflowError` for a number that is none."""
+    words = array.array("I", numbers)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()

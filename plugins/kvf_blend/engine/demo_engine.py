@@ -1,0 +1,158 @@
+"""One engine process of `kvframework demo blend`: pre-computes documents, or asks a question over them in every way,
+and tells each step as a JSON line on stdout.
+
+Started as `python -m kvf_blend.engine.demo_engine`; everything but the JSON lines goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvf_blend.engine.blend import BlendTransformers
+from kvf_blend.engine.demo_model import SIZES, local_llama
+from kvf_blend.engine.placing import Loaded
+from kvf_blend.engine.results import Blended
+from kvf_blend.messages import Piece
+from kvf_transformers.demo_model import ByteTokenizer, local_model
+
+DOCUMENTS = 4
+# No document stands where it stood when it was computed, and none behind the one that it followed there.
+_SHUFFLED = (2, 0, 3, 1)
+_WARM_UP_TOKENS = 64
+# An engine that serves one prompt may wait longer than one that serves many.
+_CONTROL_TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    """The process. Exit status 0 when all was done, whatever was hit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=("store", "ask"))
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--question", default="")
+    parser.add_argument("--model", default="", help="a local directory; default: the random Llama")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--tokens", type=int, default=0, help="of each document; 0: all")
+    parser.add_argument("--share", type=float, default=0.15)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    # Libraries may print: stdout is for events only.
+    events, sys.stdout = sys.stdout, sys.stderr
+
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=events, flush=True)
+
+    try:
+        _run(arguments, emit)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
+    name, model, tokenizer = local_model(arguments.model) if arguments.model else local_llama(arguments.size)
+    documents = _documents(arguments.text.read_text(encoding="utf-8"), tokenizer, arguments.tokens)
+    with (
+        torch.no_grad(),
+        BlendTransformers(
+            model,
+            endpoint=arguments.endpoint,
+            model_name=name,
+            share=arguments.share,
+            connect_timeout_s=20.0,
+            control_timeout_s=_CONTROL_TIMEOUT_S,
+            transfer_timeout_s=60.0,
+        ) as kv,
+    ):
+        # Thread pools and allocators start here, so that all ways are timed alike.
+        model(input_ids=torch.tensor([documents[0][:_WARM_UP_TOKENS]], device=model.device), use_cache=False)
+        emit(
+            "ready",
+            model=name,
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            documents=[len(document) for document in documents],
+        )
+        if arguments.part == "store":
+            tokens, ranges = _joined(documents, ())
+            stored = kv.pre_compute(tokens, ranges=ranges)
+            emit("stored", documents=stored.held, nbytes=stored.nbytes, seconds=stored.seconds)
+        else:
+            question = _encode(tokenizer, arguments.question)
+            _ask(kv, model, _joined([documents[at] for at in _SHUFFLED], question), emit)
+
+
+def _ask(
+    kv: BlendTransformers, model: Any, prompt: tuple[list[int], list[tuple[int, int]]], emit: Callable[..., None]
+) -> None:
+    tokens, ranges = prompt
+    emit("prompt", tokens=len(tokens))
+    started = time.perf_counter()
+    ids = torch.tensor([tokens], device=model.device)
+    full = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1]
+    _tell(emit, "full", time.perf_counter() - started, Blended(len(tokens)), full, full)
+    # Blend goes first: what it does not find in memory is then there for the others.
+    for way in ("blend", "rotated", "naive"):
+        started = time.perf_counter()
+        loaded = kv.restore(tokens, ranges=ranges)
+        if way == "naive":
+            loaded = _as_it_is(loaded)
+        done = kv.prefill(tokens, share=None if way == "blend" else 0.0, loaded=loaded)
+        _tell(emit, way, time.perf_counter() - started, done.blended, done.logits, full)
+
+
+def _tell(
+    emit: Callable[..., None], way: str, ttft_s: float, blended: Blended, logits: torch.Tensor, full: torch.Tensor
+) -> None:
+    found, expected = logits.double().log_softmax(-1), full.double().log_softmax(-1)
+    emit(
+        "way",
+        name=way,
+        ttft_s=ttft_s,
+        hit_tokens=blended.hit_tokens,
+        recomputed=blended.recomputed,
+        distance=float((logits - full).norm() / full.norm()),
+        divergence=max(0.0, float((expected.exp() * (expected - found)).sum())),
+        same_token=bool(logits.argmax() == full.argmax()),
+    )
+
+
+def _as_it_is(loaded: Loaded) -> Loaded:
+    """The stored keys where they are to go, without being rotated there."""
+    pieces = tuple(Piece(piece.source, piece.start, piece.tokens, shift=0) for piece in loaded.pieces)
+    return replace(loaded, pieces=pieces)
+
+
+def _documents(text: str, tokenizer: Any, tokens: int) -> list[list[int]]:
+    """The text's quarters, each cut to `tokens` if that is not 0."""
+    length = -(-len(text) // DOCUMENTS)
+    parts = [_encode(tokenizer, text[at * length : (at + 1) * length]) for at in range(DOCUMENTS)]
+    return [part[:tokens] if tokens else part for part in parts]
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    if isinstance(tokenizer, ByteTokenizer):
+        return list(text.encode())
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _joined(documents: Sequence[list[int]], question: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """All of them as one text, and where each document is in it."""
+    tokens: list[int] = []
+    ranges = []
+    for document in documents:
+        ranges.append((len(tokens), len(tokens) + len(document)))
+        tokens += document
+    return [*tokens, *question], ranges
+
+
+if __name__ == "__main__":
+    main()

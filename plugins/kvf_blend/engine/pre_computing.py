@@ -1,0 +1,48 @@
+"""Owns how segments come into the cache: each computed alone, from position 0, so that one name means one content. Runs
+in the engine process and thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache
+
+from kvf_blend.engine.results import PreComputed
+from kvf_blend.messages import Segment
+from kvf_transformers.forward import Forward
+from kvf_transformers.session import CacheSession
+from kvf_transformers.shapes import LayerPair, layers_of
+from kvframework.api import DIGEST_BYTES
+
+
+def pre_compute(
+    tokens: Sequence[int], segments: Sequence[Segment], forward: Forward, session: CacheSession
+) -> PreComputed:
+    """Computes and stores what is not held of `segments` of `tokens`, all in one store. Raises what that raises."""
+    lacking = {segment.digests: segment for segment in segments if not segment.held}
+    held = sum(segment.held for segment in segments)
+    if not lacking:
+        return PreComputed(len(segments), held)
+    chunk = session.attach().registration.desc.chunk_tokens
+    parts: list[list[LayerPair]] = []
+    for segment in lacking.values():
+        cache = DynamicCache()
+        forward.compute(tokens[segment.start : segment.start + segment.tokens], cache)
+        filled = len(segment.digests) // DIGEST_BYTES * chunk
+        parts.append([_padded(pair, filled) for pair in layers_of(cache, tokens=segment.tokens)])
+    moved = session.store_named(b"".join(lacking), [_joined(layer) for layer in zip(*parts, strict=True)])
+    computed = sum(segment.tokens for segment in lacking.values())
+    return PreComputed(len(segments), len(segments) if moved.tokens else held, computed, moved.nbytes)
+
+
+def _padded(pair: LayerPair, tokens: int) -> LayerPair:
+    """Zeros behind the last token: what is stored is the same in every process."""
+    keys, values = (torch.nn.functional.pad(plane, (0, 0, 0, tokens - plane.shape[2])) for plane in pair)
+    return keys, values
+
+
+def _joined(layer: Sequence[LayerPair]) -> LayerPair:
+    """One layer of all segments, one behind the other."""
+    return torch.cat([keys for keys, _ in layer], dim=2), torch.cat([values for _, values in layer], dim=2)

@@ -1,0 +1,131 @@
+"""Owns the selective prefill (CacheBlend, EuroSys '25): a prompt's logits and whole KV, of which most was loaded and
+only the chosen tokens go through the model. Runs in the engine process and thread.
+
+Layer 0 runs for every token behind the prefix. Layer 1 then makes fresh keys and values for all of them, whose distance
+to the loaded ones tells which tokens differ most in this prompt. From there on only the chosen ones go on; in each
+layer their fresh keys and values replace the loaded ones, and they attend to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvf_blend.engine.decoder import Decoder
+from kvf_blend.engine.recompute import Held
+from kvf_transformers.shapes import LayerPair
+
+# Tokens that attend at once: bounds the mask, and a token of a slice does not attend to slices behind it.
+_SLICE = 1024
+
+# Deviations of the loaded tokens to the sorted positions that are computed; None for "without a measure".
+Choice = Callable[[Held, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """`logits` `[1, vocabulary]` behind the last token; `recomputed` of the loaded tokens went through all layers."""
+
+    logits: torch.Tensor
+    recomputed: int
+
+
+def prefill(
+    decoder: Decoder, tokens: Sequence[int], held: Held, pairs: Sequence[LayerPair], choose: Choice | None
+) -> Prefilled:
+    """Fills `pairs`, the KV of the whole prompt layer by layer, in place, where nothing was loaded and where `choose`
+    says so; with None nothing that was loaded is computed, and layer 0 does not run for it either.
+
+    Whatever `pairs` hold of tokens that are not loaded is never read. Blocks for the computation.
+    """
+    missing = held.missing_positions()
+    sink = _Scatter(pairs)
+    with torch.no_grad():
+        if choose is not None and held.segments:
+            positions, hidden, done = _chosen(decoder, tokens, held, pairs, choose)
+        else:
+            positions, hidden, done = missing, decoder.embed([tokens[at] for at in missing.tolist()]), 0
+        for layer in range(done, decoder.layers):
+            hidden = _through(decoder, layer, hidden, positions, sink)
+        return Prefilled(decoder.logits(hidden), len(positions) - len(missing))
+
+
+def _chosen(
+    decoder: Decoder, tokens: Sequence[int], held: Held, pairs: Sequence[LayerPair], choose: Choice
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The positions that go on, their hidden states, and the layers that these have gone through."""
+    positions = torch.arange(held.prefix, held.tokens)
+    hidden = _through(decoder, 0, decoder.embed(tokens[held.prefix :]), positions, _Scatter(pairs))
+    if decoder.layers == 1:
+        return positions, hidden, 1
+    positions = choose(held, _deviation(decoder, hidden, positions, held, pairs[1]))
+    return positions, hidden[:, (positions - held.prefix).to(hidden.device)], 1
+
+
+def _through(
+    decoder: Decoder, layer: int, hidden: torch.Tensor, positions: torch.Tensor, sink: _Scatter
+) -> torch.Tensor:
+    done = []
+    for first in range(0, len(positions), _SLICE):
+        here = positions[first : first + _SLICE].to(hidden.device)
+        visible = int(here[-1]) + 1
+        sink.next(here, visible)
+        done.append(decoder.run_layer(layer, hidden[:, first : first + _SLICE], here, sink, visible))
+    return torch.cat(done, dim=1)
+
+
+def _deviation(
+    decoder: Decoder, hidden: torch.Tensor, positions: torch.Tensor, held: Held, pair: LayerPair
+) -> torch.Tensor:
+    """How far the loaded KV of layer 1 is from the fresh one: for each loaded token the squared distance of its keys
+    and of its values, each relative to the mean of the fresh ones."""
+    sink = _Measure()
+    with contextlib.suppress(_Taken):
+        decoder.run_layer(1, hidden, positions.to(hidden.device), sink, 1)
+    loaded = held.loaded_positions().to(hidden.device)
+    total = torch.zeros(len(loaded), dtype=torch.float32, device=hidden.device)
+    for fresh, full in zip(sink.fresh, pair, strict=True):
+        new = fresh[:, :, loaded - held.prefix].float()
+        distance = (new - full[:, :, loaded].float()).square().sum(dim=(0, 1, 3))
+        size = fresh.float().square().sum(dim=(0, 1, 3)).mean()
+        total += distance / size.clamp_min(torch.finfo(torch.float32).tiny)
+    return total
+
+
+class _Scatter:
+    """Puts fresh keys and values where they belong in the whole prompt's, and gives the visible ones back."""
+
+    def __init__(self, pairs: Sequence[LayerPair]) -> None:
+        self._pairs = pairs
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._visible = 0
+
+    def next(self, positions: torch.Tensor, visible: int) -> None:
+        self._positions, self._visible = positions, visible
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: object, **_named: object
+    ) -> LayerPair:
+        whole_keys, whole_values = self._pairs[layer]
+        whole_keys.index_copy_(2, self._positions, keys)
+        whole_values.index_copy_(2, self._positions, values)
+        return whole_keys[:, :, : self._visible], whole_values[:, :, : self._visible]
+
+
+class _Taken(Exception):
+    """Ends a layer where its attention hands over its keys and values."""
+
+
+class _Measure:
+    """Takes the keys and values of one layer, and ends it."""
+
+    fresh: tuple[torch.Tensor, ...] = ()
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: object, **_named: object
+    ) -> LayerPair:
+        self.fresh = (keys, values)
+        raise _Taken

@@ -1,0 +1,105 @@
+"""Owns the recompute plan: which tokens of a prompt go through the model although their KV was loaded. Needs torch;
+pure.
+
+KV of a segment was computed without what stands before it. A few tokens carry most of the difference (CacheBlend,
+EuroSys '25): recomputed, they bring the logits near to those of the whole prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+# Keeps 0.07 of 100 tokens at 7: the product of the floats is a little more.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Held:
+    """What was loaded of a prompt of `tokens` tokens: its first `prefix`, and `segments`, pairs (start, end).
+
+    Raises `ValueError` unless the segments are in order, apart, behind the prefix and not empty, and the last token of
+    the prompt is in none: there would be nothing to compute logits from.
+    """
+
+    tokens: int
+    prefix: int = 0
+    segments: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        bounds = [(0, self.prefix), *self.segments, (self.tokens - 1, self.tokens)]
+        if self.prefix < 0 or any(start >= end for start, end in bounds[1:]):
+            raise ValueError(f"an empty segment, or none of the prompt: {self}")
+        if any(before[1] > behind[0] for before, behind in pairwise(bounds)):
+            raise ValueError(f"segments out of order, or nothing left to compute: {self}")
+
+    @property
+    def loaded(self) -> int:
+        """Tokens in segments."""
+        return sum(end - start for start, end in self.segments)
+
+    def loaded_positions(self) -> torch.Tensor:
+        """Positions in segments, sorted."""
+        return _positions(self.segments)
+
+    def missing_positions(self) -> torch.Tensor:
+        """Positions behind the prefix that are in no segment, sorted; the last one of the prompt among them."""
+        edges = [self.prefix, *(edge for segment in self.segments for edge in segment), self.tokens]
+        return _positions(list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def by_deviation(held: Held, deviation: torch.Tensor, share: float) -> torch.Tensor:
+    """What is missing, and the `share` (0 to 1, rounded up to a token) of what was loaded that deviates most.
+
+    `deviation` is one number for each of `held.loaded_positions()`; what is no number counts as the most. Sorted
+    positions, on the CPU.
+    """
+    measured = _measured(held, deviation)
+    chosen = measured.topk(_count(share, held.loaded), sorted=False).indices
+    return _with_missing(held, held.loaded_positions()[chosen])
+
+
+def by_threshold(held: Held, deviation: torch.Tensor, threshold: float) -> torch.Tensor:
+    """What is missing, and all that was loaded and deviates by more than `threshold`; else as `by_deviation`."""
+    return _with_missing(held, held.loaded_positions()[_measured(held, deviation) > threshold])
+
+
+def by_ratio(held: Held, share: float) -> torch.Tensor:
+    """What is missing, and the `share` of what was loaded, without a measure: the first tokens of each segment, which
+    lack most of what stands before them, in proportion to its length. Sorted positions, on the CPU."""
+    return _with_missing(held, _positions(list(_firsts(held.segments, share))))
+
+
+def _firsts(segments: Sequence[tuple[int, int]], share: float) -> Iterator[tuple[int, int]]:
+    loaded = taken = 0
+    for start, end in segments:
+        loaded += end - start
+        # Rounded over all of them, so that many short segments do not take a token more each.
+        count = _count(share, loaded) - taken
+        taken += count
+        yield start, start + count
+
+
+def _count(share: float, loaded: int) -> int:
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share of {share}; it is 0 to 1")
+    return min(loaded, math.ceil(share * loaded - _ROUNDING))
+
+
+def _measured(held: Held, deviation: torch.Tensor) -> torch.Tensor:
+    if deviation.shape != (held.loaded,):
+        raise ValueError(f"deviations of shape {tuple(deviation.shape)} for {held.loaded} tokens")
+    return deviation.detach().cpu().double().nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _with_missing(held: Held, chosen: torch.Tensor) -> torch.Tensor:
+    return torch.cat([held.missing_positions(), chosen]).sort().values
+
+
+def _positions(ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    each = [torch.arange(start, end) for start, end in ranges]
+    return torch.cat(each) if each else torch.empty(0, dtype=torch.long)

@@ -1,0 +1,48 @@
+"""Owns what the calls of `BlendTransformers` return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class PreComputed:
+    """The server holds `held` of a text's `segments`; `computed_tokens` of them went through the model now, and
+    `nbytes` were copied."""
+
+    segments: int = 0
+    held: int = 0
+    computed_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Blended:
+    """`hit_tokens` of the prompt's `tokens` were loaded: the first `prefix_tokens`, and segments behind them, of which
+    `recomputed` went through the model again. `exact`: nothing of the prefix is of a blended prompt.
+
+    Copying the `nbytes` that were loaded took `copy_seconds` of `seconds`; the rest went to the lookup, waiting for L2,
+    rotating and computing.
+    """
+
+    tokens: int
+    prefix_tokens: int = 0
+    hit_tokens: int = 0
+    recomputed: int = 0
+    exact: bool = True
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class BlendedPrompt:
+    """`logits` `[1, vocabulary]` behind the last token, a `DynamicCache` with the whole prompt, and what was reused."""
+
+    logits: torch.Tensor
+    cache: Any
+    blended: Blended

@@ -1,0 +1,1 @@
+"""The server's half: what each CB_* request answers. Imports neither torch nor the client."""

@@ -1,0 +1,164 @@
+"""Owns the handlers of blend's requests. Those that hash or match run in the server's worker threads, registration on
+the serving thread; none waits for L2.
+
+A request only plans: it says how segments are named, which of them hit and where they go, and pins them. The bytes move
+by the core's STORE and RETRIEVE under these names, over whatever transport the instance has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvf_blend import messages as m
+from kvf_blend.errors import BadSegments
+from kvf_blend.server.choice import Choice, Question
+from kvf_blend.server.digests import chunks_of, final_digests, prompt_digests, segment_digests, unpack
+from kvf_blend.server.instances import Blended, attach, blended, detach
+from kvf_blend.server.lookup import Loads, Lookup, pinned
+from kvf_blend.server.matcher import KnownSegments, Space
+from kvf_blend.server.options import BlendOptions
+from kvf_blend.server.segments import Span, marked
+from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, ClientInfo, EngineServices, Handler, HandlerResult, salt_digest
+
+
+class BlendHandlers:
+    """One for a server. Of requests it keeps the index of known segments, and how many loads are under way."""
+
+    def __init__(self, options: BlendOptions, services: EngineServices) -> None:
+        self._services = services
+        self._known = KnownSegments(options.known_segments)
+        self._loads = Loads()
+
+    def handlers(self) -> list[Handler[Any]]:
+        return [
+            Handler(m.CB_REGISTER_KV_CACHE, self._register),
+            Handler(m.CB_UNREGISTER_KV_CACHE, self._unregister),
+            Handler(m.CB_STORE_PRE_COMPUTED, self._store, pooled=True),
+            Handler(m.CB_LOOKUP_PRE_COMPUTED, self._lookup, pooled=True),
+            Handler(m.CB_RETRIEVE_PRE_COMPUTED, self._retrieve, pooled=True),
+            Handler(m.CB_STORE_FINAL, self._store_final, pooled=True),
+        ]
+
+    def _register(self, client: ClientInfo, payload: m.RegisterBlend, _buffers: object) -> m.BlendRegistered:
+        instance = attach(self._services, client, payload)
+        return m.BlendRegistered(instance.fingerprint, instance.chunk_tokens)
+
+    def _unregister(self, client: ClientInfo, payload: m.UnregisterBlend, _buffers: object) -> m.BlendUnregistered:
+        detach(self._services, client, payload.instance_id)
+        return m.BlendUnregistered()
+
+    def _store(self, client: ClientInfo, payload: m.StorePreComputed, _buffers: object) -> m.SegmentNames:
+        instance = blended(self._services, payload.instance_id, client)
+        tokens = payload.tokens
+        spans = marked(tokens, payload.separator, payload.ranges)
+        if not payload.separator and not payload.ranges:
+            raise BadSegments("neither a separator nor ranges", available="one of the two")
+        objects = instance.objects(payload.cache_salt)
+        objects.check(sum(chunks_of(end - start, instance.chunk_tokens) for start, end in spans))
+        segments = list(self._named(instance, tokens, spans))
+        for each in segments:
+            self._known.add(_space(instance, payload.cache_salt), _cut(tokens, each.start, each.tokens), each.digests)
+        digests = list(dict.fromkeys(digest for each in segments for digest in unpack(each.digests)))
+        held = objects.whole(digests, self._services.present(objects.keys(digests)))
+        return m.SegmentNames(
+            tuple(
+                m.Segment(each.start, each.tokens, each.digests, held.issuperset(unpack(each.digests)))
+                for each in segments
+            )
+        )
+
+    def _lookup(self, client: ClientInfo, payload: m.LookupPreComputed, _buffers: object) -> HandlerResult:
+        instance = blended(self._services, payload.instance_id)
+        tokens, hasher, chunk = payload.tokens, self._services.hasher, instance.chunk_tokens
+        spans = marked(tokens, payload.separator, payload.ranges)
+        # The last token is always left to compute: its logits are what the engine is after.
+        most = max(len(tokens) // TOKEN_BYTES - 1, 0)
+        objects = instance.objects(payload.cache_salt, all_ranks=True)
+        chained = _cut(tokens, 0, min(most, objects.most_digests // 4 * chunk))
+        candidates = list(self._named(instance, tokens, [(start, end) for start, end in spans if end <= most]))
+        candidates += self._known.find(
+            _space(instance, payload.cache_salt), _cut(tokens, 0, most), lambda part: self._name(instance, part)
+        )
+        question = Question(
+            unpack(prompt_digests(hasher, chained, chunk)),
+            unpack(final_digests(hasher, chained, chunk, instance.fingerprint)),
+            candidates, chunk_tokens=chunk, most_digests=objects.most_digests,
+        )  # fmt: skip
+        lookup = Lookup(
+            self._services, client, question, objects, payload.request_id, chunk_tokens=chunk, loads=self._loads
+        )
+        return lookup.start(instance.desc)
+
+    def _retrieve(self, client: ClientInfo, payload: m.RetrievePreComputed, _buffers: object) -> m.LoadPlan:
+        instance = blended(self._services, payload.instance_id, client)
+        chunk = instance.chunk_tokens
+        _check_hits(payload, chunk)
+        objects = instance.objects(payload.cache_salt)
+        named = len(payload.prefix_digests) + sum(len(each.digests) for each in payload.segments)
+        objects.check(named // DIGEST_BYTES)
+        question = Question(
+            unpack(payload.prefix_digests), (), payload.segments, chunk_tokens=chunk, most_digests=objects.most_digests
+        )
+        choice, ticket = pinned(self._services, client, question, objects, payload.request_id)
+        return _plan(choice, chunk, ticket)
+
+    def _store_final(self, client: ClientInfo, payload: m.StoreFinal, _buffers: object) -> m.FinalNames:
+        instance = blended(self._services, payload.instance_id, client)
+        tokens = payload.tokens
+        marked(tokens, b"", b"")
+        instance.objects(payload.cache_salt).check(len(tokens) // TOKEN_BYTES // instance.chunk_tokens)
+        return m.FinalNames(final_digests(self._services.hasher, tokens, instance.chunk_tokens, instance.fingerprint))
+
+    def _named(self, instance: Blended, tokens: bytes, spans: Sequence[Span]) -> Iterable[m.Segment]:
+        for start, end in spans:
+            yield m.Segment(start, end - start, self._name(instance, _cut(tokens, start, end - start)))
+
+    def _name(self, instance: Blended, tokens: bytes) -> bytes:
+        return segment_digests(self._services.hasher, tokens, instance.chunk_tokens, instance.fingerprint)
+
+
+def _plan(choice: Choice, chunk_tokens: int, ticket: str) -> m.LoadPlan:
+    """What occurs twice in the prompt is loaded once."""
+    loaded = list(choice.prefix)
+    prefix = len(loaded) * chunk_tokens
+    pieces = [m.Piece(0, 0, prefix, 0)] if prefix else []
+    sources: dict[bytes, int] = {}
+    for each in choice.segments:
+        if each.digests not in sources:
+            sources[each.digests] = len(loaded) * chunk_tokens
+            loaded += unpack(each.digests)
+        pieces.append(m.Piece(sources[each.digests], each.start, each.tokens, each.start))
+    return m.LoadPlan(b"".join(loaded), tuple(pieces), ticket)
+
+
+def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
+    """Raises `BadSegments` for hits that no CB_LOOKUP_PRE_COMPUTED gives."""
+    digests, rest = divmod(len(payload.prefix_digests), DIGEST_BYTES)
+    if rest or digests * chunk_tokens != payload.prefix_tokens:
+        raise BadSegments(
+            f"{payload.prefix_tokens} tokens under {len(payload.prefix_digests)} bytes of digests", where="prefix",
+            available=f"{DIGEST_BYTES} bytes for each chunk of {chunk_tokens} tokens",
+        )  # fmt: skip
+    last = payload.prefix_tokens
+    for index, each in enumerate(payload.segments):
+        expected = chunks_of(each.tokens, chunk_tokens) * DIGEST_BYTES
+        if len(each.digests) != expected:
+            raise BadSegments(
+                f"{each.tokens} tokens under {len(each.digests)} bytes of digests", where=f"segments[{index}]",
+                available=f"{expected} bytes",
+            )  # fmt: skip
+        if each.start < last:
+            raise BadSegments(
+                f"it begins at {each.start}", where=f"segments[{index}]", available=f"{last} or later, in order",
+                hint="send what CB_LOOKUP_PRE_COMPUTED answered, or leave some of it out",
+            )  # fmt: skip
+        last = each.start + each.tokens
+
+
+def _cut(tokens: bytes, start: int, count: int) -> bytes:
+    return tokens[start * TOKEN_BYTES : (start + count) * TOKEN_BYTES]
+
+
+def _space(instance: Blended, cache_salt: str) -> Space:
+    return instance.context.namespace, salt_digest(cache_salt), instance.fingerprint

@@ -1,0 +1,116 @@
+"""Owns what blend adds to a registered instance: the rotary parameters, in the engine's own registry. They end with the
+instance; there is no other place where they are kept.
+
+`attach` and `detach` run on the server's serving thread, `blended` in any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvf_blend.errors import BadRotary, BlendRefused
+from kvf_blend.messages import RegisterBlend
+from kvf_blend.rotary import Rotary, check, fingerprint
+from kvf_blend.server.objects import Objects
+from kvframework.api import CANONICAL, ClientInfo, EngineServices, InstanceContext, MemoryLayoutDesc
+from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
+
+_ATTACHED = "blend"
+# What keys can be rotated in.
+_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Blended:
+    """An instance with rotary parameters, as the handlers see it."""
+
+    context: InstanceContext
+    desc: MemoryLayoutDesc
+    fingerprint: bytes
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.desc.chunk_tokens
+
+    def objects(self, cache_salt: str, *, all_ranks: bool = False) -> Objects:
+        """Of the instance's rank; of all ranks, also if the instance told none."""
+        context = self.context
+        ranks: Sequence[int] = range(context.world_size)
+        if context.rank is not None and not all_ranks:
+            ranks = (context.rank,)
+        return Objects(context.namespace, cache_salt, ranks, self.desc)
+
+
+def attach(services: EngineServices, client: ClientInfo, payload: RegisterBlend) -> Blended:
+    """Gives one of the client's instances its rotary parameters; again the same ones is no error.
+
+    Raises `NotRegistered`, `NamespaceMismatch` for another model or world size than registered, `BlendRefused`,
+    `BadRotary`, and `AlreadyRegistered` for other parameters than before.
+    """
+    context = services.instance(payload.instance_id, client)
+    told, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
+    if told != known:
+        raise NamespaceMismatch(
+            f"model {told[0]!r}, world size {told[1]}", where=f"instance {context.instance_id}",
+            available=f"model {known[0]!r}, world size {known[1]} as registered",
+        )  # fmt: skip
+    _check_layout(context, context.get_layout_desc(services.chunk_size))
+    check(payload.rotary)
+    _check_head(context, payload.rotary)
+    before = context.attached.setdefault(_ATTACHED, payload.rotary)
+    if before != payload.rotary:
+        raise AlreadyRegistered(
+            f"instance {context.instance_id} has other rotary parameters", hint="send CB_UNREGISTER_KV_CACHE first"
+        )
+    return blended(services, payload.instance_id, client)
+
+
+def detach(services: EngineServices, client: ClientInfo, instance_id: int) -> None:
+    """Takes the parameters off. Raises `NotRegistered` if there are none."""
+    context = blended(services, instance_id, client).context
+    del context.attached[_ATTACHED]
+
+
+def blended(services: EngineServices, instance_id: int, client: ClientInfo | None = None) -> Blended:
+    """A registered instance with rotary parameters, with `client` one of its own. Raises `NotRegistered`."""
+    context = services.instance(instance_id, client)
+    rotary = context.attached.get(_ATTACHED)
+    if not isinstance(rotary, Rotary):
+        raise NotRegistered(
+            f"instance {instance_id} has given no rotary parameters",
+            hint="send CB_REGISTER_KV_CACHE, again after a restart of the server",
+        )
+    return Blended(context, context.get_layout_desc(services.chunk_size), fingerprint(rotary))
+
+
+def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
+    """Every token's keys must be there, as themselves, for all of a segment."""
+    for index, (group, stored) in enumerate(zip(context.layout.groups, desc.groups, strict=True)):
+        found = ""
+        if group.state or group.window:
+            found = "a recurrent state" if group.state else f"a window of {group.window} tokens"
+        elif group.packing or stored.form != CANONICAL:
+            found = f"objects in the form {stored.form!r}"
+        elif group.compress_ratio != 1:
+            found = f"a slot for {group.compress_ratio} tokens"
+        elif group.dtype not in _DTYPES:
+            found = f"dtype {group.dtype}"
+        if found:
+            raise BlendRefused(
+                found, where=f"layer group {index} of instance {context.instance_id}",
+                available=f"keys of every token, in canonical form, as {', '.join(_DTYPES)}",
+            )  # fmt: skip
+
+
+def _check_head(context: InstanceContext, rotary: Rotary) -> None:
+    """All groups that hold keys and values must have heads of this size. Of those with one plane (MLA, or keys and
+    values of unequal size) only one holds what is rotated."""
+    groups = context.layout.groups
+    fits = {index: group.hidden % rotary.head_dim == 0 for index, group in enumerate(groups)}
+    if not all(fits[index] for index, group in enumerate(groups) if group.planes == 2) or not any(fits.values()):
+        raise BadRotary(
+            f"head_dim is {rotary.head_dim}", where="rotary.head_dim",
+            available=f"a divisor of {', '.join(str(group.hidden) for group in groups)}, the elements of one token",
+            hint="take the parameters from the model's configuration",
+        )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Owns the way from digests to the objects that hold a chunk: one for each rank and layer group. Pure; runs in the
+server's worker and storage threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvframework.api import MemoryLayoutDesc, PackedKey, key_prefix, salt_digest
+from kvframework.errors import MessageTooLarge
+
+# The most of one request, as of the core's.
+MAX_OBJECTS = 1 << 15
+
+
+class Objects:
+    """The objects of chunks for `ranks` of one namespace and salt. Keys are digest by digest, in each rank by rank."""
+
+    def __init__(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], desc: MemoryLayoutDesc) -> None:
+        salt, groups = salt_digest(cache_salt), range(len(desc.groups))
+        self._prefixes = [key_prefix(namespace, salt, rank, group) for rank in ranks for group in groups]
+
+    @property
+    def most_digests(self) -> int:
+        """How many chunks one request may name."""
+        return MAX_OBJECTS // len(self._prefixes)
+
+    def check(self, digests: int) -> None:
+        """Raises `MessageTooLarge` for more chunks than one request may name."""
+        if digests > self.most_digests:
+            raise MessageTooLarge(
+                f"{digests} chunks of {len(self._prefixes)} ranks and layer groups",
+                available=f"at most {MAX_OBJECTS} objects a request", hint="give fewer segments at once",
+            )  # fmt: skip
+
+    def keys(self, digests: Iterable[bytes]) -> list[PackedKey]:
+        return [prefix + digest for digest in digests for prefix in self._prefixes]
+
+    def whole(self, digests: Sequence[bytes], available: Sequence[bool]) -> set[bytes]:
+        """The digests all of whose objects are available, given which of `keys(digests)` are."""
+        rows = len(self._prefixes)
+        return {digest for index, digest in enumerate(digests) if all(available[index * rows : (index + 1) * rows])}
+
+    def indices(self, positions: Iterable[int]) -> list[int]:
+        """Where in `keys(digests)` the objects of the digests at `positions` are."""
+        rows = len(self._prefixes)
+        return [position * rows + row for position in positions for row in range(rows)]

@@ -1,0 +1,77 @@
+"""Owns where the segments of a prompt are: between separators, or by ranges. Pure; runs in the server's worker threads.
+
+Tokens come and go packed, little-endian u32; positions count tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from kvf_blend.errors import BadSegments
+from kvf_blend.messages import MAX_SEGMENTS
+from kvframework.api import TOKEN_BYTES
+
+Span = tuple[int, int]
+
+
+def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
+    """The marked segments, (start, end) in order, none empty; none at all without a separator and ranges.
+
+    Raises `BadSegments` for a separator and ranges at once, and for what does not mark segments of these tokens.
+    """
+    for name, packed in (("tokens", tokens), ("separator", separator)):
+        if len(packed) % TOKEN_BYTES:
+            raise BadSegments(f"{len(packed)} bytes", where=name, available=f"{TOKEN_BYTES} bytes a token id")
+    if separator and ranges:
+        raise BadSegments("a separator and ranges", available="one of the two")
+    spans = split(tokens, separator) if separator else unpack_ranges(ranges, len(tokens) // TOKEN_BYTES)
+    if len(spans) > MAX_SEGMENTS:
+        raise BadSegments(f"{len(spans)} segments", where="separator", available=f"at most {MAX_SEGMENTS}")
+    return spans
+
+
+def split(tokens: bytes, separator: bytes) -> list[Span]:
+    """What lies between occurrences of `separator`, found left to right without overlap; nothing empty. Raises
+    `BadSegments` if it is longer than the prompt."""
+    if len(separator) > len(tokens):
+        raise BadSegments(
+            f"a separator of {len(separator) // TOKEN_BYTES} tokens in a prompt of {len(tokens) // TOKEN_BYTES}",
+            where="separator",
+            hint="give the separator's own token ids, and the whole prompt",
+        )
+    spans, start = [], 0
+    while (at := _find(tokens, separator, start)) >= 0:
+        spans.append((start, at))
+        start = at + len(separator)
+    spans.append((start, len(tokens)))
+    return [(begin // TOKEN_BYTES, end // TOKEN_BYTES) for begin, end in spans if begin < end]
+
+
+def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
+    """The (start, end) pairs. Raises `BadSegments` unless they are ordered, apart, not empty and within `length`
+    tokens."""
+    if len(ranges) % (2 * TOKEN_BYTES):
+        raise BadSegments(f"{len(ranges)} bytes", where="ranges", available="pairs of two packed u32, start and end")
+    spans = list(struct.iter_unpack("<2I", ranges))
+    last = 0
+    for index, (start, end) in enumerate(spans):
+        where, found = f"ranges[{index}]", f"[{start}, {end})"
+        if start >= end:
+            raise BadSegments(f"{found} is empty", where=where, available="start < end")
+        if start < last:
+            raise BadSegments(
+                f"{found} begins before the end of the one before, {last}", where=where,
+                available="ranges in order, without overlap",
+            )  # fmt: skip
+        if end > length:
+            raise BadSegments(f"{found} ends behind the prompt", where=where, available=f"up to {length}")
+        last = end
+    return [(start, end) for start, end in spans]
+
+
+def _find(tokens: bytes, separator: bytes, start: int) -> int:
+    """The next whole occurrence, in bytes; matches that begin within a token id are none."""
+    at = tokens.find(separator, start)
+    while at % TOKEN_BYTES and at >= 0:
+        at = tokens.find(separator, at + 1)
+    return at

@@ -1,0 +1,55 @@
+"""Owns how a model computes one request: the tokens as users give them, forward passes, greedy decoding. Runs in the
+engine process and thread; blocks for the computation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvframework.errors import RequestError
+
+
+class Forward:
+    """Borrows the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def compute(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+        """Logits `[1, vocabulary]` behind `tokens`, which come after those in `cache` and are added to it."""
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
+        only_last: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits else {}
+        with torch.no_grad():
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **only_last)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
+        """Greedy tokens one by one, after a prefill; the last one is not in `cache` yet."""
+        for remaining in range(max_new_tokens - 1, -1, -1):
+            token = int(logits[0].argmax())
+            yield token
+            if remaining:
+                logits = self.compute([token], cache)
+
+
+def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
+    """The ids of one request. Raises `RequestError` for a batch and for an empty prompt."""
+    if isinstance(input_ids, torch.Tensor):
+        if input_ids.dim() == 2 and input_ids.shape[0] == 1:
+            input_ids = input_ids[0]
+        if input_ids.dim() != 1:
+            raise RequestError(
+                f"input_ids has shape {tuple(input_ids.shape)}", available="[tokens] or [1, tokens]",
+                hint="restore, compute and save the requests of a batch one by one",
+            )  # fmt: skip
+        input_ids = input_ids.tolist()
+    tokens = list(input_ids)
+    if not tokens:
+        raise RequestError("there are no tokens", where="input_ids")
+    return tokens

@@ -1,0 +1,182 @@
+"""A model's rotary parameters, learnt from it and proven on it; models that cannot be moved are told apart."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    BloomConfig,
+    DynamicCache,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    HunYuanDenseV1Config,
+    LlamaConfig,
+    MambaConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+    SmolLM3Config,
+    T5Config,
+)
+
+from kvf_blend.engine.model_rotary import rotary_of  # noqa: E402
+from kvf_blend.engine.rotary_proof import probe  # noqa: E402
+from kvf_blend.engine.rotation import rotate_keys  # noqa: E402
+from kvf_blend.errors import BadRotary  # noqa: E402
+from kvf_blend.rotary import check  # noqa: E402
+from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN, make_model  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+TOKENS = 11
+
+
+def kv_at(model, position):
+    """Keys and values of each layer of a segment of its own that begins at `position`."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(
+            input_ids=(torch.arange(TOKENS) * 29 % 89)[None], past_key_values=cache,
+            position_ids=torch.arange(position, position + TOKENS)[None],
+        )  # fmt: skip
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_said_of_a_model_moves_its_kv(family):
+    config, expected = FAMILIES[family]
+    model = make_model(config)
+
+    rotary = rotary_of(model)
+
+    assert rotary == expected
+    check(rotary)
+    turned = rotary.plane == "values"
+    for here, there in ((0, 1500), (1500, 7)):
+        before, after = kv_at(model, here), kv_at(model, there)
+        for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+            assert torch.equal(old[not turned], new[not turned]) or layer > 0
+            moved = rotate_keys(old[turned], rotary, there - here)
+            assert not torch.allclose(old[turned], new[turned], atol=0.1)
+            # Layer 0 to the rounding of angles near position 1500; below, its noise has passed through the model.
+            torch.testing.assert_close(
+                moved, new[turned], rtol=0, atol=(2e-3 if layer else 2e-4) * new[turned].abs().max()
+            )
+            assert torch.equal(moved[..., : rotary.offset], old[turned][..., : rotary.offset])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama, llama3", "gpt_neox, a part", "cohere", "deepseek_v3, yarn"])
+def test_other_dtypes_prove_it_too(family, dtype):
+    config, expected = FAMILIES[family]
+    assert rotary_of(make_model(config, dtype)) == expected
+
+
+def test_a_deep_model_in_half_precision_is_proven():
+    deep = LlamaConfig(**{**SMALL, "num_hidden_layers": 32}, rope_parameters=LLAMA3)
+    assert rotary_of(make_model(deep, torch.bfloat16)).scaling == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("llama, llama3", {"theta": 500500.0}),
+        ("llama, llama3", {"factor": 8.1}),
+        ("llama, llama3", {"low_freq_factor": 1.1}),
+        ("llama, llama3", {"high_freq_factor": 4.1}),
+        ("llama, llama3", {"original_max_position": 1050}),
+        ("llama, llama3", {"style": "interleaved"}),
+        ("llama, yarn", {"beta_fast": 32.0}),
+        ("llama, yarn", {"beta_slow": 2.0}),
+        ("llama, yarn", {"truncate": False}),
+        ("llama, linear", {"factor": 4.01}),
+        ("gpt_neox, a part", {"rotary_dim": 6}),
+        ("gpt_neox, a part", {"offset": 12}),
+        ("cohere", {"style": "half"}),
+        ("deepseek_v3", {"style": "interleaved"}),
+    ],
+    ids=str,
+)
+def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
+    config, right = FAMILIES[family]
+    asked = probe(make_model(config))
+    assert asked.first_difference(right) == (config.num_hidden_layers, "")
+    layer, difference = asked.first_difference(msgspec.structs.replace(right, **wrong))
+    assert layer == 0
+    assert difference
+
+
+REFUSED = {
+    "learned positions": (GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4), "says nothing of rotary"),
+    "alibi": (BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4), "says nothing of rotary"),
+    "alibi beside a rotary configuration": (FalconConfig(**SMALL, alibi=True), "layer 0 .* do not turn"),
+    "no attention": (MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "says nothing of rotary"),
+    "attention in some layers": (
+        Qwen3NextConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
+        "cannot be asked",
+    ),
+    "layers without positions": (SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}), "layer 3 .* do not turn"),
+    "other positions in other layers": (Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 6}, head_dim=16), "differ"),
+    "dynamic": (LlamaConfig(**SMALL, rope_parameters={**YARN, "rope_type": "dynamic"}), "kind 'dynamic'"),
+    "longrope": (
+        LlamaConfig(
+            **SMALL,
+            rope_parameters={**YARN, "rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8},
+        ),
+        "kind 'longrope'",
+    ),
+    "several axes": (
+        Qwen2Config(**SMALL, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}),
+        "kind 'mrope'",
+    ),
+    "a part that is no pair": (
+        GPTNeoXConfig(**SMALL, rotary_pct=0.44), "rotary_dim is 7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_be_moved_is_refused(kind):
+    config, why = REFUSED[kind]
+    with pytest.raises(BadRotary, match=why) as refused:
+        rotary_of(make_model(config))
+    assert refused.value.available
+    assert refused.value.hint
+
+
+def test_a_norm_behind_the_rotation_is_seen():
+    model = make_model(HunYuanDenseV1Config(**SMALL, head_dim=16))
+    assert rotary_of(model).style == "half"  # its weights are all 1 as yet, which any rotation passes
+    for layer in model.model.layers[1:]:
+        layer.self_attn.key_layernorm.weight.data.uniform_(0.5, 2)
+    with pytest.raises(BadRotary, match=r"layer 1 .* are not those of position 0, rotated"):
+        rotary_of(model)
+
+
+def test_frequencies_that_lost_their_precision_are_told():
+    model = make_model(LlamaConfig(**SMALL)).to(torch.bfloat16)
+    with pytest.raises(BadRotary, match=r"inv_freq is torch.bfloat16: give the dtype when the model is loaded"):
+        rotary_of(model)
+
+
+def test_a_model_in_training_is_not_asked():
+    with pytest.raises(BadRotary, match="training mode"):
+        rotary_of(make_model(LlamaConfig(**SMALL)).train())
+
+
+def test_keys_that_are_zero_prove_nothing():
+    model = make_model(LlamaConfig(**SMALL))
+    model.model.layers[1].self_attn.k_proj.weight.data.zero_()
+    with pytest.raises(BadRotary, match=r"layer 1 .* prove nothing"):
+        rotary_of(model)
+
+
+def test_an_encoder_decoder_is_refused():
+    model = transformers.T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4))
+    with pytest.raises(BadRotary, match="says nothing of rotary"):
+        rotary_of(model.eval())

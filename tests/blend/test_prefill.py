@@ -1,0 +1,241 @@
+"""The selective prefill against the model itself: equal where it must be, near where it may be, or refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from kvf_blend.engine import prefill as prefill_module  # noqa: E402
+from kvf_blend.engine.decoder import Decoder  # noqa: E402
+from kvf_blend.engine.decoder_check import check_decoder  # noqa: E402
+from kvf_blend.engine.demo_model import local_llama  # noqa: E402
+from kvf_blend.engine.model_rotary import rotary_of  # noqa: E402
+from kvf_blend.engine.placing import Loaded, placed  # noqa: E402
+from kvf_blend.engine.prefill import prefill  # noqa: E402
+from kvf_blend.engine.recompute import Held, by_deviation, by_ratio  # noqa: E402
+from kvf_blend.errors import BlendRefused  # noqa: E402
+from kvf_blend.messages import Piece  # noqa: E402
+from kvf_transformers.shapes import layers_of, learn_layers  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+         "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+WITHOUT_HEAD_DIM = {key: value for key, value in SMALL.items() if key != "head_dim"}
+
+FAMILIES = {
+    "llama": LlamaConfig(**SMALL),
+    "llama of one layer": LlamaConfig(**{**SMALL, "num_hidden_layers": 1}),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**WITHOUT_HEAD_DIM),
+    "qwen3": Qwen3Config(**SMALL),
+}
+REFUSED = {
+    "a window": (MistralConfig(**SMALL, sliding_window=8), "window"),
+    "windows in some layers": (Gemma2Config(**SMALL), "window"),
+    "learned positions": (
+        GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None), "rotary_emb",
+    ),
+    "scaled logits": (GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, embedding_multiplier=12.0), "off by"),
+    "layers that want to be told more": (
+        Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3), "cannot be called one by one",
+    ),
+}  # fmt: skip
+
+
+def make_model(config, attention="sdpa", dtype=torch.float32):
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+
+
+def tokens_of(count, seed=0):
+    return torch.randint(2, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def computed(model, tokens):
+    """Logits behind the last token and KV, by the model alone."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[:, -1]
+    return logits, layers_of(cache, tokens=len(tokens))
+
+
+def distance(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+class Documents:
+    """A prompt of documents computed alone, in another order, and a question."""
+
+    def __init__(self, model, documents, question, prefix):
+        self.model, self.decoder, self.rotary = model, Decoder(model), rotary_of(model)
+        alone = [computed(model, tokens)[1] for tokens in ([prefix] if prefix else []) + documents]
+        self.sources = tuple(
+            tuple(torch.cat([kv[layer][plane] for kv in alone], dim=2) for plane in (0, 1))
+            for layer in range(self.decoder.layers)
+        )
+        places, at = [], len(prefix)
+        for document in documents:
+            places.append((at, len(document)))
+            at += len(document)
+        self.tokens, self.pieces, spans = list(prefix), [], []
+        if prefix:
+            self.pieces.append(Piece(0, 0, len(prefix), 0))
+        for index in reversed(range(len(documents))):
+            source, count = places[index]
+            start = len(self.tokens)
+            self.pieces.append(Piece(source, start, count, start))
+            spans.append((start, start + count))
+            self.tokens += documents[index]
+        self.tokens += question
+        self.held = Held(len(self.tokens), len(prefix), tuple(spans))
+        self.templates = learn_layers(model)
+        self.expected, self.exact = computed(model, self.tokens)
+
+    def pairs(self, rotated=True):
+        pieces = [piece if rotated else Piece(piece.source, piece.start, piece.tokens, 0) for piece in self.pieces]
+        return placed(Loaded(self.held, tuple(pieces), self.sources), self.templates, self.rotary)
+
+    def run(self, choose, rotated=True):
+        pairs = self.pairs(rotated)
+        return prefill(self.decoder, self.tokens, self.held, pairs, choose), pairs
+
+
+def documents(model, prefix=None):
+    return Documents(model, [tokens_of(40, 1), tokens_of(33, 2), tokens_of(64, 3)], tokens_of(9, 4), prefix or [])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_all_of_it_computed_again_the_logits_are_the_models_own(family, attention, monkeypatch):
+    monkeypatch.setattr(prefill_module, "_SLICE", 29)  # several slices, the last of them short
+    model = make_model(FAMILIES[family], attention)
+    check_decoder(model, Decoder(model))
+    prompt = documents(model, prefix=tokens_of(17, 5))
+    done, pairs = prompt.run(partial(by_deviation, share=1.0))
+    assert done.recomputed == 137
+    assert torch.allclose(done.logits, prompt.expected, rtol=1e-4, atol=1e-4)
+    for (keys, values), (own_keys, own_values) in zip(pairs, prompt.exact, strict=True):
+        assert torch.allclose(keys, own_keys, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(values, own_values, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_hit_the_logits_are_the_models_own(family):
+    model = make_model(FAMILIES[family])
+    tokens = tokens_of(50)
+    expected, exact = computed(model, tokens)
+    pairs = [(torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan)) for keys, values in exact]
+    for choose in (None, partial(by_deviation, share=0.15)):
+        done = prefill(Decoder(model), tokens, Held(50), pairs, choose)
+        assert done.recomputed == 0
+        assert torch.allclose(done.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.5])
+def test_only_what_is_chosen_is_replaced(share):
+    model = make_model(FAMILIES["llama"])
+    prompt = documents(model, prefix=tokens_of(17, 5))
+    chosen = []
+
+    def choose(held, deviation):
+        chosen.append(by_deviation(held, deviation, share))
+        return chosen[0]
+
+    before = prompt.pairs()
+    done, pairs = prompt.run(choose)
+    positions = chosen[0].tolist()
+    assert done.recomputed == len(positions) - 9
+    kept = sorted(set(range(prompt.held.tokens)) - set(positions))
+    for layer in (1, 2):
+        for plane in (0, 1):
+            assert torch.equal(pairs[layer][plane][:, :, kept], before[layer][plane][:, :, kept])
+            replaced = pairs[layer][plane][:, :, positions] != before[layer][plane][:, :, positions]
+            assert replaced.any(dim=-1).all()
+    # Layer 0 depends on the token and its position only: computed or rotated, it is exact.
+    assert torch.allclose(pairs[0][0], prompt.exact[0][0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(pairs[0][0][:, :, :17], prompt.exact[0][0][:, :, :17])
+
+
+def test_rotation_alone_is_exact_in_layer_0_and_leaves_values():
+    model = make_model(FAMILIES["llama"])
+    prompt = documents(model)
+    _, pairs = prompt.run(None)
+    assert torch.allclose(pairs[0][0], prompt.exact[0][0], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(pairs[0][1], prompt.exact[0][1], rtol=1e-4, atol=1e-5)
+    _, naive = prompt.run(None, rotated=False)
+    assert not torch.allclose(naive[0][0], prompt.exact[0][0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_right_kv_deviates_nowhere_and_wrong_kv_where_it_is_wrong():
+    model = make_model(FAMILIES["llama"])
+    tokens = tokens_of(60)
+    expected, exact = computed(model, tokens)
+    pairs = [(keys.clone(), values.clone()) for keys, values in exact]
+    wrong = [12, 33, 34]
+    pairs[1][0][:, :, 12] += 1
+    pairs[1][1][:, :, 33:35] += 1
+    told = []
+
+    def choose(held, deviation):
+        told.append(deviation)
+        return by_deviation(held, deviation, 3 / held.loaded)
+
+    held = Held(60, 4, ((10, 20), (30, 40)))
+    done = prefill(Decoder(model), tokens, held, pairs, choose)
+    by_position = dict(zip(held.loaded_positions().tolist(), told[0].tolist(), strict=True))
+    assert all((by_position[at] > 1e-3) == (at in wrong) for at in by_position)
+    assert done.recomputed == 3
+    assert torch.allclose(done.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blend_is_far_nearer_than_the_stored_kv_as_it_is():
+    """The demo's model, four documents of 400 tokens, as the demo has them: the factor that README states is larger."""
+    model, tokenizer = local_llama("tiny")[1:]
+    texts = [tokens_of(400, seed) for seed in range(4)]
+    prompt = Documents(model, texts, tokenizer.encode("What is it?"), [])
+    far = {
+        "naive": distance(prompt.run(None, rotated=False)[0].logits, prompt.expected),
+        "rotated": distance(prompt.run(None)[0].logits, prompt.expected),
+        "blend": distance(prompt.run(partial(by_deviation, share=0.15))[0].logits, prompt.expected),
+        "most": distance(prompt.run(partial(by_deviation, share=0.6))[0].logits, prompt.expected),
+        "ratio": distance(prompt.run(lambda held, _: by_ratio(held, 0.15))[0].logits, prompt.expected),
+    }
+    assert far["naive"] > 3 * far["blend"], far
+    assert far["naive"] > 3 * far["ratio"], far
+    assert far["rotated"] > far["blend"] > far["most"], far
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_reason_to_refuse(dtype):
+    model = make_model(FAMILIES["qwen3"], dtype=dtype)
+    check_decoder(model, Decoder(model))
+    prompt = documents(model)
+    assert distance(prompt.run(partial(by_deviation, share=1.0))[0].logits.float(), prompt.expected.float()) < 0.1
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
+def test_models_of_another_build_are_refused_and_told_why(config, reason):
+    model = make_model(config, "eager")
+    with pytest.raises(BlendRefused, match=reason) as refused:
+        check_decoder(model, Decoder(model))
+    assert type(model).__name__ in str(refused.value)
+    assert "TransformersKV" in refused.value.hint
