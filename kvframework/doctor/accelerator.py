@@ -1,4 +1,4 @@
-"""Owns the check of torch and CUDA. torch is read as files and never imported: that takes seconds, and memory of a
+"""Owns the check of torch and CUDA. Packages are read as files and never imported: that takes seconds, and memory of a
 device."""
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from kvframework.api import Finding
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
+
+# The first driver for CUDA 13, and so for cuda-bindings 13 and what its NVRTC compiles.
+_DRIVER_OF_CUDA_13 = 580
 
 
 def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
@@ -40,6 +43,7 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
         yield Finding("cuda.devices", "warn", fact, advice)
     else:
         yield Finding("cuda.devices", "ok", f"{len(found)}: {', '.join(each.name for each in found)}")
+    yield from _packages(_major(driver) or _DRIVER_OF_CUDA_13)
 
 
 def _driver(file: Path) -> str:
@@ -48,6 +52,41 @@ def _driver(file: Path) -> str:
     except OSError:
         return ""
     return match[1] if match else "of an unknown version"
+
+
+def _packages(driver: int) -> Iterator[Finding]:
+    """What the extras of cuda_ipc bring; `driver` is its major version."""
+    old = driver < _DRIVER_OF_CUDA_13
+    advice = f'for the transport cuda_ipc: pip install "kvframework[{"cuda12" if old else "cuda"}]"'
+    bindings = _version("cuda-bindings")
+    if not bindings:
+        fact = "cuda-bindings is not installed: nothing but cpu_gather reaches the memory of GPUs"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    elif old and _major(bindings) >= 13:
+        fact = f"cuda-bindings {bindings} needs a driver from {_DRIVER_OF_CUDA_13} on"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    else:
+        yield Finding("cuda.bindings", "ok", f"cuda-bindings {bindings}")
+    name = "nvidia-cuda-nvrtc-cu12" if _major(bindings) == 12 or (old and not bindings) else "nvidia-cuda-nvrtc"
+    nvrtc = _version(name)
+    if nvrtc:
+        yield Finding("cuda.nvrtc", "ok", f"{name} {nvrtc}")
+    else:
+        yield Finding("cuda.nvrtc", "warn", f"{name} is not installed: no kernel copies small fragments", advice)
+
+
+def _version(name: str) -> str:
+    """Empty if the distribution is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _major(version: str) -> int:
+    """0 for what is no version."""
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
 
 
 def _torch(driver: bool) -> Finding:

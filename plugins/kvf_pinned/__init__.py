@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvf_pinned.memory import MemfdArena
+from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
 from kvframework.api import Finding, L1Memory, L1Provider, TierContext, hookimpl
 
 
 def _create(options: PinnedOptions, context: TierContext) -> L1Memory:
-    return MemfdArena(options.capacity, where=context.where)
+    return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa))
 
 
 def _diagnose(options: PinnedOptions, _context: TierContext, _deadline: float) -> list[Finding]:

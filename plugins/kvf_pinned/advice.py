@@ -1,22 +1,44 @@
-"""Owns what `kvframework doctor` tells of an arena that is not made yet: whether there is memory for it."""
+"""Owns what `kvframework doctor` tells of an arena that is not made yet: whether there is memory for it, and on which
+NUMA nodes."""
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 from kvf_pinned.available import available_memory
-from kvf_pinned.options import PinnedOptions
+from kvf_pinned.nodes import choose
+from kvf_pinned.options import Numa, PinnedOptions
+from kvf_pinned.placement import hint, place
 from kvframework.api import ByteSize, Finding
 
 _MOST = 0.9
 
 
-def diagnose(options: PinnedOptions) -> list[Finding]:
-    """Reads /proc and the cgroup files; takes no memory."""
+def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding]:
+    """Reads /proc, /sys and the cgroup files; takes no memory, but for a page that it tries the placement with."""
+    return [_capacity(options.capacity), _numa(options.numa, sysfs)]
+
+
+def _capacity(capacity: ByteSize) -> Finding:
     room = ByteSize(available_memory())
-    fact = f"an arena of {options.capacity}, where {room} can be had"
-    if options.capacity > room:
+    fact = f"an arena of {capacity}, where {room} can be had"
+    if capacity > room:
         advice = "lower [l1] capacity, or give the machine or the cgroup more memory"
-        return [Finding("pinned.capacity", "fail", fact, advice)]
-    if options.capacity > _MOST * room:
+        return Finding("pinned.capacity", "fail", fact, advice)
+    if capacity > _MOST * room:
         advice = "leave 10 % for the server and its engines: lower [l1] capacity"
-        return [Finding("pinned.capacity", "warn", fact, advice)]
-    return [Finding("pinned.capacity", "ok", fact)]
+        return Finding("pinned.capacity", "warn", fact, advice)
+    return Finding("pinned.capacity", "ok", fact)
+
+
+def _numa(numa: Numa, sysfs: Path) -> Finding:
+    choice = choose(numa, sysfs)
+    if choice.nodes:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            try:
+                place(page, choice.nodes)
+            except OSError as error:
+                fact = f"the arena cannot be placed on {choice.names}: {error.strerror}"
+                return Finding("pinned.numa", "warn", fact, hint(error))
+    return Finding("pinned.numa", "ok", f"the arena {choice}")

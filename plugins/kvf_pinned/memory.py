@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 
 from kvf_pinned.available import available_memory
+from kvf_pinned.nodes import ANYWHERE, Choice
+from kvf_pinned.placement import hint, place
 from kvf_pinned.touch import Toucher
 from kvframework.api import ByteSize, L1Memory
 from kvframework.errors import ArenaError
@@ -31,8 +33,9 @@ class MemfdArena(L1Memory):
     background thread works.
     """
 
-    def __init__(self, capacity: int, *, where: str = "[l1]") -> None:
-        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be made or mapped."""
+    def __init__(self, capacity: int, *, where: str = "[l1]", choice: Choice = ANYWHERE) -> None:
+        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be made or mapped. NUMA nodes
+        that cannot be had are no error, and told in the log."""
         self._where = where
         self.capacity = capacity
         room = available_memory()
@@ -57,6 +60,8 @@ class MemfdArena(L1Memory):
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
             with contextlib.suppress(OSError):
                 self._segment.madvise(advice)
+        if choice.nodes:
+            self._place(choice)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -92,6 +97,21 @@ class MemfdArena(L1Memory):
             self._segment.close()
         except BufferError:
             raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
+
+    def _place(self, choice: Choice) -> None:
+        """Before anything is resident: a page stays where it was made."""
+        try:
+            place(self._segment, choice.nodes)
+        except OSError as error:
+            _log.warning(
+                "%s: the arena lies where the kernel puts it, not on %s: %s; %s",
+                self._where,
+                choice.names,
+                error.strerror,
+                hint(error),
+            )
+        else:
+            _log.info("%s: the arena %s", self._where, choice)
 
     def _touch_all(self, on_ready: Callable[[int], None]) -> None:
         toucher, done = Toucher(self._segment, self.fd), 0

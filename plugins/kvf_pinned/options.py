@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -10,12 +10,24 @@ from kvframework.api import ByteSize, Options
 
 LEAST = ByteSize(1 << 20)
 
+# The kernel has bits for so many nodes.
+Numa = Literal["auto", "off"] | list[Annotated[int, Meta(ge=0, le=1023)]]
+
 
 class PinnedOptions(Options, frozen=True):
     """See the descriptions of the fields."""
 
     capacity: Annotated[ByteSize, Meta(description="size of the arena, at least 1 MiB")] = ByteSize(1 << 30)
+    numa: Annotated[
+        Numa,
+        Meta(
+            description='NUMA nodes that the arena lies on: "auto", those of the accelerators; "off", where the kernel '
+            "puts it; or a list of node numbers"
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if self.capacity < LEAST:
             raise ValueError(f"capacity is at least {LEAST}, found {self.capacity}")
+        if not self.numa:
+            raise ValueError('numa is "auto", "off" or a list of at least one node, found []')

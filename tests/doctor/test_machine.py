@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api import Finding
 from kvframework.config import load_config
 from kvframework.doctor import accelerator, interpreter, memory, numa
 from kvframework.doctor.checkup import examine, run_check
 from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
+from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
 def by_id(found: Iterator[Finding]) -> dict[str, Finding]:
@@ -178,13 +181,33 @@ def test_a_memfd_can_be_had_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
-    for number in (10, 2, 0):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(f"{number}-{number + 1}\n")
-    found = by_id(numa.nodes(tmp_path))["numa.nodes"]
-    assert found.fact == "3: node0 has the CPUs 0-1; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
-    assert "numactl" in found.advice
-    assert by_id(numa.nodes(tmp_path / "none"))["numa.nodes"].level == "ok"
+    machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
+    found = by_id(numa.nodes(machine))
+    assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
+    assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
+    assert by_id(numa.nodes(tmp_path / "none")).keys() == {"numa.nodes"}
+
+
+def test_the_node_of_the_accelerators_is_told(tmp_path: Path) -> None:
+    cpus = {0: "0-7", 1: "8-15"}
+    one = sysfs(tmp_path / "one", "0-1", (CONSOLE, 0), (GPU, 1), (NETWORK, 0), (CONSUMER_GPU, 1), cpus=cpus)
+    found = by_id(numa.nodes(one))["numa.accelerators"]
+    assert found.fact == "0000:01:00.0, 0000:03:00.0 on node1"
+    assert found.advice.endswith("numactl --cpunodebind=1 kvframework serve")
+    several = sysfs(tmp_path / "several", "0-1", (GPU, 1), (OTHER_ACCELERATOR, 0), cpus=cpus)
+    found = by_id(numa.nodes(several))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:01:00.0 on node0; 0000:00:00.0 on node1", "")
+    unknown = sysfs(tmp_path / "unknown", "0-1", (GPU, -1), cpus=cpus)
+    found = by_id(numa.nodes(unknown))["numa.accelerators"]
+    assert (found.fact, found.advice) == ("0000:00:00.0 on no known node", "")
+
+
+def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
+    kinds = (GPU, CONSUMER_GPU, OTHER_ACCELERATOR, CONSOLE, NETWORK, ("0x038000", "0x10de"))
+    devices = [(kind, node) for node, kind in enumerate(kinds)]
+    machine = sysfs(tmp_path, "0-5", *devices, cpus=dict.fromkeys(range(6), ""))
+    found = by_id(numa.nodes(machine))["numa.accelerators"].fact
+    assert {int(node) for node in re.findall(r"node(\d)", found)} == accelerator_nodes(machine) == {0, 1, 2}
 
 
 def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +228,38 @@ def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, mo
     found = by_id(accelerator.cuda(version, tmp_path))
     assert found["cuda.library"].level == "ok"
     assert found["cuda.devices"].fact == "1: nvidia0"
+
+
+@pytest.mark.parametrize(
+    ("driver", "installed", "bindings", "nvrtc", "extra"),
+    [
+        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "ok", "ok", ""),
+        ("570.86.15", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
+        ("580.65.06", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
+        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "warn", "cuda"),
+        ("570.86.15", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "warn", "ok", "cuda12"),
+        ("580.65.06", {}, "warn", "warn", "cuda"),
+        ("570.86.15", {"nvidia-cuda-nvrtc": "13.0"}, "warn", "warn", "cuda12"),
+        ("unreadable", {"cuda-bindings": "13.1"}, "ok", "warn", "cuda"),
+    ],
+)
+def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
+    driver: str, installed: dict[str, str], bindings: str, nvrtc: str, extra: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def version(name: str) -> str:
+        if name not in installed:
+            raise accelerator.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(accelerator.metadata, "version", version)
+    file = tmp_path / "version"
+    assert not {"cuda.bindings", "cuda.nvrtc"} & by_id(accelerator.cuda(file, tmp_path)).keys(), "there is no driver"
+    file.write_text(driver)
+    found = by_id(accelerator.cuda(file, tmp_path))
+    assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
+    advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
+    assert advice == ({f'for the transport cuda_ipc: pip install "kvframework[{extra}]"'} if extra else set())
 
 
 def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
