@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.config import load_config
+from kvframework.errors import PluginUnavailable
 from kvframework.plugins import KINDS, PluginRegistry, check_config
 from tests.docs.shown import blocks, entry_points
 
@@ -28,7 +29,12 @@ def test_the_first_command_installs_and_runs_the_demo() -> None:
 def test_every_toml_is_accepted(toml: str, tmp_path: Path) -> None:
     file = tmp_path / "kvf.toml"
     file.write_text(toml)
-    check_config(load_config(file), PluginRegistry())
+    config = load_config(file)
+    try:
+        check_config(config, PluginRegistry())
+    except PluginUnavailable as error:
+        assert "cuda_ipc" in {each.use for each in config.transport}
+        assert re.search("cuda-bindings|libcuda", error.fact), error  # noqa: PT017
 
 
 def test_every_kind_of_plugin_is_listed() -> None:
