@@ -58,10 +58,12 @@ class SimEngine(EngineDriver[Event]):
     def __init__(self, runtime: Accelerator) -> None:
         self._runtime = runtime
         self._behind: dict[Event, Stream] = {}
+        self._device = ""
 
     @translated
     def export(self, address: int) -> Exported:
         device, handle, nbytes, offset = self._runtime.export_memory(address)
+        self._device = device
         return Exported(Allocation(device, handle, nbytes), offset)
 
     @translated
@@ -94,6 +96,15 @@ class SimEngine(EngineDriver[Event]):
         if event in self._behind:
             self._runtime.destroy_stream(self._behind.pop(event))
         self._runtime.destroy_event(event)
+
+    @translated
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        if stream is not None and not isinstance(stream, Stream):
+            raise DeviceError(
+                f"a {type(stream).__name__} cannot wait", where="simdev",
+                available="None, or a Stream of the simulated runtime",
+            )  # fmt: skip
+        return self._runtime.hold(stream or self._runtime.default_stream(self._device))
 
 
 class SimCopier(CopierDriver[Event, Stream]):

@@ -16,7 +16,7 @@ from kvframework.api.driver import (
 )
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.findings import Finding, Level
-from kvframework.api.futures import MessagingFuture
+from kvframework.api.futures import DeviceFuture, MessagingFuture
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from kvframework.api.keys import (
@@ -133,6 +133,7 @@ __all__ = [
     "CopyBatch",
     "CopyJob",
     "CopyPlanner",
+    "DeviceFuture",
     "DeviceOptions",
     "DeviceTransportProvider",
     "Diagnose",

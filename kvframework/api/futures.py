@@ -1,14 +1,22 @@
-"""Owns `MessagingFuture`, the one future of the framework. Thread-safe; resolved once, by whoever does the work."""
+"""Owns `MessagingFuture`, the one future of the framework, and how streams of a device wait for it. Thread-safe;
+resolved once, by whoever does the work."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Generic, TypeVar
 
-from kvframework.errors import Cancelled, DeadlineExceeded
+from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# `EngineDriver.hold`.
+Hold = Callable[[object | None], Callable[[], None]]
 
 
 class MessagingFuture(Generic[T]):
@@ -16,9 +24,10 @@ class MessagingFuture(Generic[T]):
 
     `detail` carries what a plain `bool` cannot say (a STORE's per-chunk outcomes). Callbacks run once, in the
     thread that resolves the future, or at once in the caller's thread when it is resolved already; they must not block.
+    `hold` is set by a transport whose device can have its streams wait, see `EngineDriver.hold`.
     """
 
-    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_lock", "_value", "detail")
+    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_lock", "_value", "detail", "hold")
 
     def __init__(self, cancel_hook: Callable[[], None] | None = None) -> None:
         self._lock = threading.Lock()
@@ -28,6 +37,7 @@ class MessagingFuture(Generic[T]):
         self._callbacks: list[Callable[[MessagingFuture[T]], None]] = []
         self._cancel_hook = cancel_hook
         self.detail: object = None
+        self.hold: Hold | None = None
 
     @classmethod
     def resolved(cls, value: T, detail: object = None) -> MessagingFuture[T]:
@@ -85,6 +95,10 @@ class MessagingFuture(Generic[T]):
         else:
             self.set_exception(Cancelled("the request was cancelled"))
 
+    def to_cuda_future(self) -> DeviceFuture[T]:
+        """The same result, for which the engine's streams can wait, on whatever device it is."""
+        return DeviceFuture(self)
+
     def set_result(self, value: T, detail: object = None) -> bool:
         """Resolves the future; False if it was resolved before (the first result stays)."""
         return self._resolve(value, None, detail)
@@ -101,6 +115,68 @@ class MessagingFuture(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
             self._cancel_hook = None
             self._done.set()
+        failed: BaseException | None = None
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except BaseException as error:  # noqa: BLE001  a stream may wait for one of the others
+                failed = failed or error
+        if failed is not None:
+            raise failed
         return True
+
+
+class DeviceFuture(Generic[T]):
+    """A transfer's future as an engine with a device uses it: its streams wait, and its threads go on.
+
+    `MessagingFuture.to_cuda_future` makes it. All but `wait` is as there.
+    """
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: MessagingFuture[T]) -> None:
+        self._future = future
+
+    @property
+    def detail(self) -> object:
+        return self._future.detail
+
+    def query(self) -> bool:
+        return self._future.query()
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._future.result(timeout)
+
+    def exception(self) -> BaseException | None:
+        return self._future.exception()
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+    def wait(self, stream: object | None = None) -> None:
+        """Has all further work of `stream` (None: the calling thread's current one) wait until the transfer is over.
+
+        It is over when it failed, too, which the stream cannot know: ask `result` before you trust what the blocks
+        hold. Returns at once, and may be called for any number of streams, from any thread. Only where the device
+        cannot hold a stream, or the transport is none of a device, the calling thread itself waits for the transfer,
+        until the request's deadline at the longest; that is logged once.
+        """
+        future = self._future
+        if future.query():
+            return
+        try:
+            if future.hold is None:
+                raise DeviceError("the transport knows no streams")
+            release = future.hold(stream)
+        except DeviceError as error:
+            _tell_once(error.fact)
+            # How it ended is for those who ask for the result.
+            with contextlib.suppress(Exception):
+                future.result()
+            return
+        future.add_done_callback(lambda _: release())
+
+
+@lru_cache(maxsize=16)
+def _tell_once(reason: str) -> None:
+    log.warning("no stream can wait for a transfer, so the engine's thread does: %s", reason)

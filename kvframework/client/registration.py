@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvframework.api import (
-    DeviceTransportProvider,
     EngineView,
     KVLayout,
     LayerTensors,
@@ -21,18 +20,15 @@ from kvframework.api import (
     MessagingFuture,
     Registration,
     TransferContext,
-    TransportProvider,
     compute_namespace,
 )
 from kvframework.client.canary import check_by_reading, check_by_writing
-from kvframework.client.connection import SETUP_TIMEOUT_S, KVClient
-from kvframework.devices import DeviceTransfer
+from kvframework.client.connection import SETUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, KVClient
+from kvframework.client.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
-    DeviceError,
     KVFrameworkError,
     NotRegistered,
-    PluginError,
     PluginWrongKind,
     ServerGone,
     TransportMismatch,
@@ -61,7 +57,7 @@ class InstanceIdentity:
     packing: str = ""
     layout: str = "paged"
     layout_options: Mapping[str, object] = field(default_factory=dict)
-    transport: str = "auto"
+    transport: str = AUTO
     transport_options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -87,13 +83,19 @@ class Instance:
         self._view = view
         self._layout = create_layout(client, identity)
         self._declared = self._layout.describe(kv_caches, block_size=block_size)
-        self._transport, self.transfer = create_transport(client, identity)
-        self.transfer.declared(self._layout, self._declared)
+        self._transport, self.transfer = choose_transport(
+            client, identity.transport, identity.transport_options, lend=self._lend,
+            where=f"transport of instance {identity.instance_id}",
+        )  # fmt: skip
         self._closed = threading.Event()
         self._again: threading.Thread | None = None
         self._lock = threading.Lock()
         boot_id = client.boot_id
-        self.registration = self._register(urgent=False)
+        try:
+            self.registration = self._register(urgent=False)
+        except BaseException:
+            self.transfer.close()
+            raise
         client.when_up(self._register_again)
         if client.boot_id != boot_id:
             # The server was restarted in between, perhaps before it was to call back.
@@ -108,7 +110,8 @@ class Instance:
             raise
 
     def close(self) -> None:
-        """Unregisters, if the server is there."""
+        """Unregisters, if the server is there. Waits for the copies that are under way: afterwards the server has
+        nothing of the tensors mapped, and they may be freed. If it cannot say so in time, that is logged."""
         self._closed.set()
         self._client.forget(self._register_again)
         if self._again is not None:
@@ -119,6 +122,10 @@ class Instance:
         """Registers again, in the background, if the transfer shows that the server lost this instance's memory."""
         future.add_done_callback(self._look_at)
         return future
+
+    def _lend(self, transfer: TransferContext) -> None:
+        transfer.declared(self._layout, self._declared)
+        transfer.memory_handles(self.kv_caches)
 
     def _look_at(self, future: MessagingFuture[bool]) -> None:
         if not isinstance(future.detail, NotRegistered):
@@ -187,9 +194,12 @@ class Instance:
         try:
             if self._client.usable:
                 payload = m.Unregister(self._identity.instance_id)
-                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=SETUP_TIMEOUT_S)
+                # Answered behind the copies that are under way.
+                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=TRANSFER_TIMEOUT_S)
         except KVFrameworkError as error:
-            log.warning("instance %d could not unregister: %s", self._identity.instance_id, error)
+            log.warning(
+                "instance %d could not unregister, its memory may be in use: %s", self._identity.instance_id, error
+            )
         finally:
             # Only now: until the server has let go it may refer to what the transport holds.
             self.transfer.close()
@@ -203,39 +213,6 @@ def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
         raise PluginWrongKind(f"{identity.layout!r} is no layout", where=where)
     layout: Layout = provider.create(client.plugins.options(provider, identity.layout_options, where=where))
     return layout
-
-
-def create_transport(client: KVClient, identity: InstanceIdentity) -> tuple[str, TransferContext]:
-    """The first transport that both sides have, in the server's order, or the one named. Raises `TransportMismatch`."""
-    where = f"transport of instance {identity.instance_id}"
-    offered = client.hello.transports
-    wanted = offered if identity.transport == "auto" else (identity.transport,)
-    reasons = []
-    for name in wanted:
-        if name not in offered:
-            reasons.append(f"{name}: the server has {', '.join(offered)}")
-            continue
-        try:
-            provider = client.plugins.resolve("transport", name, where=where)
-        except PluginError as error:
-            reasons.append(f"{name}: {error.fact}")
-            continue
-        if not isinstance(provider, TransportProvider):
-            reasons.append(f"{name}: no transport here")
-            continue
-        options = client.plugins.options(provider, identity.transport_options, where=where)
-        if isinstance(provider, DeviceTransportProvider):
-            if client.arena() is None:
-                reasons.append(f"{name}: the server is on another node")
-                continue
-            try:
-                return name, DeviceTransfer(client, provider.create_engine(options))
-            except DeviceError as error:
-                reasons.append(f"{name}: {error.fact}")
-                continue
-        context: TransferContext = provider.create(options, client)
-        return name, context
-    raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(reasons))
 
 
 def namespace_of(client: KVClient, identity: InstanceIdentity, layout: Layout, declared: KVLayout) -> bytes:

@@ -1,6 +1,7 @@
 """Owns the worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
-Called from the engine's thread. No call waits longer than the client's control timeout, except registration.
+Called from the engine's thread. No call waits longer than the client's control timeout, except `register_kv_caches` and
+`close`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class WorkerAdapter:
         """Declares the engine's tensors (layer name to tensors, in layer order) and registers the instance, see
         `Instance`. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
-            raise RequestError(f"instance {self.identity.instance_id} is registered", hint="close the adapter first")
+            raise RequestError(
+                f"instance {self.identity.instance_id} is registered, with other tensors perhaps",
+                hint="close() the adapter before the old tensors are freed, then register the new ones",
+            )
         self._instance = Instance(self._client, self.identity, kv_caches, block_size=block_size, view=view)
         return self._instance.registration
 
@@ -193,7 +197,8 @@ class WorkerAdapter:
         return failed
 
     def close(self) -> None:
-        """Unregisters (if the server is there) and lets the tensors go. Idempotent; does not close the client."""
+        """Unregisters (if the server is there) and lets the tensors go: they may be freed, and others be registered, as
+        an engine does that sleeps. Waits for copies that are under way. Idempotent; does not close the client."""
         instance, self._instance = self._instance, None
         if instance is not None:
             instance.close()

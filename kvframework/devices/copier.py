@@ -76,19 +76,19 @@ class Copier:
         self._next_beat = 0.0
         self._pinned = Pinning(driver, size)
         self._launcher = Launcher(
-            driver, limit=options.in_flight, usable=self._pinned.usable, done=self._done, clock=time.monotonic
-        )
+            driver, limit=options.in_flight, pace=options.pace, usable=self._pinned.usable, done=self._done,
+            clock=time.monotonic,
+        )  # fmt: skip
 
     def run(self) -> None:
         """Returns when the server is gone. Raises `DeviceLost`."""
         self.send(Ready())
         self._pinned.start()
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
         wait = SHORTEST_WAIT_S
         while True:
             busy = self._launcher.busy or bool(self._closing)
-            if poller.poll(wait * 1000 if busy else BEAT_S * 1000):
+            # Not `poll`, which knows no part of a millisecond.
+            if select.select([self._sock], [], [], self._rest(wait) if busy else BEAT_S)[0]:
                 if not self._receive():
                     return
                 wait = SHORTEST_WAIT_S
@@ -97,6 +97,9 @@ class Copier:
             self._close_idle()
             self._beat()
             self._flush()
+
+    def _rest(self, wait: float) -> float:
+        return max(wait, min(self._launcher.rest_s(), BEAT_S))
 
     def send(self, message: FromCopier) -> None:
         self._outbox.append(framed(message))

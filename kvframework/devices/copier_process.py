@@ -35,7 +35,9 @@ _LOG = LogForm("warning", "human")
 def main(arguments: list[str]) -> int:
     """`arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit status."""
     _end_with_parent()
-    sock = socket.socket(fileno=int(arguments[0]))
+    # The lowest number that is free: `select` takes none above 1023.
+    sock = socket.socket(fileno=os.dup(int(arguments[0])))
+    os.close(int(arguments[0]))
     arena_fd = int(arguments[1])
     try:
         start = _first(sock)

@@ -130,6 +130,7 @@ class DeviceTransfer(TransferContext):
         except BaseException:
             self._events.give_back(lent)
             raise
+        future.hold = self._driver.hold
         future.add_done_callback(lambda _: self._events.give_back(lent))
         return future
 

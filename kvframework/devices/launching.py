@@ -1,8 +1,8 @@
 """Owns which copies of a device are launched when: jobs wait for their events, launches for room. No I/O of its own.
 
-Runs in the copier process, driven by its loop. Loads and stores have a stream and a bound of bytes each, so that
-neither waits for the other. A job whose event is not reached holds up nobody. A job ends once what was launched of it
-is done, whatever else happened.
+Runs in the copier process, driven by its loop. Loads and stores have a stream, a bound of bytes and a pace each, so
+that neither waits for the other. A job whose event is not reached holds up nobody. A job ends once what was launched
+of it is done, whatever else happened.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api import CopierDriver, CopyBatch
+from kvframework.devices.pacing import Pace
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,13 @@ class Job:
     cancelled: bool = False
     waited: bool = False
     launched: int = 0
+    upcoming: CopyBatch | None = None
     exhausted: bool = False
+
+    def advance(self) -> None:
+        """Looks one batch ahead, so that a job ends with its last one."""
+        self.upcoming = next(self.batches, None)
+        self.exhausted = self.upcoming is None
 
     @property
     def stopped(self) -> bool:
@@ -53,6 +60,7 @@ class _Direction:
     """Loads or stores of the device."""
 
     stream: Any
+    pace: Pace
     jobs: deque[Job] = field(default_factory=deque)
     launches: deque[_Launch] = field(default_factory=deque)
     in_flight: int = 0
@@ -66,6 +74,7 @@ class Launcher:
         driver: CopierDriver[Any, Any],
         *,
         limit: int,
+        pace: int = 0,
         usable: Callable[[], int],
         done: Callable[[Job], None],
         clock: Callable[[], float],
@@ -76,13 +85,19 @@ class Launcher:
         self._done = done
         self._clock = clock
         self._spare: list[Any] = []
-        self._loads = _Direction(driver.create_stream(loads=True))
-        self._stores = _Direction(driver.create_stream(loads=False))
+        self._loads = _Direction(driver.create_stream(loads=True), Pace(pace))
+        self._stores = _Direction(driver.create_stream(loads=False), Pace(pace))
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to look at."""
         return any(each.jobs or each.launches for each in (self._loads, self._stores))
+
+    def rest_s(self) -> float:
+        """For how long `step` finds nothing to do, unless it is told something: all that is left waits for its pace."""
+        now = self._clock()
+        waiting = [each for each in (self._loads, self._stores) if each.jobs or each.launches]
+        return min((0.0 if each.launches else each.pace.left(now) for each in waiting), default=0.0)
 
     def oldest_s(self) -> float:
         """How long the oldest launch has been under way."""
@@ -145,9 +160,12 @@ class Launcher:
         for job in list(direction.jobs):
             if not job.stopped and self._is_ready(job):
                 changed |= self._launch_job(direction, job)
-                if direction.in_flight >= self._limit:
+                if not self._has_room(direction):
                     break
         return changed
+
+    def _has_room(self, direction: _Direction) -> bool:
+        return direction.in_flight < self._limit and not direction.pace.left(self._clock())
 
     def _is_ready(self, job: Job) -> bool:
         if job.launched:
@@ -164,12 +182,14 @@ class Launcher:
 
     def _launch_job(self, direction: _Direction, job: Job) -> bool:
         changed = False
-        while direction.in_flight < self._limit:
-            batch = next(job.batches, None)
+        if job.upcoming is None:
+            job.advance()
+            changed = job.exhausted
+        while not job.stopped and self._has_room(direction):
+            batch = job.upcoming
+            assert batch is not None
+            job.advance()
             changed = True
-            if batch is None:
-                job.exhausted = True
-                break
             event = None
             try:
                 event = self._spare.pop() if self._spare else self._driver.create_event()
@@ -185,11 +205,11 @@ class Launcher:
                 break
             # Also behind a launch that failed, which may have begun: the job ends only once the stream is past it.
             self._driver.record(event, direction.stream)
-            direction.launches.append(_Launch(job, event, batch.nbytes, self._clock()))
+            now = self._clock()
+            direction.launches.append(_Launch(job, event, batch.nbytes, now))
             direction.in_flight += batch.nbytes
+            direction.pace.launched(batch.nbytes, now)
             job.launched += 1
-            if job.stopped:
-                break
         return changed
 
     def _finish(self, direction: _Direction) -> bool:

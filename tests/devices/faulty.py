@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvf_simdev import SimCopier, SimOptions, create_copier, create_engine, runtime
+from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 
-from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, hookimpl
+from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
 from kvframework.errors import DeviceError
 from kvframework.testing.accelerator import Stream
 
@@ -37,6 +37,26 @@ class BreaksOnce(SimCopier):
         super().copy(stream, batch, to_arena=to_arena)
 
 
+class LendsNothing(SimEngine):
+    """As long as `lends` is false. `open` are those that were not closed yet."""
+
+    lends = False
+    open: list[LendsNothing] = []  # noqa: RUF012  of the process, as the test asks
+
+    def export(self, address: int) -> Exported:
+        if not LendsNothing.lends:
+            raise DeviceError("this memory is of a virtual pool", where="acme.export", hint=HINT)
+        return super().export(address)
+
+    def close(self) -> None:
+        LendsNothing.open.remove(self)
+
+
+def lends_nothing(options: SimOptions) -> LendsNothing:
+    LendsNothing.open.append(LendsNothing(runtime(options.node)))
+    return LendsNothing.open[-1]
+
+
 def breaks_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     made = BreaksOnce(runtime(options.node), device, arena)
     made.marker = Path(options.node) / "broken"
@@ -59,9 +79,11 @@ def needs_a_library(options: SimOptions, device: str, arena: Arena) -> SimCopier
     raise DeviceError("there is no library", where="acme", hint=HINT)
 
 
-def _provider(name: str, copier: Callable[..., Any]) -> DeviceTransportProvider[SimOptions]:
+def _provider(
+    name: str, copier: Callable[..., Any], engine: Callable[[SimOptions], SimEngine] | None = None
+) -> DeviceTransportProvider[SimOptions]:
     return DeviceTransportProvider(
-        name=name, summary="raises", options=SimOptions, create_engine=create_engine, create_copier=copier
+        name=name, summary="raises", options=SimOptions, create_engine=engine or create_engine, create_copier=copier
     )
 
 
@@ -74,4 +96,5 @@ def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
         _provider("breaks_once", breaks_once),
         _provider("is_broken", is_broken),
         _provider("needs_a_library", needs_a_library),
+        _provider("lends_nothing", refuses_memory, lends_nothing),
     ]

@@ -153,6 +153,27 @@ class KeepsEvents(SimEngine):
         return None
 
 
+class HoldsNothing(SimEngine):
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        return lambda: None
+
+
+class NeverReleases(SimEngine):
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        super().hold(stream)
+        return lambda: None
+
+
+class HoldsTheThread(SimEngine):
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        raise DeviceError("streams are not known here")
+
+
+class HoldsTheCurrentStream(SimEngine):
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        return super().hold(None)
+
+
 class IgnoresSkip(DeviceTransfer):
     def submit_retrieve(self, *args: Any, **kwargs: Any) -> MessagingFuture[bool]:
         return super().submit_retrieve(*args[:7], skip_first_n_tokens=0)
@@ -259,6 +280,10 @@ def kvf_transports() -> list[TransportProvider[SimOptions]]:
         _provider("exports_no_offset", engine=lambda options: ExportsNoOffset(runtime(options.node))),
         _provider("waits_for_the_engine", engine=lambda options: WaitsForTheEngine(runtime(options.node))),
         _provider("keeps_events", engine=lambda options: KeepsEvents(runtime(options.node))),
+        _provider("holds_nothing", engine=lambda options: HoldsNothing(runtime(options.node))),
+        _provider("never_releases", engine=lambda options: NeverReleases(runtime(options.node))),
+        _provider("holds_the_thread", engine=lambda options: HoldsTheThread(runtime(options.node))),
+        _provider("holds_the_current_stream", engine=lambda options: HoldsTheCurrentStream(runtime(options.node))),
         _by_hand("ignores_skip", IgnoresSkip),
         _by_hand("waits_for_the_copy", WaitsForTheCopy),
         _by_hand("copies_after_cancel", server=AnswersCancelAtOnce),

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 CONTENT = "test_what_is_stored_comes_back_in_other_blocks"
+STREAM = "test_a_stream_waits_for_a_load_and_the_engines_thread_does_not"
 # bug -> the test that is to find it, and what the failure is to say
 BUGS = {
     "off_by_one": (f"{CONTENT}[nhd]", "first at"),
@@ -31,6 +32,10 @@ BUGS = {
     "keeps_opened_events": ("test_after_the_end_of_an_instance_nothing_is_open", "every event is closed"),
     "has_one_stream": ("test_a_transfer_does_not_wait_for_another_ones_event", "stood behind one"),
     "takes_anything_for_none": ("test_what_is_no_event_is_not_taken_for_none", "came too early"),
+    "holds_nothing": (f"{STREAM}[its own]", "runs before a copy"),
+    "never_releases": (f"{STREAM}[its own]", "end of a stream's wait"),
+    "holds_the_thread": (f"{STREAM}[the current]", "thread waited for the transfer"),
+    "holds_the_current_stream": (f"{STREAM}[its own]", "runs before a copy"),
     "waits_for_the_copy": ("test_a_submit_does_not_wait_for_copies", "assert"),
 }
 

@@ -91,7 +91,7 @@ def _default(option: OptionInfo) -> str:
         return "not set"
     value = option.default
     if isinstance(value, ByteSize):
-        power = next(power for power in reversed(range(5)) if value % (1 << 10 * power) == 0)
+        power = next(power for power in reversed(range(5)) if value % (1 << 10 * power) == 0) if value else 0
         return f'`"{value >> 10 * power}{UNITS[power]}"`' if power else f"`{int(value)}`"
     return f"`{toml_value(msgspec.to_builtins(value))}`"
 

@@ -42,7 +42,7 @@ def test_the_metadata_is_the_examples() -> None:
 def test_the_driver_is_as_short_as_it_says() -> None:
     (said,) = re.findall(r"a provider: (\d+) lines here", GUIDE)
     found = len(FILES[0].read_text().splitlines())
-    assert found == int(said) < 200
+    assert found == int(said) < 220
 
 
 def test_every_violation_is_explained() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvframework.api.types import dtype_bytes
+from kvframework.testing.accelerator.errors import AcceleratorError
 from kvframework.testing.accelerator.node import SimulatedNode
 from kvframework.testing.accelerator.runtime import Accelerator
-from kvframework.testing.accelerator.streams import Event
+from kvframework.testing.accelerator.streams import Event, Stream
 from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework.testing.transport.rig import TransportRig
 
@@ -66,6 +67,20 @@ class SimulatedRig(TransportRig):
         event = self._runtime.create_event(self.device)
         self._runtime.record(event, stream)
         return event
+
+    def stream(self) -> Stream:
+        return self._runtime.stream(self.device)
+
+    def read_later(self, tensor: torch.Tensor, stream: object | None) -> Callable[[], bytes | None]:
+        target = stream if isinstance(stream, Stream) else self._runtime.default_stream(self.device)
+        found = self._runtime.read_later(tensor.data_ptr(), tensor.numel() * tensor.element_size(), target)
+
+        def read() -> bytes | None:
+            if target.error:
+                raise AcceleratorError(target.error)
+            return found[0] if found else None
+
+        return read
 
     @contextmanager
     def holding_copies(self) -> Iterator[None]:

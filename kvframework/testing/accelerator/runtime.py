@@ -13,7 +13,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse
@@ -245,6 +245,11 @@ class Accelerator:
             )
         )
 
+    def hold(self, stream: Stream) -> Callable[[], None]:
+        """Later work of the stream begins once what this returns was called, in any thread. Never waits."""
+        self.check(stream.device)
+        return stream.hold_behind(lambda: self._closed)
+
     # work
 
     def copy(
@@ -289,9 +294,13 @@ class Accelerator:
 
     def read(self, address: int, nbytes: int) -> bytes:
         """What a kernel of the engine reads there, behind all that the default stream holds. Waits for it."""
+        return self.read_later(address, nbytes, None)[0]
+
+    def read_later(self, address: int, nbytes: int, stream: Stream | None) -> list[bytes]:
+        """Queues such a read: the list has the bytes once it is done. Without a stream waits for it."""
         found: list[bytes] = []
-        self._kernel(address, nbytes, None, lambda memory, at: found.append(memory[at : at + nbytes]), writes=False)
-        return found[0]
+        self._kernel(address, nbytes, stream, lambda memory, at: found.append(memory[at : at + nbytes]), writes=False)
+        return found
 
     def _kernel(self, address, nbytes, stream, work, *, writes=True) -> None:  # type: ignore[no-untyped-def]
         what = f"a {'write' if writes else 'read'} by a kernel"
@@ -300,9 +309,15 @@ class Accelerator:
             target = stream or self.default_stream(region.device)
             self.check(region.device)
             spans, _ = self._space.spans([address], nbytes, target.device, what)
-        queued = self._ledger.queue(region.device, self.process, target.number, writes=writes, what=what, spans=spans)
+
+        def enter() -> int:
+            return self._ledger.queue(region.device, self.process, target.number, writes=writes, what=what, spans=spans)
+
+        # Behind a hold its turn comes after all that is queued before the release.
+        entered = None if target.held else enter()
 
         def run() -> None:
+            queued = enter() if entered is None else entered
             try:
                 self._begin(region.device, queued, what)
                 self._space.check_live(region, what)

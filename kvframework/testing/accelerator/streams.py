@@ -44,6 +44,7 @@ class Stream:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open = threading.Event()
         self._open.set()
+        self._holds: list[threading.Event] = []
         self.error = ""
         self._thread = threading.Thread(target=self._run, name=f"sim-stream-{number}", daemon=True)
         self._thread.start()
@@ -58,6 +59,19 @@ class Stream:
 
     def release(self) -> None:
         self._open.set()
+
+    def hold_behind(self, ended: Callable[[], bool]) -> Callable[[], None]:
+        """What is queued from now on begins once what this returns was called, in any thread; not at all, if the
+        runtime has `ended` before."""
+        released = threading.Event()
+        self._holds = [each for each in self._holds if not each.is_set()] + [released]
+        self.add(lambda: wait_until_reached(released.is_set, ended))
+        return released.set
+
+    @property
+    def held(self) -> bool:
+        """Whether what is queued now is behind a hold."""
+        return not all(each.is_set() for each in self._holds)
 
     def synchronize(self, timeout: float = 20.0) -> None:
         """Waits for all that is queued. Raises the stream's error, if there was one."""
@@ -103,5 +117,5 @@ def wait_until_reached(reached: Callable[[], bool], ended: Callable[[], bool]) -
     """In a stream's thread: until an event is reached. Raises `AcceleratorError` if that can no longer be."""
     while not reached():
         if ended():
-            raise AcceleratorError("the event's process ended before it was reached")
+            raise AcceleratorError("what it waits for ended before that was reached")
         time.sleep(_POLL_S)

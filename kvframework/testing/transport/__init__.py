@@ -20,9 +20,10 @@ from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
 from kvframework.testing.transport.order import Order
 from kvframework.testing.transport.rig import RigSpec, TransportRig
+from kvframework.testing.transport.streams import Streams
 
 
-class TransportConformance(Content, Order, Faults, Life):
+class TransportConformance(Content, Order, Streams, Faults, Life):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 

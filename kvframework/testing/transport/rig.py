@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,6 +48,17 @@ class TransportRig(ABC):
     def event(self) -> object:
         """What the engine gives with a submit behind no queued work; None is fine for most."""
         return None
+
+    def stream(self) -> object:
+        """A stream of the engine's beside its current one, as it is given to `DeviceFuture.wait`. Raises
+        `NotImplementedError` if streams cannot wait for a transfer; the tests that need it are skipped."""
+        raise NotImplementedError("this device's streams cannot wait for a transfer")
+
+    def read_later(self, tensor: torch.Tensor, stream: object | None) -> Callable[[], bytes | None]:
+        """Queues a read of all bytes of a contiguous tensor on a stream (None: the current one), as a kernel of the
+        engine would. Never blocks. What it returns gives the bytes once the stream has come past the read, None before;
+        it may raise what went wrong."""
+        raise NotImplementedError("this device's streams cannot wait for a transfer")
 
     @contextmanager
     def holding_copies(self) -> Iterator[None]:

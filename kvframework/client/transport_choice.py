@@ -1,0 +1,87 @@
+"""Owns which transport an instance takes. In the engine's thread, at its first registration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from kvframework.api import DeviceTransportProvider, TransferContext, TransportProvider
+from kvframework.devices import DeviceTransfer
+from kvframework.errors import BadLayout, DeviceError, KVFrameworkError, PluginError, TransportMismatch
+
+if TYPE_CHECKING:
+    from kvframework.client.connection import KVClient
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def choose_transport(
+    client: KVClient,
+    wanted: str,
+    options: Mapping[str, object],
+    *,
+    lend: Callable[[TransferContext], object],
+    where: str,
+) -> tuple[str, TransferContext]:
+    """The first transport that both sides have, in the server's order, and that takes the engine's memory; or the one
+    that is `wanted` by name.
+
+    `lend` has a transport take the memory, and raises `DeviceError` or `BadLayout` where it cannot. Of one that was
+    named that is raised; "auto" says so in the log and takes the next. What is given up is closed. Raises
+    `TransportMismatch` if none is left.
+    """
+    refused: list[str] = []
+    for name, transfer in _shared(client, wanted, options, where, refused):
+        try:
+            lend(transfer)
+        except (DeviceError, BadLayout) as error:
+            transfer.close()
+            if wanted != AUTO:
+                raise
+            log.warning("transport %s cannot lend this engine's memory and is left out: %s", name, error)
+            refused.append(_reason(name, error))
+        except BaseException:
+            transfer.close()
+            raise
+        else:
+            return name, transfer
+    raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
+
+
+def _shared(
+    client: KVClient, wanted: str, options: Mapping[str, object], where: str, refused: list[str]
+) -> Iterator[tuple[str, TransferContext]]:
+    """Made one by one as they are asked for; `refused` gets why others are left out."""
+    offered = client.hello.transports
+    for name in offered if wanted == AUTO else (wanted,):
+        if name not in offered:
+            refused.append(f"{name}: the server has {', '.join(offered)}")
+            continue
+        try:
+            provider = client.plugins.resolve("transport", name, where=where)
+        except PluginError as error:
+            refused.append(_reason(name, error))
+            continue
+        if not isinstance(provider, TransportProvider):
+            refused.append(f"{name}: no transport here")
+            continue
+        chosen = client.plugins.options(provider, options, where=where)
+        if not isinstance(provider, DeviceTransportProvider):
+            yield name, provider.create(chosen, client)
+            continue
+        if client.arena() is None:
+            refused.append(f"{name}: the server is on another node")
+            continue
+        try:
+            driver = provider.create_engine(chosen)
+        except DeviceError as error:
+            refused.append(_reason(name, error))
+            continue
+        yield name, DeviceTransfer(client, driver)
+
+
+def _reason(name: str, error: KVFrameworkError) -> str:
+    return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")

@@ -1,0 +1,199 @@
+"""With `transport = "auto"` an instance takes the first transport that can lend its memory, and keeps it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.config import load_config
+from kvframework.errors import DeviceError, TransportMismatch
+from kvframework.plugins import PluginRegistry
+from kvframework.server import Server
+from kvframework.testing.accelerator import DeviceTensor, SimulatedNode
+from kvframework.testing.transport.node import PATIENCE_S, status_of
+from tests.devices import rigs  # noqa: F401 - makes the example importable
+from tests.waiting import wait_until
+
+import kvf_simdev  # isort: skip
+from tests.devices import faulty  # isort: skip
+
+SHAPE = (2, 64, 16, 2, 4)
+GROUPS = {"groups": [{"layers": ["l*"], "axes": ["plane", "block", "token", "head", "dim"], "block_size": 16}]}
+REFUSED = "transport lends_nothing cannot lend this engine's memory and is left out"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path_factory.mktemp("node")) as made:
+        yield made
+
+
+@pytest.fixture
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"ipc://{tmp_path_factory.mktemp('s')}/s.sock"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_open() -> Iterator[None]:
+    yield
+    assert faulty.LendsNothing.open == []
+
+
+def registry() -> PluginRegistry:
+    made = PluginRegistry()
+    made.register(faulty, distribution="tests")
+    return made
+
+
+@contextmanager
+def serving(endpoint: str, node: SimulatedNode, *transports: str) -> Iterator[None]:
+    settings = [f"server.endpoint={endpoint}", "server.chunk_size=16", "l1.capacity=8MiB"]
+    for number, name in enumerate(transports):
+        settings.append(f"transport.{number}.use={name}")
+        if name != "cpu_gather":
+            settings.append(f"transport.{number}.node={node.path}")
+    server = Server(load_config(None, tuple(settings)), registry())
+    server.bind()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def connected(endpoint: str) -> Iterator[KVClient]:
+    with KVClient(endpoint, plugins=registry(), control_timeout_s=5.0) as client:
+        yield client
+
+
+def worker(client: KVClient, node: SimulatedNode | None, transport: str = "auto") -> WorkerAdapter:
+    options = {} if node is None else {"node": str(node.path)}
+    return WorkerAdapter(
+        client, instance_id=1, model_name="m", transport=transport, transport_options=options,
+        layout="paged", layout_options=GROUPS,
+    )  # fmt: skip
+
+
+def on_devices(node: SimulatedNode, *devices: int) -> dict[str, Any]:
+    runtime = kvf_simdev.runtime(str(node.path))
+    return {
+        f"l{number}": DeviceTensor.empty(runtime, runtime.devices[device], SHAPE, "float16")
+        for number, device in enumerate(devices)
+    }
+
+
+def taken(client: KVClient) -> list[str]:
+    instances = status_of(client)["instances"]
+    assert isinstance(instances, list)
+    return [instance["transport"] for instance in instances]
+
+
+def stores(client: KVClient, adapter: WorkerAdapter) -> bool:
+    request = RequestHashes(client.hasher, 16, request_id="r")
+    request.extend(range(16))
+    return adapter.submit_store(request, 0, 16, [[3]]).result(PATIENCE_S)
+
+
+def test_a_transport_that_cannot_lend_the_memory_is_left_out_and_the_next_one_taken(
+    node: SimulatedNode, endpoint: str, connected: KVClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, node)
+        with caplog.at_level(logging.WARNING):
+            adapter.register_kv_caches(on_devices(node, 0, 0), block_size=16)
+        assert faulty.LendsNothing.open == [], "what was given up is closed"
+        assert taken(connected) == ["sound"]
+        assert stores(connected, adapter)
+        (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+        assert said.startswith(REFUSED)
+        assert "this memory is of a virtual pool" in said
+        assert faulty.HINT in said
+        adapter.close()
+
+
+def test_the_chosen_transport_stays_after_a_restart(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, node)
+        adapter.register_kv_caches(on_devices(node, 0, 0), block_size=16)
+    monkeypatch.setattr(faulty.LendsNothing, "lends", True)
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        wait_until(lambda: connected.usable and taken(connected), PATIENCE_S, "the registration at the new server")
+        assert taken(connected) == ["sound"]
+        assert stores(connected, adapter)
+        adapter.close()
+
+
+def test_a_transport_that_was_named_is_refused(node: SimulatedNode, endpoint: str, connected: KVClient) -> None:
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        with pytest.raises(DeviceError, match="virtual pool") as refused:
+            worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0, 0), block_size=16)
+        assert refused.value.hint == faulty.HINT
+
+
+def test_memory_that_nobody_takes_is_refused_with_every_reason(
+    node: SimulatedNode, endpoint: str, connected: KVClient
+) -> None:
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        with pytest.raises(TransportMismatch) as refused:
+            worker(connected, node).register_kv_caches(on_devices(node, 0, 1), block_size=16)
+        assert f"lends_nothing: this memory is of a virtual pool ({faulty.HINT})" in refused.value.available
+        assert "sound: " in refused.value.available
+        assert "devices" in refused.value.available
+
+
+@pytest.mark.torch
+def test_host_tensors_go_by_the_transport_of_the_host(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    # Options are for one transport: what all of them are to have comes from the environment.
+    monkeypatch.setenv("KVF_SIMULATED_NODE", str(node.path))
+    with serving(endpoint, node, "sound", "cpu_gather"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, None)
+        adapter.register_kv_caches({"l0": torch.zeros(*SHAPE)}, block_size=16)
+        assert taken(connected) == ["cpu_gather"]
+        assert stores(connected, adapter)
+        adapter.close()
+
+
+def test_what_the_server_refuses_leaves_no_driver_open(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulty.LendsNothing, "lends", True)
+    with serving(endpoint, node, "lends_nothing"):
+        assert connected.wait_up(PATIENCE_S)
+        with pytest.raises(DeviceError, match="it is not shared"):
+            worker(connected, node).register_kv_caches(on_devices(node, 0), block_size=16)
+
+
+def test_tensors_are_registered_anew_only_after_a_close(
+    node: SimulatedNode, endpoint: str, connected: KVClient
+) -> None:
+    with serving(endpoint, node, "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, node)
+        adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        with pytest.raises(ValueError, match="instance 1 is registered") as refused:
+            adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        assert "close() the adapter before the old tensors are freed" in refused.value.hint
+        adapter.close()
+        adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        assert stores(connected, adapter)
+        adapter.close()

@@ -1,0 +1,207 @@
+"""Streams that wait for a transfer go on once it is over, however it ended, and whoever asked in whatever way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from kvframework.api import MessagingFuture, futures
+from kvframework.errors import Cancelled, DeviceError, ServerGone
+from kvframework.server import Server
+from kvframework.testing.accelerator import SimulatedNode
+from kvframework.testing.accelerator.rig import SimulatedRig
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, client_of, serving
+from tests.devices.rigs import simdev
+from tests.waiting import wait_until
+
+NHD = PAGED["nhd"]
+
+
+class Streams:
+    """A device's: what is held, and how often each was released."""
+
+    def __init__(self) -> None:
+        self.released: dict[object, int] = {}
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        self.released[stream] = 0
+        self.meanwhile()
+        return lambda: self.released.update({stream: self.released[stream] + 1})
+
+
+@pytest.fixture
+def streams() -> Streams:
+    return Streams()
+
+
+@pytest.fixture
+def pending(streams: Streams) -> MessagingFuture[bool]:
+    future: MessagingFuture[bool] = MessagingFuture()
+    future.hold = streams.hold
+    return future
+
+
+def test_it_tells_what_the_transfers_future_tells(pending: MessagingFuture[bool]) -> None:
+    seen = pending.to_cuda_future()
+    assert not seen.query()
+    with pytest.raises(TimeoutError):
+        seen.result(0)
+    pending.set_result(True, "both chunks")
+    assert (seen.query(), seen.result(0), seen.exception(), seen.detail) == (True, True, None, "both chunks")
+    cancelled = MessagingFuture[bool]().to_cuda_future()
+    cancelled.cancel()
+    assert isinstance(cancelled.exception(), Cancelled)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda future: future.set_result(True),
+        lambda future: future.set_result(False),
+        lambda future: future.set_exception(ServerGone("it is gone")),
+        lambda future: future.cancel(),
+    ],
+    ids=["success", "miss", "error", "cancel"],
+)
+def test_a_stream_goes_on_however_the_transfer_ends(
+    pending: MessagingFuture[bool], streams: Streams, end: Callable[[MessagingFuture[bool]], object]
+) -> None:
+    pending.to_cuda_future().wait("load stream")
+    pending.to_cuda_future().wait()
+    assert streams.released == {"load stream": 0, None: 0}
+    end(pending)
+    assert streams.released == {"load stream": 1, None: 1}
+
+
+def test_nothing_is_held_for_what_is_over(pending: MessagingFuture[bool], streams: Streams) -> None:
+    pending.set_result(True)
+    pending.to_cuda_future().wait("stream")
+    assert streams.released == {}
+
+
+def test_a_transfer_that_ends_while_the_stream_is_being_held_lets_it_go(
+    pending: MessagingFuture[bool], streams: Streams
+) -> None:
+    streams.meanwhile = lambda: pending.set_result(True)
+    pending.to_cuda_future().wait("stream")
+    assert streams.released == {"stream": 1}
+
+
+def test_no_callback_that_fails_keeps_a_stream_waiting(pending: MessagingFuture[bool], streams: Streams) -> None:
+    def fails(_: MessagingFuture[bool]) -> None:
+        raise ValueError("in a callback")
+
+    pending.add_done_callback(fails)
+    pending.to_cuda_future().wait("stream")
+    with pytest.raises(ValueError, match="in a callback"):
+        pending.set_result(True)
+    assert streams.released == {"stream": 1}
+
+
+def test_threads_wait_on_streams_of_their_own(pending: MessagingFuture[bool], streams: Streams) -> None:
+    seen = pending.to_cuda_future()
+    threads = [threading.Thread(target=seen.wait, args=(number,)) for number in range(8)]
+    for thread in threads[:4]:
+        thread.start()
+    pending.set_result(True)
+    for thread in threads[4:]:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert set(streams.released.values()) <= {1}
+
+
+@pytest.mark.parametrize("why", ["no device", "cannot hold"])
+def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures._tell_once.cache_clear()
+    future: MessagingFuture[bool] = MessagingFuture()
+
+    def refuse(stream: object | None) -> Callable[[], None]:
+        raise DeviceError("no such thing here")
+
+    if why == "cannot hold":
+        future.hold = refuse
+    waiting = [threading.Thread(target=future.to_cuda_future().wait) for _ in range(2)]
+    with caplog.at_level(logging.WARNING):
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: caplog.records, what="the line in the log")
+        waiting[0].join(0.1)
+        assert all(thread.is_alive() for thread in waiting)
+        # A failure is for those who ask for the result.
+        future.set_exception(ServerGone("it is gone"))
+        for thread in waiting:
+            thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in waiting)
+    said = "the transport knows no streams" if why == "no device" else "no such thing here"
+    assert [record.message for record in caplog.records] == [
+        f"no stream can wait for a transfer, so the engine's thread does: {said}"
+    ]
+
+
+# on the simulated accelerator
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
+        yield made
+        assert made.violations() == []
+
+
+@pytest.fixture(scope="module")
+def rig(node: SimulatedNode) -> Iterator[SimulatedRig]:
+    with closing(simdev(str(node.path))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(rig: SimulatedRig) -> Iterator[Server]:
+    with serving(rig) as running:
+        yield running
+
+
+@pytest.mark.parametrize("what", ["instance", "connection"])
+def test_a_stream_goes_on_when_its_side_is_closed_under_the_transfer(
+    what: str, rig: SimulatedRig, server: Server
+) -> None:
+    with client_of(rig, server.endpoint) as client:
+        engine = KitEngine(rig, client, 1, NHD)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        stream = rig.stream()
+        with rig.holding_copies():
+            future = engine.load(request, engine.target())
+            wait_until(rig.held, PATIENCE_S, "a copy that is held")
+            future.to_cuda_future().wait(stream)
+            # Of other memory: who closes a connection under a load has given up the blocks.
+            read = rig.read_later(rig.empty([1], "uint8"), stream)
+            closing_it = threading.Thread(target=engine.close if what == "instance" else client.close)
+            closing_it.start()
+            closing_it.join(0.1)
+            assert read() is None or what == "connection"
+        wait_until(lambda: read() is not None, PATIENCE_S, "the end of the stream's wait")
+        closing_it.join(PATIENCE_S)
+        assert not closing_it.is_alive()
+        engine.close()
+
+
+def test_what_is_no_stream_of_the_device_is_waited_for_by_the_thread(rig: SimulatedRig, server: Server) -> None:
+    """It must not be taken for the current one: the stream that was meant would read too early."""
+    with client_of(rig, server.endpoint) as client:
+        engine = KitEngine(rig, client, 2, NHD)
+        request = engine.request()
+        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        future = engine.load(request, engine.target())
+        future.to_cuda_future().wait(object())
+        assert future.query()
+        engine.close()
