@@ -14,7 +14,7 @@ _SPECS = (
     RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
     RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered),
     RequestSpec("REGISTER_KV_CACHE_NON_GPU_CONTEXT", m.RegisterNonGpuContextPayload, m.Registered),
-    RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty),
+    RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty, deadline_s=30.0),
     RequestSpec("STORE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
     RequestSpec("RETRIEVE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
     RequestSpec("GATHER_BLOCK", m.GatherBlock, m.GatheredBlock),

@@ -32,7 +32,7 @@ Every error of kvframework names the fact, the place, what is available and one 
 
 ```text
 [config.field] kvf.toml: [l1]: unknown key 'capacty'
-  available: capacity, eviction, high_watermark, low_watermark, use
+  available: capacity, eviction, high_watermark, low_watermark, numa, use
   hint: did you mean 'capacity'?
 ```
 

@@ -26,6 +26,7 @@ DEPENDENCIES = {
     "kvf_blend": {"torch", "transformers", "kvf_transformers"},
     "kvf_codecs": {"zstandard"},
     "kvf_cpu_gather": {"torch"},
+    "kvf_cuda_ipc": {"cuda"},
     "kvf_layouts": {"torch"},
     "kvf_redis": {"redis"},
 }

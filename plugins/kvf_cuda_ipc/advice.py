@@ -1,0 +1,58 @@
+"""Owns what `kvframework doctor` tells of GPUs and their driver. In a process of its own, which initialises CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvf_cuda_ipc.compiling import compiled
+from kvf_cuda_ipc.driver import Driver
+from kvf_cuda_ipc.gathering import source
+from kvf_cuda_ipc.identity import name_of
+from kvf_cuda_ipc.options import CudaOptions
+from kvframework.api import Finding
+from kvframework.errors import DeviceError
+
+
+def diagnose(options: CudaOptions) -> Iterator[Finding]:
+    """Makes no context on any GPU; what the kernel needs is compiled, and thrown away."""
+    try:
+        driver = Driver()
+        devices = driver.devices()
+    except DeviceError as error:
+        yield Finding("cuda_ipc.devices", "fail", error.fact, error.hint)
+        return
+    if not devices:
+        yield Finding("cuda_ipc.devices", "fail", "no GPU is visible here", "give the process the engines' GPUs")
+        return
+    for ordinal in devices:
+        told = f"{driver.model(ordinal)}, {name_of(driver.uuid(ordinal), driver.model(ordinal))}"
+        if driver.shares_events(ordinal):
+            yield Finding("cuda_ipc.devices", "ok", told)
+        else:
+            yield Finding(
+                "cuda_ipc.devices", "fail", f"{told} cannot share memory and events between processes", "use cpu_gather"
+            )
+    yield _copy_engines(driver, options)
+    if options.engine != "dma":
+        yield _kernel(driver, options)
+
+
+def _copy_engines(driver: Driver, options: CudaOptions) -> Finding:
+    major, minor = divmod(driver.version() // 10, 100)
+    if driver.batch_copy_address():
+        return Finding("cuda_ipc.copy_engines", "ok", f"the driver, of CUDA {major}.{minor}, has batched copies")
+    fact = f"the driver, of CUDA {major}.{minor}, has no batched copies"
+    if options.engine == "dma":
+        return Finding("cuda_ipc.copy_engines", "fail", fact, "install a driver of CUDA 12.8 or later")
+    return Finding("cuda_ipc.copy_engines", "warn", f"{fact}: the kernel copies all", "install a newer driver")
+
+
+def _kernel(driver: Driver, options: CudaOptions) -> Finding:
+    try:
+        compiled(source(), "gather.cu", driver.compute_capability(0))
+    except DeviceError as error:
+        fact = error.fact.splitlines()[0]
+        if options.engine == "kernel":
+            return Finding("cuda_ipc.kernel", "fail", fact, error.hint)
+        return Finding("cuda_ipc.kernel", "warn", f"{fact}: the copy engines copy small fragments too", error.hint)
+    return Finding("cuda_ipc.kernel", "ok", "NVRTC compiles the copy kernel")

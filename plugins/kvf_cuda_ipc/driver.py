@@ -1,0 +1,271 @@
+"""Owns the calls of the CUDA driver that this transport makes, typed, with its errors as the framework's.
+
+A thin layer over `cuda.bindings.driver`. What a call needs to be current is the caller's; no call waits for the device
+unless it says so. Error numbers: cuda.h, `CUresult`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NewType
+
+from cuda.bindings import driver as cu
+
+from kvframework.errors import DeviceError, DeviceLost
+
+Context = NewType("Context", int)
+Event = NewType("Event", int)
+RawStream = NewType("RawStream", int)
+Function = NewType("Function", int)
+
+MEMORY_HANDLE_BYTES = EVENT_HANDLE_BYTES = 64
+DEFAULT_STREAM = RawStream(0)
+# Batched copies, as they were when they came: with CUDA 12.8.
+_BATCH_VERSION = 12080
+
+# After these nothing works in the context any more, or in the process.
+_STICKY = frozenset(
+    {
+        "DEINITIALIZED", "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTAINED",
+        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT", "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED",
+        "TENSOR_MEMORY_LEAK", "SYSTEM_NOT_READY", "SYSTEM_DRIVER_MISMATCH", "EXTERNAL_DEVICE",
+        "MPS_CONNECTION_FAILED", "MPS_RPC_FAILURE", "MPS_SERVER_NOT_READY", "MPS_CLIENT_TERMINATED", "UNKNOWN",
+    }
+)  # fmt: skip
+_HINTS = {
+    "NO_DEVICE": "no GPU is visible to this process: start the container with the same GPUs as the engines'",
+    "INVALID_DEVICE": "no GPU is visible to this process: start the container with the same GPUs as the engines'",
+    "OUT_OF_MEMORY": "leave room on the GPU: the server's copier needs a CUDA context there",
+    "COMPAT_NOT_SUPPORTED_ON_DEVICE": "the driver is older than cuda-bindings: install a newer driver",
+}
+
+
+class Driver:
+    """Initialises CUDA in this process. Raises `DeviceError` where there is no driver or no device."""
+
+    def __init__(self) -> None:
+        _call(cu.cuInit, 0)
+
+    # devices and contexts
+
+    def devices(self) -> list[int]:
+        """The ordinals of what this process sees, in torch's order."""
+        return list(range(_call(cu.cuDeviceGetCount)))
+
+    def uuid(self, ordinal: int) -> bytes:
+        """Of a MIG instance its own, not that of the GPU around it."""
+        # The bindings for CUDA 12 have both, and the first one tells of the whole GPU.
+        get = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
+        return bytes(_call(get, self._device(ordinal)).bytes)
+
+    def model(self, ordinal: int) -> str:
+        name = _call(cu.cuDeviceGetName, 256, self._device(ordinal))
+        return bytes(name).split(b"\0", 1)[0].decode(errors="replace")
+
+    def compute_capability(self, ordinal: int) -> int:
+        """Such as 90 for 9.0."""
+        device, attribute = self._device(ordinal), cu.CUdevice_attribute
+        major = _call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+        return 10 * int(major) + int(
+            _call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+        )
+
+    def shares_events(self, ordinal: int) -> bool:
+        """Whether the device can lend memory and events to other processes."""
+        attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
+        return bool(_call(cu.cuDeviceGetAttribute, attribute, self._device(ordinal)))
+
+    def version(self) -> int:
+        """The driver's version of CUDA, such as 12080 for 12.8."""
+        return int(_call(cu.cuDriverGetVersion))
+
+    def has_context(self, ordinal: int) -> bool:
+        """Whether this process uses the device already."""
+        _flags, active = _call(cu.cuDevicePrimaryCtxGetState, self._device(ordinal))
+        return bool(active)
+
+    def retain_context(self, ordinal: int) -> Context:
+        """The primary context, which torch uses as well; made if there is none yet, which takes a moment."""
+        return Context(int(_call(cu.cuDevicePrimaryCtxRetain, self._device(ordinal))))
+
+    def release_context(self, ordinal: int) -> None:
+        _call(cu.cuDevicePrimaryCtxRelease, self._device(ordinal))
+
+    def set_current(self, context: Context) -> None:
+        """For this thread, until it ends."""
+        _call(cu.cuCtxSetCurrent, cu.CUcontext(context))
+
+    @contextmanager
+    def current(self, context: Context) -> Iterator[None]:
+        """For this thread, for the time of a `with`; what was current is so again afterwards."""
+        _call(cu.cuCtxPushCurrent, cu.CUcontext(context))
+        try:
+            yield
+        finally:
+            _call(cu.cuCtxPopCurrent)
+
+    def stream_priorities(self) -> tuple[int, int]:
+        """The least and the greatest priority of the current context."""
+        least, greatest = _call(cu.cuCtxGetStreamPriorityRange)
+        return int(least), int(greatest)
+
+    # memory
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation around a device address begins, and its bytes."""
+        base, nbytes = _call(cu.cuMemGetAddressRange, cu.CUdeviceptr(address))
+        return int(base), int(nbytes)
+
+    def ordinal_of(self, address: int) -> int:
+        """Of the device that a device address belongs to. Raises `DeviceError` for host memory."""
+        kind = _call(
+            cu.cuPointerGetAttribute, cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, cu.CUdeviceptr(address)
+        )
+        if int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+            raise DeviceError(f"address {address:#x} is no memory of a GPU", where="cuda_ipc")
+        attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return int(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
+
+    def is_lendable(self, address: int) -> bool:
+        """Whether the memory has a handle for other processes: not that of virtual memory management, nor managed."""
+        attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return bool(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
+
+    def export_memory(self, base: int) -> bytes:
+        return _bytes_of(_call(cu.cuIpcGetMemHandle, cu.CUdeviceptr(base)), MEMORY_HANDLE_BYTES)
+
+    def open_memory(self, handle: bytes) -> int:
+        flag = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(_call(cu.cuIpcOpenMemHandle, _filled(cu.CUipcMemHandle(), handle), int(flag)))
+
+    def close_memory(self, address: int) -> None:
+        """Waits for the device, for a moment."""
+        _call(cu.cuIpcCloseMemHandle, cu.CUdeviceptr(address))
+
+    def register_host(self, address: int, nbytes: int) -> int:
+        """Pins host memory and maps it for the device; its address there. Blocking."""
+        _call(cu.cuMemHostRegister, address, nbytes, cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP)
+        return int(_call(cu.cuMemHostGetDevicePointer, address, 0))
+
+    def allocate_host(self, nbytes: int) -> tuple[int, int]:
+        """Pinned memory, zeroed by nobody: its address here and on the device."""
+        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(_call(cu.cuMemHostAlloc, nbytes, flags))
+        return address, int(_call(cu.cuMemHostGetDevicePointer, address, 0))
+
+    def free_host(self, address: int) -> None:
+        _call(cu.cuMemFreeHost, address)
+
+    # events
+
+    def create_event(self, *, interprocess: bool) -> Event:
+        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        chosen = int(flags) | (int(cu.CUevent_flags.CU_EVENT_INTERPROCESS) if interprocess else 0)
+        return Event(int(_call(cu.cuEventCreate, chosen)))
+
+    def export_event(self, event: Event) -> bytes:
+        return _bytes_of(_call(cu.cuIpcGetEventHandle, cu.CUevent(event)), EVENT_HANDLE_BYTES)
+
+    def open_event(self, handle: bytes) -> Event:
+        return Event(int(_call(cu.cuIpcOpenEventHandle, _filled(cu.CUipcEventHandle(), handle))))
+
+    def destroy_event(self, event: Event) -> None:
+        _call(cu.cuEventDestroy, cu.CUevent(event))
+
+    def record(self, event: Event, stream: RawStream) -> None:
+        _call(cu.cuEventRecord, cu.CUevent(event), cu.CUstream(stream))
+
+    def reached(self, event: Event) -> bool:
+        """Raises what failed on the device before it."""
+        (status,) = cu.cuEventQuery(cu.CUevent(event))
+        if status == cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _check(status, "cuEventQuery")
+        return True
+
+    # streams
+
+    def create_stream(self, priority: int) -> RawStream:
+        """One that does not wait for the legacy default stream."""
+        flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return RawStream(int(_call(cu.cuStreamCreateWithPriority, flags, priority)))
+
+    def destroy_stream(self, stream: RawStream) -> None:
+        """It ends once it has done what it holds; does not wait."""
+        _call(cu.cuStreamDestroy, cu.CUstream(stream))
+
+    def wait_event(self, stream: RawStream, event: Event) -> None:
+        _call(cu.cuStreamWaitEvent, cu.CUstream(stream), cu.CUevent(event), 0)
+
+    def wait_word(self, stream: RawStream, address: int, value: int) -> None:
+        """The stream goes on once the 32-bit word at a device address is `value` or later, cyclically."""
+        flag = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        _call(cu.cuStreamWaitValue32, cu.CUstream(stream), cu.CUdeviceptr(address), value, flag)
+
+    # work
+
+    def batch_copy_address(self) -> int:
+        """Where the driver's `cuMemcpyBatchAsync` is, with the parameters of CUDA 12.8; 0 if it has none.
+
+        By its address, since the bindings take a Python object for each fragment.
+        """
+        try:
+            address, *_ = _call(cu.cuGetProcAddress, b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        except DeviceError:
+            return 0
+        return int(address or 0)
+
+    def load_functions(self, image: bytes, names: Mapping[int, str]) -> dict[int, Function]:
+        """The functions of an image, for as long as the context lives."""
+        module = _call(cu.cuModuleLoadData, image)
+        return {key: Function(int(_call(cu.cuModuleGetFunction, module, name.encode()))) for key, name in names.items()}
+
+    def launch(self, function: Function, blocks: int, threads: int, stream: RawStream, parameter: int) -> None:
+        """Starts a kernel with one parameter, a struct that lies at host address `parameter` and is copied now."""
+        pointers = (ctypes.c_void_p * 1)(parameter)
+        _call(
+            cu.cuLaunchKernel, cu.CUfunction(function), blocks, 1, 1, threads, 1, 1, 0, cu.CUstream(stream),
+            ctypes.addressof(pointers), 0,
+        )  # fmt: skip
+
+    def _device(self, ordinal: int) -> Any:
+        return _call(cu.cuDeviceGet, ordinal)
+
+
+def check_status(status: int, call: str) -> None:
+    """For a call that was made by its address: raises what its `CUresult` says."""
+    if status:
+        _check(cu.CUresult(status), call)
+
+
+def _call(function: Any, *arguments: object) -> Any:
+    """The call's one value, a list of several, or None."""
+    try:
+        status, *values = function(*arguments)
+    except RuntimeError as error:
+        # The bindings find no driver, or not this function in it.
+        raise DeviceError(f"{function.__name__}: {error}", where="cuda_ipc", hint="install a newer driver") from None
+    _check(status, function.__name__)
+    return values[0] if len(values) == 1 else values or None
+
+
+def _check(status: Any, call: str) -> None:
+    if status == cu.CUresult.CUDA_SUCCESS:
+        return
+    name = status.name.removeprefix("CUDA_ERROR_")
+    kind = DeviceLost if name in _STICKY else DeviceError
+    raise kind(f"{call}: {status.name}", where="cuda_ipc", hint=_HINTS.get(name, ""))
+
+
+def _bytes_of(handle: Any, size: int) -> bytes:
+    return ctypes.string_at(handle.getPtr(), size)
+
+
+def _filled(handle: Any, data: bytes) -> Any:
+    if len(data) != MEMORY_HANDLE_BYTES:
+        raise DeviceError(f"a handle of {len(data)} bytes", where="cuda_ipc", available=f"{MEMORY_HANDLE_BYTES}")
+    ctypes.memmove(handle.getPtr(), data, len(data))
+    return handle

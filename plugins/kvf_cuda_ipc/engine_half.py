@@ -1,0 +1,176 @@
+"""Owns the driver's half in an engine process: memory and events that are lent, streams that wait for a transfer.
+
+Works in the primary contexts of the GPUs that the engine uses, as torch does, and makes none of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvf_cuda_ipc.driver import DEFAULT_STREAM, Context, Driver, Event, RawStream
+from kvf_cuda_ipc.holds import Words
+from kvf_cuda_ipc.identity import name_of
+from kvf_cuda_ipc.streams import event_of, stream_of
+from kvframework.api import Allocation, EngineDriver, Exported
+from kvframework.errors import DeviceError
+
+_LENDING_HINT = (
+    "set PYTORCH_ALLOC_CONF=expandable_segments:False, and start vLLM without sleep mode (enable_sleep_mode); "
+    "or use cpu_gather"
+)
+
+
+class LentEvent:
+    """An interprocess event. `behind` is a stream of its own that waits for what the engine gave, made when needed: on
+    one stream for all, a transfer would stand behind another one's engine."""
+
+    __slots__ = ("behind", "event", "ordinal")
+
+    def __init__(self, ordinal: int, event: Event) -> None:
+        self.ordinal = ordinal
+        self.event = event
+        self.behind: RawStream | None = None
+
+
+class CudaEngine(EngineDriver[LentEvent]):
+    """One instance's. `driver` is this process's. Thread-safe, as far as the contract asks for it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._contexts: dict[int, Context] = {}
+        self._ordinals: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._events = 0
+        self._closed = False
+        if not driver.devices():
+            raise DeviceError("this process sees no GPU", where="cuda_ipc", hint="look at CUDA_VISIBLE_DEVICES")
+
+    def export(self, address: int) -> Exported:
+        with self._any_context():
+            ordinal = self._driver.ordinal_of(address)
+        with self._context(ordinal):
+            base, nbytes = self._driver.allocation_of(address)
+            if not self._driver.is_lendable(address):
+                raise DeviceError(
+                    f"memory at {address:#x} cannot be lent to other processes: it is virtual or managed memory",
+                    where="cuda_ipc", available="what cudaMalloc gave", hint=_LENDING_HINT,
+                )  # fmt: skip
+            if not self._driver.shares_events(ordinal):
+                raise DeviceError(f"{self._driver.model(ordinal)} cannot share memory and events", where="cuda_ipc")
+            handle = self._driver.export_memory(base)
+        return Exported(Allocation(self._name(ordinal), handle, nbytes), address - base)
+
+    def create_event(self, device: str) -> LentEvent:
+        ordinal = self._ordinal(device)
+        with self._context(ordinal):
+            event = LentEvent(ordinal, self._driver.create_event(interprocess=True))
+        with self._lock:
+            self._events += 1
+        return event
+
+    def export_event(self, event: LentEvent) -> bytes:
+        with self._context(event.ordinal):
+            return self._driver.export_event(event.event)
+
+    def record(self, event: LentEvent, ready: object | None) -> None:
+        with self._context(event.ordinal):
+            if ready is None:
+                stream = _current_stream(event.ordinal)
+            else:
+                if event.behind is None:
+                    event.behind = self._driver.create_stream(0)
+                stream = event.behind
+                self._driver.wait_event(stream, event_of(ready))
+            self._driver.record(event.event, stream)
+
+    def destroy_event(self, event: LentEvent) -> None:
+        with self._context(event.ordinal):
+            if event.behind is not None:
+                self._driver.destroy_stream(event.behind)
+            self._driver.destroy_event(event.event)
+        with self._lock:
+            self._events -= 1
+        self._let_go()
+
+    def hold(self, stream: object | None) -> Callable[[], None]:
+        """Has the stream wait for a word of pinned host memory, which the release writes. Its further work needs
+        nothing of the host but that."""
+        if not self._ordinals:
+            raise DeviceError("no memory of a GPU is registered", where="cuda_ipc")
+        ordinal = next(iter(self._ordinals.values()))
+        with self._context(ordinal):
+            raw = _current_stream(ordinal) if stream is None else stream_of(stream)
+            word = _words_of_process(self._driver).take()
+            try:
+                self._driver.wait_word(raw, word.device_address, word.value)
+            except BaseException:
+                word.release()
+                raise
+        return word.release
+
+    def close(self) -> None:
+        """Gives the contexts back, once the last event is destroyed; they stay the engine's."""
+        with self._lock:
+            self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            if not self._closed or self._events:
+                return
+            contexts, self._contexts = self._contexts, {}
+        for ordinal in contexts:
+            self._driver.release_context(ordinal)
+
+    @contextmanager
+    def _context(self, ordinal: int) -> Iterator[None]:
+        with self._lock:
+            context = self._contexts.get(ordinal)
+            if context is None:
+                if self._closed:
+                    raise DeviceError("the instance is closed", where="cuda_ipc")
+                context = self._contexts[ordinal] = self._driver.retain_context(ordinal)
+        with self._driver.current(context):
+            yield
+
+    @contextmanager
+    def _any_context(self) -> Iterator[None]:
+        """One that the engine has anyway: a new one would take memory of a GPU that it does not use."""
+        used = next((each for each in self._driver.devices() if self._driver.has_context(each)), None)
+        if used is None:
+            raise DeviceError("this process has used no GPU yet: these tensors are not on one", where="cuda_ipc")
+        with self._context(used):
+            yield
+
+    def _name(self, ordinal: int) -> str:
+        name = name_of(self._driver.uuid(ordinal), self._driver.model(ordinal))
+        self._ordinals[name] = ordinal
+        return name
+
+    def _ordinal(self, device: str) -> int:
+        if device not in self._ordinals:
+            raise DeviceError(f"{device} is no GPU of this instance", where="cuda_ipc")
+        return self._ordinals[device]
+
+
+_words: list[Words] = []
+_words_lock = threading.Lock()
+
+
+def _words_of_process(driver: Driver) -> Words:
+    """One page for all instances, kept for good: streams may still read it when an instance has ended."""
+    with _words_lock:
+        if not _words:
+            _words.append(Words(*driver.allocate_host(Words.NBYTES)))
+        return _words[0]
+
+
+def _current_stream(ordinal: int) -> RawStream:
+    """The calling thread's, if torch is in use; the legacy default stream without."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return DEFAULT_STREAM
+    return RawStream(int(torch.cuda.current_stream(ordinal).cuda_stream))

@@ -1,0 +1,117 @@
+"""Owns copies by a kernel (`gather.cu`): a batch's many small fragments in as few launches as its table allows.
+
+In the copier process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from importlib import resources
+
+from kvf_cuda_ipc.driver import Driver, Function, RawStream
+from kvframework.api import CopyBatch, Step
+from kvframework.errors import DeviceError
+
+# As in gather.cu.
+PAIRS = 240
+_STEPS = 4
+_SIZES = (16, 8, 4, 2, 1)
+_THREADS = 512
+# The kernel counts in 32 bits, one round of all its threads beyond the last word.
+_MOST_WORDS = 1 << 31
+
+
+class Batch(ctypes.Structure):
+    """`kvf_batch` of gather.cu, at most 4096 bytes: what any GPU takes as parameters."""
+
+    _fields_ = (
+        ("arena", ctypes.c_uint64),
+        ("lanes", ctypes.c_uint32),
+        ("places", ctypes.c_uint32),
+        ("words", ctypes.c_uint32),
+        ("to_arena", ctypes.c_uint32),
+        ("total", ctypes.c_uint32),
+        ("numbers", ctypes.c_uint32 * _STEPS),
+        ("device_steps", ctypes.c_uint64 * _STEPS),
+        ("arena_steps", ctypes.c_uint64 * _STEPS),
+        ("addresses", ctypes.c_uint64 * PAIRS),
+        ("offsets", ctypes.c_uint64 * PAIRS),
+    )
+
+
+class GatherKernel:
+    """`functions` by the bytes of a word, `blocks` of threads at most. Never blocks."""
+
+    def __init__(self, driver: Driver, functions: dict[int, Function], blocks: int) -> None:
+        self._driver = driver
+        self._functions = functions
+        self._blocks = blocks
+
+    @classmethod
+    def built(cls, driver: Driver, blocks: int) -> GatherKernel:
+        """Compiles for the first GPU, in the current context: some 0.2 s. Raises `DeviceError` without NVRTC."""
+        from kvf_cuda_ipc.compiling import compiled
+
+        image = compiled(source(), "gather.cu", driver.compute_capability(0))
+        names = {size: f"kvf_copy_{size}" for size in _SIZES}
+        return cls(driver, driver.load_functions(image, names), blocks)
+
+    def copy(self, stream: RawStream, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:
+        """Starts to copy; `arena` is its address on the GPU."""
+        for part in parts(batch):
+            size, parameters = described(part, arena, to_arena=to_arena)
+            blocks = min(self._blocks, -(-parameters.total // _THREADS))
+            self._driver.launch(self._functions[size], blocks, _THREADS, stream, ctypes.addressof(parameters))
+
+
+def source() -> str:
+    """The kernel's, as NVRTC takes it."""
+    return resources.files("kvf_cuda_ipc").joinpath("gather.cu").read_text()
+
+
+def parts(batch: CopyBatch) -> Iterator[CopyBatch]:
+    """Of a batch, as many lanes and places at once as the table holds, and as many bytes as the kernel can count."""
+    lanes, places = len(batch.lane_addresses), len(batch.place_addresses)
+    if lanes + places > PAIRS:
+        lanes = min(lanes, PAIRS // 2)
+        places = min(places, PAIRS - lanes)
+    cell = batch.nbytes // (len(batch.lane_addresses) * len(batch.place_addresses))
+    places = max(min(places, _MOST_WORDS // cell), 1)
+    lanes = max(min(lanes, _MOST_WORDS // (cell * places)), 1)
+    if cell > _MOST_WORDS:
+        raise DeviceError(f"{cell} bytes of one place", where="cuda_ipc", available=f"at most {_MOST_WORDS}")
+    for lane in range(0, len(batch.lane_addresses), lanes):
+        for place in range(0, len(batch.place_addresses), places):
+            yield CopyBatch(
+                batch.lane_addresses[lane : lane + lanes],
+                batch.lane_offsets[lane : lane + lanes],
+                batch.place_addresses[place : place + places],
+                batch.place_offsets[place : place + places],
+                batch.steps,
+                batch.run,
+            )
+
+
+def described(batch: CopyBatch, arena: int, *, to_arena: bool) -> tuple[int, Batch]:
+    """The bytes of a word, the most that everything is a multiple of, and the kernel's parameter."""
+    steps = [*(Step(1, 0, 0) for _ in range(_STEPS - len(batch.steps))), *batch.steps]
+    addresses = [*batch.lane_addresses, *batch.place_addresses]
+    offsets = [*batch.lane_offsets, *batch.place_offsets]
+    distances = [each for step in steps for each in (step.device, step.arena)]
+    size = math.gcd(_SIZES[0], arena, batch.run, *addresses, *offsets, *distances)
+    parameters = Batch(
+        arena=arena,
+        lanes=len(batch.lane_addresses),
+        places=len(batch.place_addresses),
+        words=batch.run // size,
+        to_arena=to_arena,
+        total=batch.nbytes // size,
+    )
+    parameters.numbers[:] = [step.number for step in steps]
+    parameters.device_steps[:] = [step.device for step in steps]
+    parameters.arena_steps[:] = [step.arena for step in steps]
+    parameters.addresses[: len(addresses)] = addresses
+    parameters.offsets[: len(offsets)] = offsets
+    return size, parameters
