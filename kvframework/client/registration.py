@@ -83,19 +83,14 @@ class Instance:
         self._view = view
         self._layout = create_layout(client, identity)
         self._declared = self._layout.describe(kv_caches, block_size=block_size)
-        self._transport, self.transfer = choose_transport(
-            client, identity.transport, identity.transport_options, lend=self._lend,
-            where=f"transport of instance {identity.instance_id}",
-        )  # fmt: skip
         self._closed = threading.Event()
         self._again: threading.Thread | None = None
         self._lock = threading.Lock()
         boot_id = client.boot_id
-        try:
-            self.registration = self._register(urgent=False)
-        except BaseException:
-            self.transfer.close()
-            raise
+        choose_transport(
+            client, identity.transport, identity.transport_options, register=self._register_with,
+            where=f"transport of instance {identity.instance_id}",
+        )  # fmt: skip
         client.when_up(self._register_again)
         if client.boot_id != boot_id:
             # The server was restarted in between, perhaps before it was to call back.
@@ -123,9 +118,10 @@ class Instance:
         future.add_done_callback(self._look_at)
         return future
 
-    def _lend(self, transfer: TransferContext) -> None:
+    def _register_with(self, transport: str, transfer: TransferContext) -> None:
+        self._transport, self.transfer = transport, transfer
         transfer.declared(self._layout, self._declared)
-        transfer.memory_handles(self.kv_caches)
+        self.registration = self._register(urgent=False)
 
     def _look_at(self, future: MessagingFuture[bool]) -> None:
         if not isinstance(future.detail, NotRegistered):

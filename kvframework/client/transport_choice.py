@@ -23,23 +23,23 @@ def choose_transport(
     wanted: str,
     options: Mapping[str, object],
     *,
-    lend: Callable[[TransferContext], object],
+    register: Callable[[str, TransferContext], None],
     where: str,
-) -> tuple[str, TransferContext]:
-    """The first transport that both sides have, in the server's order, and that takes the engine's memory; or the one
-    that is `wanted` by name.
+) -> None:
+    """Registers with the first transport that both sides have, in the server's order, and that takes the engine's
+    memory; or with the one that is `wanted` by name.
 
-    `lend` has a transport take the memory, and raises `DeviceError` or `BadLayout` where it cannot. Of one that was
-    named that is raised; "auto" says so in the log and takes the next. What is given up is closed. Raises
-    `TransportMismatch` if none is left.
+    `register` raises `DeviceError` or `BadLayout` where one of an accelerator cannot lend the memory, or the server
+    cannot open it. Of one that was named that is raised; "auto" says so in the log and takes the next. What is given up
+    is closed. Raises `TransportMismatch` if none is left.
     """
     refused: list[str] = []
     for name, transfer in _shared(client, wanted, options, where, refused):
         try:
-            lend(transfer)
+            register(name, transfer)
         except (DeviceError, BadLayout) as error:
             transfer.close()
-            if wanted != AUTO:
+            if wanted != AUTO or not isinstance(transfer, DeviceTransfer):
                 raise
             log.warning("transport %s cannot lend this engine's memory and is left out: %s", name, error)
             refused.append(_reason(name, error))
@@ -47,7 +47,7 @@ def choose_transport(
             transfer.close()
             raise
         else:
-            return name, transfer
+            return
     raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
 
 

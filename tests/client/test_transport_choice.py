@@ -180,7 +180,27 @@ def test_what_the_server_refuses_leaves_no_driver_open(
     with serving(endpoint, node, "lends_nothing"):
         assert connected.wait_up(PATIENCE_S)
         with pytest.raises(DeviceError, match="it is not shared"):
-            worker(connected, node).register_kv_caches(on_devices(node, 0), block_size=16)
+            worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0), block_size=16)
+
+
+def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
+    node: SimulatedNode,
+    endpoint: str,
+    connected: KVClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As between containers that share no namespace."""
+    monkeypatch.setattr(faulty.LendsNothing, "lends", True)
+    with serving(endpoint, node, "lends_nothing", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, node)
+        adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        assert taken(connected) == ["sound"]
+        assert stores(connected, adapter)
+        assert REFUSED in caplog.text
+        assert "it is not shared" in caplog.text
+        adapter.close()
 
 
 def test_tensors_are_registered_anew_only_after_a_close(
