@@ -6,6 +6,7 @@ import msgspec
 
 from kvframework.bench.at_rest import Resident
 from kvframework.bench.contention.document import ContentionFigures
+from kvframework.bench.cuda.document import CudaFigures
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.load import Load
 from kvframework.bench.machine import Machine
@@ -110,7 +111,7 @@ class StoreFigures(msgspec.Struct, frozen=True):
     shapes: list[ShapeFigures]
 
 
-Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures | ContentionFigures
+Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures | ContentionFigures | CudaFigures
 
 
 class Document(msgspec.Struct, frozen=True):

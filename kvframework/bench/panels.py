@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvframework.api import ByteSize
 from kvframework.bench.contention.document import ContentionFigures
+from kvframework.bench.cuda.document import CudaFigures
 from kvframework.bench.document import Figures, HostFigures, LookupFigures, StoreFigures
 from kvframework.bench.l2.document import L2Figures
 from kvframework.bench.scale.document import ScaleFigures, ScaleRow
@@ -71,6 +72,8 @@ def panels(figures: Figures) -> list[Panel]:
         return _store(figures)
     if isinstance(figures, ContentionFigures):
         return _contention(figures)
+    if isinstance(figures, CudaFigures):
+        return _cuda(figures)
     return _l2(figures)
 
 
@@ -184,6 +187,35 @@ def _contention(figures: ContentionFigures) -> list[Panel]:
     if figures.hit is not None:
         costs = [spread_bar(row.shape, row.besides_us, row.reach_us) for row in figures.hit.rows]
         made.append(Bars("the engine's processor time for a hit, besides the copy", "µs", costs))
+    return made
+
+
+def _cuda(figures: CudaFigures) -> list[Panel]:
+    made: list[Panel] = []
+    for engine in dict.fromkeys(row.engine for row in figures.transfers):
+        shares = []
+        for row in figures.transfers:
+            if row.engine == engine:
+                for word, moved in (("store", row.store), ("retrieve", row.retrieve), ("both", row.both)):
+                    name = f"{row.shape}, {row.block_tokens}, {row.chunks} chunks, {word}"
+                    shares.append(spread_bar(name, moved.of_plain, row.reach, word))
+        made.append(Bars(f"share of one plain pinned copy, engine {engine}", "x", shares))
+    if figures.submits:
+        submits = [latency_bar(f"{row.operation}, {row.chunks} chunks", row.latency) for row in figures.submits]
+        made.append(Bars("the engine's time for a submit, p50, up to p99", "µs", submits))
+    if figures.matmul is not None:
+        slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown) for row in figures.matmul.rows]
+        made.append(Bars("a loop of matrix products beside transfers, to quiet", "x", slower))
+    if figures.sweep is not None:
+        lines = []
+        for operation in ("store", "retrieve"):
+            rows = [row for row in figures.sweep.rows if row.operation == operation]
+            sizes = [float(row.fragment_bytes) for row in rows]
+            dashed = operation == "retrieve"
+            for engine, rates in (("dma", [r.dma_gb_s for r in rows]), ("kernel", [r.kernel_gb_s for r in rows])):
+                ys = [rate.median for rate in rates]
+                lines.append(Line(f"{engine} {operation}", sizes, ys, dashed, like=f"{engine} store"))
+        made.append(Lines("fragments, by copy engines and by the kernel", "bytes", "GB/s", lines))
     return made
 
 

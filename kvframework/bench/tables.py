@@ -9,6 +9,8 @@ from kvframework.api import ByteSize
 from kvframework.bench.cells import latency_cells, new_table, range_cell, rate_cells, share_cells, time_cell
 from kvframework.bench.contention.document import ContentionFigures
 from kvframework.bench.contention.tables import contention_tables
+from kvframework.bench.cuda.document import CudaFigures
+from kvframework.bench.cuda.tables import cuda_tables
 from kvframework.bench.document import (
     Document,
     HashFigures,
@@ -28,8 +30,9 @@ from kvframework.bench.scale.tables import scale_tables
 
 
 def headline(document: Document) -> str:
-    """The machine and the versions, in one line."""
-    return machine_line(document.machine)
+    """The machine, its GPU if that is what was measured, and the versions, in one line."""
+    gpu = f"{document.figures.gpu.name}; " if isinstance(document.figures, CudaFigures) else ""
+    return gpu + machine_line(document.machine)
 
 
 def machine_line(machine: Machine) -> str:
@@ -67,6 +70,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = scale_tables(figures)
     elif isinstance(figures, ContentionFigures):
         made = contention_tables(figures)
+    elif isinstance(figures, CudaFigures):
+        made = cuda_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

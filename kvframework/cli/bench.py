@@ -28,6 +28,7 @@ _app = typer.Typer(
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
         "kvframework bench contention --part hit",
+        "kvframework bench cuda --sweep            which fragments copy engines are good for",
     ),
     no_args_is_help=True,
 )
@@ -68,6 +69,18 @@ class ContentionPart(str, enum.Enum):
     spinning = "spinning"
     storing = "storing"
     hit = "hit"
+
+
+class CudaPart(str, enum.Enum):
+    transfers = "transfers"
+    submits = "submits"
+    matmul = "matmul"
+
+
+class CudaEngine(str, enum.Enum):
+    auto = "auto"
+    dma = "dma"
+    kernel = "kernel"
 
 
 def register(app: typer.Typer) -> None:
@@ -188,6 +201,38 @@ def contention(
     parts = [each.value for each in part or list(ContentionPart)]
     sizes = QUICK if quick else FULL
     _run("contention", lambda stage: bench_contention(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@_app.command("cuda")
+def cuda(
+    part: Annotated[list[CudaPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Instead of the parts: fragments from 256 B to 512 KiB, dma beside kernel.")
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only shapes whose name begins like this; repeatable.")
+    ] = None,
+    block: Annotated[
+        list[int] | None, typer.Option(help="Only blocks of so many tokens, 16 or 64; repeatable.")
+    ] = None,
+    engine: Annotated[list[CudaEngine] | None, typer.Option(help="Only what copies so; repeatable.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Transport cuda_ipc on the first GPU: store and retrieve beside one plain pinned copy. Contents are verified.
+
+    transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: what a submit
+    takes of the engine's thread. matmul: a loop of matrix products beside transfers; needs torch with CUDA.
+    """
+    from kvframework.bench.cuda.course import SWEEP, bench_cuda
+    from kvframework.bench.cuda.sizes import FULL, QUICK
+
+    parts = [SWEEP] if sweep else [each.value for each in part or list(CudaPart)]
+    engines = [each.value for each in engine or list(CudaEngine)]
+    sizes = (QUICK if quick else FULL).only(shapes=shape or [], blocks=block or [], engines=engines)
+    _run("cuda", lambda stage: bench_cuda(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
 
 
 def _run(
