@@ -5,6 +5,7 @@ Works in the primary contexts of the GPUs that the engine uses, as torch does, a
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ class CudaEngine(EngineDriver[LentEvent]):
             if not self._driver.shares_events(ordinal):
                 raise DeviceError(f"{self._driver.model(ordinal)} cannot share memory and events", where="cuda_ipc")
             handle = self._driver.export_memory(base)
+            with contextlib.suppress(DeviceError):
+                _words_of_process(self._driver, ordinal)  # so that no first `hold` allocates in mid work
         return Exported(Allocation(self._name(ordinal), handle, nbytes), address - base)
 
     def create_event(self, device: str) -> LentEvent:
@@ -103,7 +106,7 @@ class CudaEngine(EngineDriver[LentEvent]):
         ordinal = next(iter(self._ordinals.values()))
         with self._context(ordinal):
             raw = _current_stream(ordinal) if stream is None else stream_of(stream)
-            word = _words_of_process(self._driver).take()
+            word = _words_of_process(self._driver, ordinal).take()
             try:
                 self._driver.wait_word(raw, word.device_address, word.value)
             except BaseException:
@@ -160,10 +163,12 @@ _words: list[Words] = []
 _words_lock = threading.Lock()
 
 
-def _words_of_process(driver: Driver) -> Words:
-    """One page for all instances, kept for good: streams may still read it when an instance has ended."""
+def _words_of_process(driver: Driver, ordinal: int) -> Words:
+    """One page for all instances, kept for good: streams may still read it when an instance has ended. With it is kept
+    the current context, at whose end it would be freed."""
     with _words_lock:
         if not _words:
+            driver.retain_context(ordinal)
             _words.append(Words(*driver.allocate_host(Words.NBYTES)))
         return _words[0]
 
