@@ -1,0 +1,260 @@
+"""Owns a node of the simulated CUDA driver: its table in one directory, as a test sees it from above.
+
+The structures are those of `simulated/table.h`. Rows are changed under flock, as the driver does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+Fault = Literal["copy_fails", "poison", "hold"]
+
+# What a process finds its node by.
+NODE_VARIABLE = "KVF_SIMULATED_CUDA"
+
+_FAULTS: dict[str, int] = {name: number for number, name in enumerate(get_args(Fault), start=1)}
+_UNUSED, _LIVE, _FREED = range(3)
+_MEMORY, _EVENT = range(2)
+_u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
+_Token = ctypes.c_uint8 * 16
+
+
+class _Owner(ctypes.Structure):
+    _fields_ = [("started", _u64), ("pid", ctypes.c_int32), ("spare", _u32)]
+
+
+class _Device(ctypes.Structure):
+    _fields_ = [("uuid", _Token), ("nbytes", _u64), ("mig", _u32), ("vanished", _u32)]
+
+
+class _FaultRow(ctypes.Structure):
+    _fields_ = [("remaining", _u32), ("hits", _u32)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        ("token", _Token), ("owner", _Owner), ("nbytes", _u64), ("physical", _u64), ("device", _u32),
+        ("exportable", _u32), ("state", _u32), ("spare", _u32),
+    ]  # fmt: skip
+
+
+class _Opening(ctypes.Structure):
+    _fields_ = [("owner", _Owner), ("of", _u32), ("row", _u32), ("state", _u32), ("spare", _u32)]
+
+
+class _Event(ctypes.Structure):
+    _fields_ = [
+        ("token", _Token), ("owner", _Owner), ("device", _u32), ("state", _u32), ("recorded", _u64),
+        ("reached", _u64 * 32),
+    ]  # fmt: skip
+
+
+class _Work(ctypes.Structure):
+    _fields_ = [
+        ("owner", _Owner), ("serial", _u64), ("stream", _u64), ("writes", _u32), ("spans", _u32), ("state", _u32),
+        ("spare", _u32),
+    ]  # fmt: skip
+
+
+class _Table(ctypes.Structure):
+    _fields_ = [
+        ("size", _u64), ("seed", _u64), ("max_delay_s", ctypes.c_double), ("serial", _u64), ("physical", _u64),
+        ("released", _u64), ("batches", _u64), ("kernels", _u64), ("driver_version", _u32), ("device_count", _u32),
+        ("processes", _u32), ("virtual_memory", _u32), ("devices", _Device * 8), ("faults", _FaultRow * 8 * 4),
+        ("memories", _Memory * 8192),
+        ("openings", _Opening * 8192), ("events", _Event * 1024), ("works", _Work * 512),
+        ("spans", _u64 * 2 * 128 * 512),
+    ]  # fmt: skip
+
+
+class Violation(NamedTuple):
+    """Something that a real device would have let pass. `process` is the id of the process."""
+
+    kind: str
+    text: str
+    process: int
+
+
+class CudaNode:
+    """Devices in `directory` (made if it is not there), of `nbytes` each; `devices` are their UUIDs as
+    CUDA_VISIBLE_DEVICES takes them. Delays of queued work are drawn from `seed`, up to `max_delay_s` each.
+
+    `mig`: they are instances of divided GPUs, of which a process sees one. Close it after every process has ended.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        devices: int = 2,
+        nbytes: int = 1 << 30,
+        seed: int = 0,
+        max_delay_s: float = 0.002,
+        driver_version: int = 13000,
+        mig: bool = False,
+    ) -> None:
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        with (path / "table").open("xb") as file:
+            file.truncate(ctypes.sizeof(_Table))
+        self._open(path)
+        table = self._table
+        table.seed, table.max_delay_s, table.driver_version = seed, max_delay_s, driver_version
+        table.device_count = devices
+        table.physical = 1 << 20
+        for number in range(devices):
+            # The first four bytes tell them apart: that is how far people write them out.
+            row, name = table.devices[number], uuid.UUID(int=(number + 1) << 120 | seed << 64 | 0x5EED)
+            row.uuid[:] = name.bytes
+            row.nbytes, row.mig = nbytes, mig
+        table.size = ctypes.sizeof(_Table)
+        self.devices = self._names()
+
+    @classmethod
+    def attached(cls, directory: str | Path) -> CudaNode:
+        """The node that was made in `directory`, for another observer."""
+        node = cls.__new__(cls)
+        node._open(Path(directory))
+        node.devices = node._names()
+        return node
+
+    def __enter__(self) -> CudaNode:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            del self._table
+            self._mapped.close()
+            self._file.close()
+
+    # what goes wrong
+
+    def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
+        """The next `count` batched copies or kernels on the device fail, poison the context of their process, or stop
+        in the middle until `release`. Works across processes. Raises `ValueError` for what is not known."""
+        if fault not in _FAULTS:
+            raise ValueError(f"there is no fault {fault!r}: {', '.join(_FAULTS)}")
+        with self._locked():
+            self._table.faults[_FAULTS[fault]][self._number(device)].remaining += count
+
+    def hits(self, fault: Fault) -> int:
+        """How often such a fault has happened."""
+        return sum(row.hits for row in self._table.faults[_FAULTS[fault]])
+
+    def release(self) -> None:
+        """Ends every fault that is left, and lets copies on that were held."""
+        with self._locked():
+            for rows in self._table.faults:
+                for row in rows:
+                    row.remaining = 0
+            self._table.released += 1
+
+    def vanish(self, device: str, *, back: bool = False) -> None:
+        """Every call on the device fails from now on, in every process, until it is `back`."""
+        self._table.devices[self._number(device)].vanished = not back
+
+    @contextmanager
+    def virtual_memory(self) -> Iterator[None]:
+        """What is allocated meanwhile cannot be exported, as what a virtual-memory allocator maps."""
+        self._table.virtual_memory = 1
+        try:
+            yield
+        finally:
+            self._table.virtual_memory = 0
+
+    # what is seen
+
+    def violations(self) -> list[Violation]:
+        """What was done wrong so far."""
+        try:
+            lines = (self.path / "violations").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        rows = [line.split("\t", 2) for line in lines]
+        return [Violation(kind, text, int(process)) for kind, process, text in rows]
+
+    def launched(self) -> tuple[int, int]:
+        """How many batched copies and kernels there have been."""
+        return self._table.batches, self._table.kernels
+
+    def mappings(self) -> int:
+        """How many allocations are open in living processes other than their own."""
+        return self._openings(_MEMORY)
+
+    def events(self) -> int:
+        """How many interprocess events of living processes are not destroyed, and openings of them not closed."""
+        alive = _Alive()
+        own = sum(row.state == _LIVE and alive(row.owner) for row in self._table.events)
+        return own + self._openings(_EVENT)
+
+    def allocated(self, device: str) -> int:
+        """Bytes of the device that a living process holds, as its owner or by a mapping."""
+        number, alive = self._number(device), _Alive()
+        mapped = {
+            row.row for row in self._table.openings if row.state == _LIVE and row.of == _MEMORY and alive(row.owner)
+        }
+        return sum(
+            row.nbytes
+            for at, row in enumerate(self._table.memories)
+            if row.state != _UNUSED
+            and row.device == number
+            and (at in mapped or (row.state == _LIVE and alive(row.owner)))
+        )
+
+    def _openings(self, of: int) -> int:
+        alive = _Alive()
+        return sum(row.state == _LIVE and row.of == of and alive(row.owner) for row in self._table.openings)
+
+    def _open(self, path: Path) -> None:
+        self.path = path
+        self._file = (path / "table").open("r+b")
+        self._mapped = mmap.mmap(self._file.fileno(), 0)
+        self._table = _Table.from_buffer(self._mapped)
+
+    def _names(self) -> Sequence[str]:
+        rows = self._table.devices[: self._table.device_count]
+        return tuple(f"{'MIG' if row.mig else 'GPU'}-{uuid.UUID(bytes=bytes(row.uuid))}" for row in rows)
+
+    def _number(self, device: str) -> int:
+        if device not in self.devices:
+            raise ValueError(f"there is no device {device!r}: {', '.join(self.devices)}")
+        return self.devices.index(device)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        # Of a descriptor of its own: one that was shared would share the lock.
+        with (self.path / "table").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+class _Alive:
+    """Which processes live; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, owner: _Owner) -> bool:
+        key = (owner.pid, owner.started)
+        if key not in self._found:
+            self._found[key] = owner.started != 0 and _started(owner.pid) == owner.started
+        return self._found[key]
+
+
+def _started(pid: int) -> int:
+    """When a process began; 0 if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

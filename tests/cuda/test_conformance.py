@@ -1,0 +1,53 @@
+"""`kvf_cuda_ipc` obeys the contract: on the simulated driver, by either copy engine, and on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvframework.testing import TransportConformance
+from kvframework.testing.transport import RigSpec
+from tests.cuda.building import is_simulated
+from tests.cuda.node import CudaNode
+
+
+class TestSimulatedDma(TransportConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls, cuda_node: CudaNode) -> RigSpec:
+        return RigSpec("tests.cuda.rig:make_simulated", {"node": str(cuda_node.path), "engine": "dma"})
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+class TestSimulatedKernel(TransportConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls, cuda_node: CudaNode) -> RigSpec:
+        return RigSpec("tests.cuda.rig:make_simulated", {"node": str(cuda_node.path), "engine": "kernel"})
+
+
+class OnGpu(TransportConformance):
+    engine: str
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def spec(cls) -> RigSpec:
+        if is_simulated():
+            pytest.skip("this process has the simulated driver: run these alone, -m gpu")
+        cu = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+        try:
+            (status,) = cu.cuInit(0)
+        except RuntimeError:
+            pytest.skip("there is no NVIDIA driver here")
+        if status:
+            pytest.skip(f"there is no GPU here: {status.name}")
+        return RigSpec("tests.cuda.rig:make", {"engine": cls.engine})
+
+
+@pytest.mark.gpu
+class TestGpuDma(OnGpu):
+    engine = "dma"
+
+
+@pytest.mark.gpu
+class TestGpuKernel(OnGpu):
+    engine = "kernel"

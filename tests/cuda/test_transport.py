@@ -1,0 +1,140 @@
+"""What only this transport meets, on the simulated driver: GPUs that are seen otherwise elsewhere or fall off the bus,
+memory that cannot be lent, drivers and installations that lack one of the copy engines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.client import KVClient
+from kvframework.errors import DeviceError
+from kvframework.testing.transport import RigSpec
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, EngineProgram, ServerProgram, client_of, endpoint_in, serving
+from tests.cuda.building import KERNELS_VARIABLE, environment
+from tests.cuda.node import CudaNode
+from tests.cuda.rig import CudaRig, make_simulated
+from tests.waiting import wait_until
+
+NHD = PAGED["nhd"]
+
+
+@pytest.fixture
+def rig(cuda_node: CudaNode) -> Iterator[CudaRig]:
+    made = make_simulated(str(cuda_node.path), device=0, engine="dma")
+    yield made
+    made.close()
+    assert cuda_node.violations() == []
+
+
+@pytest.fixture
+def client(rig: CudaRig) -> Iterator[KVClient]:
+    with serving(rig) as server, client_of(rig, server.endpoint) as connected:
+        yield connected
+
+
+def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:
+    other_rig = make_simulated(str(cuda_node.path), device=1)
+    one, other = KitEngine(rig, client, 1, NHD, seed=1), KitEngine(other_rig, client, 2, NHD, seed=2)
+    request = one.request()
+    assert one.store(request, one.source()).result(PATIENCE_S) is True
+    assert other.load(request, other.target()).result(PATIENCE_S) is True
+    other.expect_loaded(one.model, one.source(), other.target())
+    assert (one.differences(), other.differences()) == ([], [])
+    one.close()
+    other.close()
+    other_rig.close()
+
+
+def test_memory_that_cannot_be_lent_is_refused_with_the_setting_to_change(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    with cuda_node.virtual_memory(), pytest.raises(DeviceError, match="cannot be lent") as refused:
+        KitEngine(rig, client, 1, NHD)
+    assert "expandable_segments:False" in refused.value.hint
+    KitEngine(rig, client, 1, NHD).close()
+
+
+def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    cuda_node.vanish(cuda_node.devices[0])
+    try:
+        assert engine.load(request, engine.target()).result(PATIENCE_S) is False
+    finally:
+        cuda_node.vanish(cuda_node.devices[0], back=True)
+    wait_until(lambda: engine.load(request, engine.target()).result(PATIENCE_S), what="a load after it is back")
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    assert engine.differences() == []
+    engine.close()
+
+
+HOLDS = """
+from kvf_cuda_ipc import create_engine
+from kvf_cuda_ipc.options import CudaOptions
+from tests.cuda.device import CudaDevice
+for _ in range(2):
+    gpu, engine = CudaDevice(), create_engine(CudaOptions())
+    engine.export(gpu.allocate(1000))
+    engine.hold(gpu.new_stream())()
+    engine.close()
+    gpu.close()
+"""
+
+
+def test_a_stream_can_be_held_again_after_the_context_was_given_back(cuda_node: CudaNode) -> None:
+    """Its pinned memory goes with a context, and an engine without torch may make one more."""
+    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert cuda_node.violations() == []
+
+
+DMA, KERNEL = (True, False), (False, True)
+
+
+@pytest.mark.parametrize(
+    ("of_node", "options", "seen", "kernels", "copied_by"),
+    [
+        pytest.param({}, {"engine": "dma"}, "{2},{0}", False, DMA, id="GPUs that the server sees otherwise"),
+        pytest.param({"mig": True}, {"engine": "dma"}, "{1}", False, DMA, id="an instance of a divided GPU"),
+        pytest.param({"driver_version": 12040}, {}, "{0}", True, KERNEL, id="no batched copies"),
+        pytest.param({}, {"kernel_below": "1MiB"}, "{0}", False, DMA, id="no kernel"),
+        pytest.param({}, {"kernel_below": "50B"}, "{0}", True, (True, True), id="both"),
+    ],
+)
+def test_it_works_where_there_are(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_node: dict[str, object],
+    options: dict[str, object],
+    seen: str,
+    kernels: bool,
+    copied_by: tuple[bool, bool],
+) -> None:
+    if options.get("engine") != "dma":
+        pytest.importorskip("cuda.bindings.nvrtc")
+    with CudaNode(tmp_path / "node", devices=3, max_delay_s=0.0005, **of_node) as node:  # type: ignore[arg-type]
+        monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
+        for name, value in environment(node.path, kernels=kernels).items():
+            monkeypatch.setenv(name, value)
+        spec = RigSpec("tests.cuda.rig:make_simulated", {"node": str(node.path), **options})
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        server = ServerProgram(spec, endpoint_in(tmp_path))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen.format(*node.devices))
+        engine = EngineProgram(spec, endpoint_in(tmp_path), 1, "hybrid")
+        assert engine.ask("store", 1) is True
+        assert engine.ask("load", 1) is True
+        assert engine.ask("check", 1) == []
+        engine.close()
+        server.close()
+        assert node.violations() == []
+        batches, launches = node.launched()
+        assert (batches > 0, launches > 0) == copied_by
