@@ -27,6 +27,7 @@ from kvframework.client.connection import SETUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, K
 from kvframework.client.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
+    DeviceError,
     KVFrameworkError,
     NotRegistered,
     PluginWrongKind,
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
+# A device's copier may have to be started first: behind its own deadline, and the server's.
+_LENDING_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -86,17 +89,19 @@ class Instance:
         self._closed = threading.Event()
         self._again: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._registering = threading.Lock()
+        self._lends = False
         boot_id = client.boot_id
         choose_transport(
             client, identity.transport, identity.transport_options, register=self._register_with,
             where=f"transport of instance {identity.instance_id}",
         )  # fmt: skip
         client.when_up(self._register_again)
-        if client.boot_id != boot_id:
-            # The server was restarted in between, perhaps before it was to call back.
-            with contextlib.suppress(AlreadyRegistered, ServerGone):
-                self.registration = self._register(urgent=True)
         try:
+            if client.boot_id != boot_id:
+                # The server was restarted in between, perhaps before it was to call back.
+                with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
+                    self.registration = self._register(urgent=True)
             if view is not None:
                 view.declared(self._declared)
                 check_by_writing(self.transfer, kv_caches, self._declared, view)
@@ -111,7 +116,8 @@ class Instance:
         self._client.forget(self._register_again)
         if self._again is not None:
             self._again.join()
-        self._unregister()
+        with self._registering:
+            self._unregister()
 
     def watch(self, future: MessagingFuture[bool]) -> MessagingFuture[bool]:
         """Registers again, in the background, if the transfer shows that the server lost this instance's memory."""
@@ -124,8 +130,10 @@ class Instance:
         self.registration = self._register(urgent=False)
 
     def _look_at(self, future: MessagingFuture[bool]) -> None:
-        if not isinstance(future.detail, NotRegistered):
-            return
+        if isinstance(future.detail, NotRegistered):
+            self._start_to_recover()
+
+    def _start_to_recover(self) -> None:
         with self._lock:
             if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
                 return
@@ -137,23 +145,31 @@ class Instance:
         wait = _RECOVER_FIRST_S
         while not self._closed.is_set():
             try:
-                self.registration = self._register(urgent=False)
-                if self._view is not None:
-                    check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+                self._register_anew(urgent=False)
+                return
             except AlreadyRegistered:
                 return
             except KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
-            else:
-                log.info("instance %d registered again", self._identity.instance_id)
-                return
             self._closed.wait(wait)
             wait = min(2 * wait, _RECOVER_LONGEST_S)
 
     def _register_again(self) -> None:
-        self.registration = self._register(urgent=True)
-        if self._view is not None:
-            check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+        """At a new server, in the connection's thread. That a device cannot be used there is this instance's trouble,
+        not the connection's."""
+        try:
+            self._register_anew(urgent=True)
+        except DeviceError as error:
+            log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+            self._start_to_recover()
+
+    def _register_anew(self, *, urgent: bool) -> None:
+        with self._registering:
+            if self._closed.is_set():
+                return
+            self.registration = self._register(urgent=urgent)
+            if self._view is not None:
+                check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
         log.info("instance %d registered again", self._identity.instance_id)
 
     def _register(self, *, urgent: bool) -> Registration:
@@ -163,6 +179,8 @@ class Instance:
                 f"the server has no transport {self._transport!r} any more",
                 available=", ".join(self._client.hello.transports),
             )
+        handles = self.transfer.memory_handles(self.kv_caches)
+        self._lends = bool(handles)
         payload = m.RegisterKvCache(
             instance_id=identity.instance_id,
             model_name=identity.model_name,
@@ -171,12 +189,17 @@ class Instance:
             namespace=namespace_of(self._client, identity, self._layout, self._declared),
             transport=self._transport,
             layout=self._declared,
-            handles=self.transfer.memory_handles(self.kv_caches),
+            handles=handles,
         )
-        reply = self._client.request("REGISTER_KV_CACHE", payload, m.Registered, timeout=SETUP_TIMEOUT_S, urgent=urgent)
+        unregister = m.Unregister(identity.instance_id)
+        reply = self._client.request(
+            "REGISTER_KV_CACHE", payload, m.Registered, urgent=urgent,
+            timeout=_LENDING_TIMEOUT_S if handles else SETUP_TIMEOUT_S,
+            on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
+        )  # fmt: skip
         desc = self._layout.object_desc(self._declared, self._client.chunk_size)
         if (reply.namespace, reply.desc) != (payload.namespace, desc):
-            self._client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id))
+            self._client.send("UNREGISTER_KV_CACHE", unregister)
             raise VersionMismatch(
                 f"the server makes other objects of this layout: {reply.desc}",
                 available=str(desc),
@@ -188,10 +211,14 @@ class Instance:
 
     def _unregister(self) -> None:
         try:
-            if self._client.usable:
+            if self._client.usable or self._lends:
                 payload = m.Unregister(self._identity.instance_id)
-                # Answered behind the copies that are under way.
-                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, timeout=TRANSFER_TIMEOUT_S)
+                # Answered behind the copies that are under way; a server that is silent may be in the midst of one.
+                self._client.request(
+                    "UNREGISTER_KV_CACHE", payload, m.Empty, timeout=TRANSFER_TIMEOUT_S, urgent=self._lends
+                )
+        except ServerGone:
+            pass  # and with it whatever it had mapped
         except KVFrameworkError as error:
             log.warning(
                 "instance %d could not unregister, its memory may be in use: %s", self._identity.instance_id, error

@@ -41,7 +41,7 @@ def choose_transport(
             transfer.close()
             if wanted != AUTO or not isinstance(transfer, DeviceTransfer):
                 raise
-            log.warning("transport %s cannot lend this engine's memory and is left out: %s", name, error)
+            log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
             refused.append(_reason(name, error))
         except BaseException:
             transfer.close()

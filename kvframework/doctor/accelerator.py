@@ -95,7 +95,7 @@ def _torch(driver: bool) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding(
             "torch.version", "ok", "torch is not installed; the server needs none",
-            'engines need it for a transport: pip install "kvframework[torch]"',
+            'cpu_gather needs it in engines: pip install "kvframework[torch]"',
         )  # fmt: skip
     try:
         text = Path(str(found.locate_file("torch/version.py"))).read_text()

@@ -17,7 +17,7 @@ from kvframework.api import (
     TransportProvider,
 )
 from kvframework.config import Config, PluginTable
-from kvframework.errors import ConfigFieldError, PluginWrongKind
+from kvframework.errors import ConfigFieldError, PluginUnavailable, PluginWrongKind
 from kvframework.plugins.registry import PluginRegistry
 
 NO_CODEC = "none"
@@ -31,7 +31,14 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, role: type[P]) -
     `role` is the descriptor that the place needs: `[l1]` takes an `L1Provider`, `[[l2]]` a `TierProvider`. Raises
     `PluginError` and `ConfigFieldError` with the table's place.
     """
-    provider = registry.resolve(role.kind, table.use, where=table.where)
+    try:
+        provider = registry.resolve(role.kind, table.use, where=table.where)
+    except PluginUnavailable:
+        # What is wrong with a table is so on every machine, and told first.
+        _, found = registry.describe(role.kind, table.use)
+        if isinstance(found, role):
+            registry.options(found, table.options, where=table.where, core_keys=table.core_keys)
+        raise
     if not isinstance(provider, role):
         raise PluginWrongKind(
             f"{table.use!r} is a {role.kind} of another class: {type(provider).__name__}",

@@ -12,7 +12,7 @@ _SPECS = (
     RequestSpec("PING", m.Empty, m.Pong),
     RequestSpec("NOOP", m.Empty, m.Empty),
     RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
-    RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered),
+    RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered, deadline_s=40.0),
     RequestSpec("REGISTER_KV_CACHE_NON_GPU_CONTEXT", m.RegisterNonGpuContextPayload, m.Registered),
     RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty, deadline_s=30.0),
     RequestSpec("STORE", m.TransferRequest, m.TransferReply, deadline_s=30.0),

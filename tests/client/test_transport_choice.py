@@ -25,7 +25,7 @@ from tests.devices import faulty  # isort: skip
 
 SHAPE = (2, 64, 16, 2, 4)
 GROUPS = {"groups": [{"layers": ["l*"], "axes": ["plane", "block", "token", "head", "dim"], "block_size": 16}]}
-REFUSED = "transport lends_nothing cannot lend this engine's memory and is left out"
+REFUSED = "transport lends_nothing cannot be used for this engine's memory and is left out"
 
 
 @pytest.fixture(scope="module")

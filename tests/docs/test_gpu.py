@@ -12,8 +12,8 @@ import pytest
 from kvf_cuda_ipc import kvf_transports
 from kvframework.config import Config, load_config
 from kvframework.doctor.numa import nodes
-from kvframework.errors import KVFrameworkError
-from kvframework.plugins import PluginRegistry
+from kvframework.errors import ConfigFieldError, KVFrameworkError
+from kvframework.plugins import PluginRegistry, check_config
 from kvframework.plugins.options import describe_options
 from tests.cli.command import run
 from tests.docs.shown import blocks
@@ -110,3 +110,10 @@ def test_the_page_is_short_and_linked() -> None:
     assert "deploy/gpu.md" in (ROOT / "mkdocs.yml").read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", PAGE):
         assert (FILE.parent / target).exists(), target
+
+
+def test_a_mistake_in_its_toml_is_told_before_a_missing_driver(tmp_path: Path) -> None:
+    file = tmp_path / "kvf.toml"
+    file.write_text('[[transport]]\nuse = "cuda_ipc"\npase = 1\n')
+    with pytest.raises(ConfigFieldError, match="unknown key 'pase'"):
+        check_config(load_config(file, environ={}), PluginRegistry())

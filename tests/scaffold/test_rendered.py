@@ -22,7 +22,7 @@ from kvframework.scaffold import PluginNames, render, write_distribution
 from tests.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.
-CHOSEN = {"transport": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share"]}
+CHOSEN = {"transport": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share or a_stream"]}
 TORCH = {"layout"}
 
 

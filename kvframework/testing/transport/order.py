@@ -57,7 +57,8 @@ class Order(TransportKit):
         with self.holding(rig) as held:
             future = engine.store(request, engine.source())
             wait_until(rig.held, "a copy that is held")
-            assert not future.query()
+            with pytest.raises(TimeoutError):
+                future.result(0.2)
             assert engine.hit(request) == 0, "nothing is published before it is there"
             held.leave()
             assert future.result(PATIENCE_S) is True
