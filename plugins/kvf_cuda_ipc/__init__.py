@@ -51,13 +51,16 @@ def _diagnose(options: CudaOptions, _context: TierContext, _deadline: float) -> 
 
 
 def _probe() -> str | None:
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return 'cuda-bindings is not installed: pip install "kvframework[cuda]"'
     try:
         # Loading it opens no device and initialises nothing.
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "there is no NVIDIA driver here: libcuda.so.1 cannot be loaded"
+        return (
+            "there is no NVIDIA driver here, libcuda.so.1 cannot be loaded: install one, or give the container GPUs,"
+            " with `compute` in NVIDIA_DRIVER_CAPABILITIES"
+        )
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return 'cuda-bindings is not installed: pip install "kvframework[cuda]", or [cuda12] for a driver of CUDA 12'
     return None
 
 

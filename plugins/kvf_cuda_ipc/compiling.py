@@ -9,7 +9,7 @@ from cuda.bindings import nvrtc
 
 from kvframework.errors import DeviceError
 
-_INSTALL = 'pip install "kvframework[cuda]"'
+_INSTALL = 'pip install "kvframework[cuda]", or [cuda12] for a driver of CUDA 12'
 
 
 def compiled(source: str, name: str, capability: int) -> bytes:

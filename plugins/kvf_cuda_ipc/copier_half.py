@@ -47,7 +47,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         if self._batched is None and self._kernel is None:
             raise DeviceError(
                 "nothing can copy here: the driver has no batched copies, and there is no kernel", where="cuda_ipc",
-                hint='install a driver of CUDA 12.8 or later, or NVRTC: pip install "kvframework[cuda]"',
+                hint='install a driver of CUDA 12.8 or later, or NVRTC: pip install "kvframework[cuda]", or [cuda12]',
             )  # fmt: skip
         self._kernel_below = int(options.kernel_below)
         self._slices: list[int] = []

@@ -36,8 +36,8 @@ _STICKY = frozenset(
     }
 )  # fmt: skip
 _HINTS = {
-    "NO_DEVICE": "no GPU is visible to this process: start the container with the same GPUs as the engines'",
-    "INVALID_DEVICE": "no GPU is visible to this process: start the container with the same GPUs as the engines'",
+    "NO_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
+    "INVALID_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
     "OUT_OF_MEMORY": "leave room on the GPU: the server's copier needs a CUDA context there",
     "COMPAT_NOT_SUPPORTED_ON_DEVICE": "the driver is older than cuda-bindings: install a newer driver",
 }

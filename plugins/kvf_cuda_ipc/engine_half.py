@@ -19,8 +19,8 @@ from kvframework.api import Allocation, EngineDriver, Exported
 from kvframework.errors import DeviceError
 
 _LENDING_HINT = (
-    "set PYTORCH_ALLOC_CONF=expandable_segments:False, and start vLLM without sleep mode (enable_sleep_mode); "
-    "or use cpu_gather"
+    "take expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, start vLLM without sleep mode"
+    " (enable_sleep_mode); or use cpu_gather"
 )
 
 

@@ -56,7 +56,7 @@ def test_memory_that_cannot_be_lent_is_refused_with_the_setting_to_change(
 ) -> None:
     with cuda_node.virtual_memory(), pytest.raises(DeviceError, match="cannot be lent") as refused:
         KitEngine(rig, client, 1, NHD)
-    assert "expandable_segments:False" in refused.value.hint
+    assert "expandable_segments:True out of" in refused.value.hint
     KitEngine(rig, client, 1, NHD).close()
 
 
