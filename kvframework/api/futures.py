@@ -3,16 +3,17 @@ resolved once, by whoever does the work."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Generic, TypeVar
 
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError
 
 log = logging.getLogger(__name__)
+# A cache alone lets threads that come at once all through.
+_telling = threading.RLock()
 
 T = TypeVar("T")
 # `EngineDriver.hold`.
@@ -27,7 +28,7 @@ class MessagingFuture(Generic[T]):
     `hold` is set by a transport whose device can have its streams wait, see `EngineDriver.hold`.
     """
 
-    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_lock", "_value", "detail", "hold")
+    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_held", "_lock", "_value", "detail", "hold")
 
     def __init__(self, cancel_hook: Callable[[], None] | None = None) -> None:
         self._lock = threading.Lock()
@@ -35,6 +36,8 @@ class MessagingFuture(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[MessagingFuture[T]], None]] = []
+        # None once nothing may be held for it any more: it is resolved or overdue.
+        self._held: list[Callable[[], None]] | None = []
         self._cancel_hook = cancel_hook
         self.detail: object = None
         self.hold: Hold | None = None
@@ -85,6 +88,28 @@ class MessagingFuture(Generic[T]):
                 return
         callback(self)
 
+    @property
+    def may_hold(self) -> bool:
+        """Whether a device may still be held for it: it is neither resolved nor overdue. Never blocks."""
+        return self._held is not None
+
+    def add_release(self, release: Callable[[], None]) -> None:
+        """Calls `release()` once, when the future is resolved or overdue, at once if it already is; before callbacks,
+        and with the same rules."""
+        with self._lock:
+            if self._held is not None:
+                self._held.append(release)
+                return
+        release()
+
+    def overdue(self) -> None:
+        """Lets everything go that a device holds for this future, which stays pending: its deadline is over, and nobody
+        knows yet how it ends. For whoever does the work; nothing if it is resolved or overdue already. Raises what a
+        release raises, after all of them were called."""
+        with self._lock:
+            releases, self._held = self._held or [], None
+        _call_all(releases)
+
     def cancel(self) -> None:
         """Asks whoever does the work to stop; the future is resolved as always once the work touches nothing any more.
 
@@ -115,14 +140,9 @@ class MessagingFuture(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
             self._cancel_hook = None
             self._done.set()
-        failed: BaseException | None = None
-        for callback in callbacks:
-            try:
-                callback(self)
-            except BaseException as error:  # noqa: BLE001  a stream may wait for one of the others
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            # Behind that: who finds that nothing may be held any more finds the result.
+            releases, self._held = self._held or [], None
+        _call_all([*releases, *(partial(callback, self) for callback in callbacks)])
         return True
 
 
@@ -154,27 +174,42 @@ class DeviceFuture(Generic[T]):
         self._future.cancel()
 
     def wait(self, stream: object | None = None) -> None:
-        """Has all further work of `stream` (None: the calling thread's current one) wait until the transfer is over.
+        """Has all further work of `stream` (None: the calling thread's current one) wait until the transfer is over, or
+        until the request's deadline at the longest: then the stream goes on, the future is pending, and the blocks are
+        not to be trusted.
 
         It is over when it failed, too, which the stream cannot know: ask `result` before you trust what the blocks
         hold. Returns at once, and may be called for any number of streams, from any thread. Only where the device
-        cannot hold a stream, or the transport is none of a device, the calling thread itself waits for the transfer,
-        until the request's deadline at the longest; that is logged once.
+        cannot hold a stream, or the transport is none of a device, the calling thread itself waits, as long as the
+        stream would; that is logged once.
         """
         future = self._future
-        if future.query():
+        if not future.may_hold:
             return
         try:
             if future.hold is None:
                 raise DeviceError("the transport knows no streams")
             release = future.hold(stream)
         except DeviceError as error:
-            _tell_once(error.fact)
-            # How it ended is for those who ask for the result.
-            with contextlib.suppress(Exception):
-                future.result()
+            with _telling:
+                _tell_once(error.fact)
+            released = threading.Event()
+            future.add_release(released.set)
+            released.wait()
             return
-        future.add_done_callback(lambda _: release())
+        future.add_release(release)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Raises the first of what they raise, once all were called: a stream may wait for one of them."""
+    failed: BaseException | None = None
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  see above
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 @lru_cache(maxsize=16)

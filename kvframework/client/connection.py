@@ -268,6 +268,8 @@ class KVClient(EngineLink):
                 log.warning("%s of request %s failed: %s", kind, key.request_id, error)
                 if isinstance(error, DeadlineExceeded):
                     self._when_untouched(sent, lambda: future.set_result(False, error))
+                    # Last, since it may raise what a device's driver does.
+                    future.overdue()
                 else:
                     future.set_result(False, error)
                 return

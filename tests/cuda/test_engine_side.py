@@ -125,7 +125,7 @@ def test_events_of_all_kinds_are_taken() -> None:
     assert event_of(10) == 10
 
 
-@pytest.mark.parametrize("ready", [Has(cuda_event=0), Has(event_id=0), 0, -1])
+@pytest.mark.parametrize("ready", [Has(cuda_event=0), Has(event_id=0), 0])
 def test_an_event_that_was_never_recorded_is_refused(ready: object) -> None:
     with pytest.raises(DeviceError, match="was never recorded"):
         event_of(ready)
@@ -135,6 +135,23 @@ def test_an_event_that_was_never_recorded_is_refused(ready: object) -> None:
 def test_what_is_no_event_is_refused(ready: object) -> None:
     with pytest.raises(DeviceError, match="the engine's event is a"):
         event_of(ready)
+
+
+def test_the_driver_gets_no_handle_that_it_cannot_have() -> None:
+    top = (1 << 64) - 1
+    assert (event_of(top), stream_of(top)) == (top, top)
+    for wrong in (-1, 1 << 64, 1 << 70, 10**5000):
+        for ready in (wrong, Has(event_id=wrong)):
+            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is none of the driver's"):
+                event_of(ready)
+        for stream in (wrong, Has(cuda_stream=wrong), Has(__cuda_stream__=lambda wrong=wrong: (0, wrong))):
+            with pytest.raises(DeviceError, match=r"the handle of the engine's \w+ is none of the driver's"):
+                stream_of(stream)
+    for no_number in ("a pointer", object(), float("inf")):
+        with pytest.raises(DeviceError, match="the handle of the engine's Has is none"):
+            event_of(Has(handle=no_number))
+        with pytest.raises(DeviceError, match="the handle of the engine's Has is none"):
+            stream_of(Has(cuda_stream=no_number))
 
 
 def test_streams_of_all_kinds_are_taken() -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from kvframework.api import MessagingFuture, futures
-from kvframework.errors import Cancelled, DeviceError, ServerGone
+from kvframework.client import connection
+from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError, ServerGone
 from kvframework.server import Server
 from kvframework.testing.accelerator import SimulatedNode
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving
+from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, serving
+from kvframework.testing.transport.rig import RigSpec
 from tests.devices.rigs import simdev
 from tests.waiting import wait_until
 
@@ -118,6 +123,94 @@ def test_threads_wait_on_streams_of_their_own(pending: MessagingFuture[bool], st
     assert set(streams.released.values()) <= {1}
 
 
+def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: MessagingFuture[bool], streams: Streams) -> None:
+    ended: list[bool] = []
+    pending.add_done_callback(lambda future: ended.append(future.result(0)))
+    seen = pending.to_cuda_future()
+    seen.wait("stream")
+    pending.overdue()
+    assert streams.released == {"stream": 1}
+    assert not seen.query()
+    with pytest.raises(DeadlineExceeded):
+        seen.result(0)
+    seen.wait("later")
+    assert "later" not in streams.released
+    pending.overdue()
+    assert ended == []
+    pending.set_result(True)
+    pending.overdue()
+    assert (streams.released, ended, seen.result(0)) == ({"stream": 1}, [True], True)
+
+
+def test_a_future_that_becomes_overdue_while_the_stream_is_being_held_lets_it_go(
+    pending: MessagingFuture[bool], streams: Streams
+) -> None:
+    streams.meanwhile = pending.overdue
+    pending.to_cuda_future().wait("stream")
+    assert streams.released == {"stream": 1}
+
+
+@pytest.mark.parametrize("how", ["overdue", "resolved"])
+def test_no_release_that_fails_keeps_another_stream_waiting(
+    how: str, pending: MessagingFuture[bool], streams: Streams
+) -> None:
+    def fails() -> None:
+        raise ValueError("in a release")
+
+    pending.add_release(fails)
+    pending.to_cuda_future().wait("stream")
+    with pytest.raises(ValueError, match="in a release"):
+        pending.overdue() if how == "overdue" else pending.set_result(True)
+    assert streams.released == {"stream": 1}
+    assert pending.query() is (how == "resolved")
+
+
+def test_each_stream_is_let_go_once_whoever_is_first() -> None:
+    for _ in range(200):
+        streams, pending = Streams(), MessagingFuture[bool]()
+        pending.hold = streams.hold
+        seen = pending.to_cuda_future()
+        early = [f"early {number}" for number in range(20)]
+        for stream in early:
+            seen.wait(stream)
+        calls = [pending.overdue, lambda end=pending.set_result: end(True)]
+        calls += [lambda wait=seen.wait, at=at: [wait(f"{at}.{number}") for number in range(20)] for at in range(3)]
+        together = threading.Barrier(len(calls))
+
+        def at_once(call: Callable[[], object], together: threading.Barrier = together) -> None:
+            together.wait()
+            call()
+
+        threads = [threading.Thread(target=at_once, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert set(early) <= streams.released.keys()
+        assert set(streams.released.values()) == {1}
+
+
+@pytest.mark.parametrize("why", ["no device", "cannot hold"])
+def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str, streams: Streams) -> None:
+    future: MessagingFuture[bool] = MessagingFuture()
+
+    def refuse(stream: object | None) -> Callable[[], None]:
+        raise DeviceError("no such thing here")
+
+    if why == "cannot hold":
+        future.hold = refuse
+    waiting, later = [threading.Thread(target=future.to_cuda_future().wait, daemon=True) for _ in range(2)]
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    future.overdue()
+    later.start()
+    for thread in (waiting, later):
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert not future.query()
+
+
 @pytest.mark.parametrize("why", ["no device", "cannot hold"])
 def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
     why: str, caplog: pytest.LogCaptureFixture
@@ -130,7 +223,13 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
 
     if why == "cannot hold":
         future.hold = refuse
-    waiting = [threading.Thread(target=future.to_cuda_future().wait) for _ in range(2)]
+    together = threading.Barrier(16)
+
+    def wait() -> None:
+        together.wait()
+        future.to_cuda_future().wait()
+
+    waiting = [threading.Thread(target=wait) for _ in range(together.parties)]
     with caplog.at_level(logging.WARNING):
         for thread in waiting:
             thread.start()
@@ -193,6 +292,44 @@ def test_a_stream_goes_on_when_its_side_is_closed_under_the_transfer(
         closing_it.join(PATIENCE_S)
         assert not closing_it.is_alive()
         engine.close()
+
+
+def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
+    node: SimulatedNode, rig: SimulatedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may still write to the blocks, so that the future has to wait for what it says."""
+    spec = RigSpec("tests.devices.rigs:simdev", {"node": str(node.path)})
+    with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
+        endpoint = endpoint_in(Path(directory))
+        server = ServerProgram(spec, endpoint)
+        try:
+            with client_of(rig, endpoint) as client:
+                engine = KitEngine(rig, client, 3, NHD)
+                request = engine.request()
+                assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                stream = rig.stream()
+                monkeypatch.setattr(connection, "TRANSFER_TIMEOUT_S", 1.0)
+                with rig.holding_copies():
+                    future = engine.load(request, engine.target())
+                    wait_until(rig.held, PATIENCE_S, "a copy that is held")
+                    server.process.send_signal(signal.SIGSTOP)
+                    seen = future.to_cuda_future()
+                    seen.wait(stream)
+                    # Of other memory: the copy may still write to the blocks.
+                    read = rig.read_later(rig.empty([1], "uint8"), stream)
+                    thread = threading.Thread(target=seen.wait, args=(object(),), daemon=True)
+                    thread.start()
+                    wait_until(lambda: read() is not None, PATIENCE_S, "the end of the stream's wait")
+                    thread.join(PATIENCE_S)
+                    assert not thread.is_alive()
+                    assert not future.query()
+                assert not future.query()
+                server.process.send_signal(signal.SIGCONT)
+                assert future.result(PATIENCE_S) is False
+                engine.close()
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+            server.close()
 
 
 def test_what_is_no_stream_of_the_device_is_waited_for_by_the_thread(rig: SimulatedRig, server: Server) -> None:
