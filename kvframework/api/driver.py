@@ -82,6 +82,9 @@ class DeviceOptions(Options, frozen=True):
         for name in ("in_flight", "launch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {int(getattr(self, name))}: at least 1 byte")
+        for name in ("in_flight", "launch", "pace"):
+            if getattr(self, name) >= 1 << 63:
+                raise ValueError(f"{name} is {int(getattr(self, name))}: less than 2**63 bytes")
 
 
 @dataclass(frozen=True)

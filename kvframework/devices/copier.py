@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
+# Of the smallest fragments, a launch of so many bytes as is allowed would take a driver seconds.
+LAUNCH_FRAGMENTS = 1 << 16
 # How long the loop sleeps while copies are under way: at first hardly, then longer.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.001
 # So high that it is closed after everything that could still write to an engine's memory.
@@ -69,6 +71,7 @@ class Copier:
         self._driver = driver
         self._launch_bytes = options.launch
         self._instances: dict[int, _Instance] = {}
+        self._opening: set[int] = set()
         self._closing: set[int] = set()
         self._frames = Frames()
         self._fds: deque[int] = deque()
@@ -83,16 +86,18 @@ class Copier:
     def run(self) -> None:
         """Returns when the server is gone. Raises `DeviceLost`."""
         self.send(Ready())
+        self._flush()
         self._pinned.start()
         wait = SHORTEST_WAIT_S
         while True:
-            busy = self._launcher.busy or bool(self._closing)
+            busy = self._launcher.busy or bool(self._opening) or bool(self._closing)
             # Not `poll`, which knows no part of a millisecond.
             if select.select([self._sock], [], [], self._rest(wait) if busy else BEAT_S)[0]:
                 if not self._receive():
                     return
                 wait = SHORTEST_WAIT_S
             self._pinned.check()
+            self._answer_opens()
             wait = SHORTEST_WAIT_S if self._launcher.step() else min(wait * 2, LONGEST_WAIT_S)
             self._close_idle()
             self._beat()
@@ -111,7 +116,7 @@ class Copier:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if self._launcher.busy and now >= self._next_beat:
+        if (self._launcher.busy or self._opening) and now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self.send(Beat(self._launcher.oldest_s()))
 
@@ -134,6 +139,7 @@ class Copier:
             self._open(message)
         elif isinstance(message, Close):
             self._launcher.cancel_context(message.context)
+            self._opening.discard(message.context)
             self._closing.add(message.context)
 
     def _open(self, message: Open) -> None:
@@ -151,16 +157,17 @@ class Copier:
             self.send(Opened(message.context, Failure.of(error)))
             return
         self._instances[message.context] = _Instance(planner, addresses, alive)
-        self.send(Opened(message.context))
+        self._opening.add(message.context)
+
+    def _answer_opens(self) -> None:
+        """Only once a part of the arena is pinned: where none can be, nobody is to take this transport."""
+        if self._opening and self._pinned.usable() > 0:
+            for context in self._opening:
+                self.send(Opened(context))
+            self._opening.clear()
 
     def _close_memory(self, addresses: list[int], alive_fd: int | None) -> None:
-        for address in addresses:
-            try:
-                self._driver.close_memory(address)
-            except DeviceLost:
-                raise
-            except DeviceError as error:
-                log.warning("memory could not be closed: %s", error)
+        _close_each(self._driver.close_memory, addresses, "memory")
         if alive_fd is not None:
             os.close(alive_fd)
 
@@ -208,15 +215,25 @@ class Copier:
             self._closing.discard(context)
             instance = self._instances.pop(context, None)
             if instance is not None:
-                for event in instance.events.values():
-                    self._driver.close_event(event)
+                _close_each(self._driver.close_event, instance.events.values(), "an event")
                 self._close_memory(instance.addresses, instance.alive_fd)
             self.send(Closed(context))
 
 
 def _split(batches: Iterable[CopyBatch], limit: int) -> Iterator[CopyBatch]:
     for batch in batches:
-        yield from batch.split(limit)
+        yield from batch.split(min(limit, batch.run * LAUNCH_FRAGMENTS))
+
+
+def _close_each(close: Callable[[Any], None], things: Iterable[Any], what: str) -> None:
+    """All of them, whatever becomes of one; raises `DeviceLost`."""
+    for each in things:
+        try:
+            close(each)
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            log.warning("%s could not be closed: %s", what, error)
 
 
 def _moved_up(fd: int) -> int:

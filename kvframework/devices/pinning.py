@@ -15,7 +15,8 @@ from kvframework.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 64 << 30
+# Drivers may hold up other calls of the process while one slice is pinned.
+SLICE_BYTES = 4 << 30
 THREADS = 4
 
 
@@ -28,6 +29,7 @@ class Pinning:
         self._size = size
         self._done = [False] * len(self._starts)
         self._usable = 0
+        self._lock = threading.Lock()
         self._error: DeviceError | None = None
 
     def start(self) -> None:
@@ -59,6 +61,7 @@ class Pinning:
             log.exception("pinning the arena failed")
             self._error = DeviceError(f"the arena could not be pinned: {type(error).__name__}: {error}")
             return
-        self._done[index] = True
-        first_missing = self._done.index(False) if False in self._done else len(self._done)
-        self._usable = max(self._usable, min(first_missing * SLICE_BYTES, self._size))
+        with self._lock:
+            self._done[index] = True
+            first_missing = self._done.index(False) if False in self._done else len(self._done)
+            self._usable = max(self._usable, min(first_missing * SLICE_BYTES, self._size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 
 from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
-from kvframework.errors import DeviceError
-from kvframework.testing.accelerator import Stream
+from kvframework.errors import DeviceError, DeviceLost
+from kvframework.testing.accelerator import Event, Stream
 
 HINT = "set ACME_IPC=1"
+PIN_S = 2.0
 
 
 class RefusesMemory(SimCopier):
@@ -23,6 +25,29 @@ class RefusesMemory(SimCopier):
 class RefusesCopies(SimCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         raise DeviceError("no engine is free", where="acme.copy", hint=HINT)
+
+
+class CannotPin(SimCopier):
+    def pin(self, offset: int, nbytes: int) -> None:
+        raise DeviceError("so much memory may not be locked", where="acme.pin", hint=HINT)
+
+
+class PinsSlowly(SimCopier):
+    def pin(self, offset: int, nbytes: int) -> None:
+        time.sleep(PIN_S)
+        super().pin(offset, nbytes)
+
+
+class CannotCloseEvents(SimCopier):
+    error: type[DeviceError] = DeviceError
+
+    def close_event(self, event: Event) -> None:
+        super().close_event(event)
+        raise self.error("the event is in use", where="acme.close_event")
+
+
+class IsLostAtAnEvent(CannotCloseEvents):
+    error = DeviceLost
 
 
 class BreaksOnce(SimCopier):
@@ -71,6 +96,22 @@ def refuses_copies(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     return RefusesCopies(runtime(options.node), device, arena)
 
 
+def cannot_pin(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return CannotPin(runtime(options.node), device, arena)
+
+
+def pins_slowly(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return PinsSlowly(runtime(options.node), device, arena)
+
+
+def cannot_close_events(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return CannotCloseEvents(runtime(options.node), device, arena)
+
+
+def is_lost_at_an_event(options: SimOptions, device: str, arena: Arena) -> SimCopier:
+    return IsLostAtAnEvent(runtime(options.node), device, arena)
+
+
 def is_broken(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     raise ValueError("no such luck")
 
@@ -93,6 +134,10 @@ def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
         _provider("sound", create_copier),
         _provider("refuses_memory", refuses_memory),
         _provider("refuses_copies", refuses_copies),
+        _provider("cannot_pin", cannot_pin),
+        _provider("pins_slowly", pins_slowly),
+        _provider("cannot_close_events", cannot_close_events),
+        _provider("is_lost_at_an_event", is_lost_at_an_event),
         _provider("breaks_once", breaks_once),
         _provider("is_broken", is_broken),
         _provider("needs_a_library", needs_a_library),
