@@ -81,7 +81,7 @@ class ByteSize(int):
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return cls(value)
         if isinstance(value, str):
-            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+            match = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([a-zA-Z]*)\s*", value)
             if match and match[2].lower() in cls._UNITS:
                 return cls(int(float(match[1]) * cls._UNITS[match[2].lower()]))
         raise ValueError(f'expected a size such as 1073741824, "512MiB" or "1GB", found {value!r}')

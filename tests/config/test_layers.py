@@ -93,6 +93,12 @@ def test_a_size_is_written_exactly(size: int) -> None:
     assert ByteSize.parse(read) == size
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "1." + "9" * 400 + "GiB", "9" * 400 + "TiB", "", "-1", "1 XiB"])
+def test_what_is_no_size_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size such as"):
+        ByteSize.parse(text)
+
+
 def test_what_toml_cannot_say_is_refused() -> None:
     with pytest.raises(TypeError):
         toml_value(None)
