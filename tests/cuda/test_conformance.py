@@ -6,6 +6,8 @@ import pytest
 
 from kvframework.testing import TransportConformance
 from kvframework.testing.transport import RigSpec
+from kvframework.testing.transport.content import Content
+from kvframework.testing.transport.faults import Faults
 from tests.cuda.building import is_simulated
 from tests.cuda.node import CudaNode
 
@@ -18,7 +20,9 @@ class TestSimulatedDma(TransportConformance):
 
 
 @pytest.mark.usefixtures("cuda_kernels")
-class TestSimulatedKernel(TransportConformance):
+class TestSimulatedKernel(Content, Faults):
+    """What depends on what copies: the bytes, and what becomes of a copy that fails."""
+
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls, cuda_node: CudaNode) -> RigSpec:

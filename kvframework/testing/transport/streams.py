@@ -52,13 +52,14 @@ class Streams(TransportKit):
     def test_a_stream_goes_on_after_a_load_that(self, rig: TransportRig, make_engine: MakeEngine, how: str) -> None:
         """What the blocks hold then is for those to ask who use them; but nobody must wait for ever."""
         streams = [self._stream(rig, "its own") for _ in range(2)]
-        engine = make_engine(NHD)
+        # The load waits for an event of other memory: nothing but the load stands before what is read here.
+        engine, other = make_engine(NHD), make_engine(NHD)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S) is True
         if how == "fails":
             self._fail_next_copy(rig)
         with self.entered(rig.holding_writes()) as held:
-            future = engine.load(request, engine.target(), event=engine.overwrite(later=True))
+            future = engine.load(request, engine.target(), event=other.overwrite(later=True))
             reads = []
             for stream in streams:
                 self._wait(future, stream, held)
