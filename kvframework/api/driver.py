@@ -128,7 +128,10 @@ class CopyBatch:
         cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
         cells = max(limit // cell, 1)
         places = min(cells, len(self.place_addresses))
-        lanes = max(cells // places, 1)
+        yield from self.tiles(max(cells // places, 1), places)
+
+    def tiles(self, lanes: int, places: int) -> Iterator[CopyBatch]:
+        """Batches of at most so many lanes and places each."""
         for lane in range(0, len(self.lane_addresses), lanes):
             for place in range(0, len(self.place_addresses), places):
                 yield CopyBatch(

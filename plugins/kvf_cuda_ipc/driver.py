@@ -156,9 +156,6 @@ class Driver:
         address = int(_call(cu.cuMemHostAlloc, nbytes, flags))
         return address, int(_call(cu.cuMemHostGetDevicePointer, address, 0))
 
-    def free_host(self, address: int) -> None:
-        _call(cu.cuMemFreeHost, address)
-
     # events
 
     def create_event(self, *, interprocess: bool) -> Event:

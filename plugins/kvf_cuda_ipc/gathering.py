@@ -82,16 +82,7 @@ def parts(batch: CopyBatch) -> Iterator[CopyBatch]:
     lanes = max(min(lanes, _MOST_WORDS // (cell * places)), 1)
     if cell > _MOST_WORDS:
         raise DeviceError(f"{cell} bytes of one place", where="cuda_ipc", available=f"at most {_MOST_WORDS}")
-    for lane in range(0, len(batch.lane_addresses), lanes):
-        for place in range(0, len(batch.place_addresses), places):
-            yield CopyBatch(
-                batch.lane_addresses[lane : lane + lanes],
-                batch.lane_offsets[lane : lane + lanes],
-                batch.place_addresses[place : place + places],
-                batch.place_offsets[place : place + places],
-                batch.steps,
-                batch.run,
-            )
+    yield from batch.tiles(lanes, places)
 
 
 def described(batch: CopyBatch, arena: int, *, to_arena: bool) -> tuple[int, Batch]:
