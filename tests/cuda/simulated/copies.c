@@ -128,7 +128,8 @@ static CUresult add_copies(struct stream *stream, struct copies *copies, size_t 
     return CUDA_SUCCESS;
 }
 
-static CUresult copy_one(CUdeviceptr to, uint64_t from, size_t nbytes, CUstream handle, bool wait)
+/* One fragment; with no source it is set to `value`. */
+static CUresult add_one(struct fragment fragment, uint8_t value, bool pinned, CUstream handle, bool wait)
 {
     struct context *context;
     struct stream *stream;
@@ -136,13 +137,19 @@ static CUresult copy_one(CUdeviceptr to, uint64_t from, size_t nbytes, CUstream 
     CUresult result = entered(&context);
     if (result == CUDA_SUCCESS)
         result = stream_of(handle, context, &stream);
-    if (result != CUDA_SUCCESS || nbytes == 0)
+    if (result != CUDA_SUCCESS || fragment.nbytes == 0)
         return result;
     struct copies *copies = new_work(sizeof *copies + sizeof *copies->fragments, run_copies);
     copies->count = 1;
-    copies->fragments[0] = (struct fragment){to, from, nbytes};
-    result = add_copies(stream, copies, 1, !wait, &wrong);
+    copies->value = value;
+    copies->fragments[0] = fragment;
+    result = add_copies(stream, copies, 1, pinned, &wrong);
     return result == CUDA_SUCCESS && wait ? stream_wait_idle(stream) : result;
+}
+
+static CUresult copy_one(CUdeviceptr to, uint64_t from, size_t nbytes, CUstream handle, bool wait)
+{
+    return add_one((struct fragment){to, from, nbytes}, 0, !wait, handle, wait);
 }
 
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t nbytes, CUstream stream)
@@ -218,20 +225,7 @@ API CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *n
 
 static CUresult set(CUdeviceptr to, uint8_t value, size_t nbytes, CUstream handle, bool wait)
 {
-    struct context *context;
-    struct stream *stream;
-    size_t wrong;
-    CUresult result = entered(&context);
-    if (result == CUDA_SUCCESS)
-        result = stream_of(handle, context, &stream);
-    if (result != CUDA_SUCCESS || nbytes == 0)
-        return result;
-    struct copies *copies = new_work(sizeof *copies + sizeof *copies->fragments, run_copies);
-    copies->count = 1;
-    copies->value = value;
-    copies->fragments[0] = (struct fragment){to, 0, nbytes};
-    result = add_copies(stream, copies, 1, true, &wrong);
-    return result == CUDA_SUCCESS && wait ? stream_wait_idle(stream) : result;
+    return add_one((struct fragment){to, 0, nbytes}, value, true, handle, wait);
 }
 
 API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t nbytes)
