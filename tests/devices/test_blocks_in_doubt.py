@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import closing
 
 import msgspec
 import pytest
@@ -13,42 +11,15 @@ import kvframework.client.connection
 from kvframework.client import KVClient
 from kvframework.errors import TransportMismatch
 from kvframework.server import Server
-from kvframework.testing.accelerator import SimulatedNode
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of
+from kvframework.testing.transport.node import PATIENCE_S, held_by, status_of
 from kvframework.wire import messages as m
-from tests.devices.rigs import simdev
 from tests.waiting import wait_until
 from tests.wire_client import WireClient
 
 NHD = PAGED["nhd"]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
-        yield made
-        assert made.violations() == []
-
-
-@pytest.fixture(scope="module")
-def rig(node: SimulatedNode) -> Iterator[SimulatedRig]:
-    with closing(simdev(str(node.path))) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(rig: SimulatedRig) -> Iterator[Server]:
-    with serving(rig) as running:
-        yield running
-
-
-@pytest.fixture
-def client(rig: SimulatedRig, server: Server) -> Iterator[KVClient]:
-    with client_of(rig, server.endpoint) as connected:
-        yield connected
 
 
 def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(

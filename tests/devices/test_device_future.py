@@ -6,8 +6,7 @@ import logging
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from kvframework.testing.accelerator import SimulatedNode
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, serving
+from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in
 from kvframework.testing.transport.rig import RigSpec
-from tests.devices.rigs import simdev
 from tests.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -248,25 +246,6 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
 
 
 # on the simulated accelerator
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
-    with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as made:
-        yield made
-        assert made.violations() == []
-
-
-@pytest.fixture(scope="module")
-def rig(node: SimulatedNode) -> Iterator[SimulatedRig]:
-    with closing(simdev(str(node.path))) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(rig: SimulatedRig) -> Iterator[Server]:
-    with serving(rig) as running:
-        yield running
 
 
 @pytest.mark.parametrize("what", ["instance", "connection"])

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.server import Server
 from kvframework.testing.accelerator import AcceleratorError, SimulatedNode
 from kvframework.testing.accelerator.rig import LEAD_BYTES, SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvframework.testing.transport.node import PATIENCE_S, status_of
 from tests.devices.engines import works
-from tests.devices.rigs import kvf_simdev, simdev
+from tests.devices.rigs import kvf_simdev
 from tests.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -28,24 +26,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
     with SimulatedNode(tmp_path_factory.mktemp("node"), nbytes=30_000, max_delay_s=0.0005) as made:
         yield made
         assert made.violations() == []
-
-
-@pytest.fixture(scope="module")
-def rig(node: SimulatedNode) -> Iterator[SimulatedRig]:
-    with closing(simdev(str(node.path))) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(rig: SimulatedRig) -> Iterator[Server]:
-    with serving(rig) as running:
-        yield running
-
-
-@pytest.fixture
-def client(rig: SimulatedRig, server: Server) -> Iterator[KVClient]:
-    with client_of(rig, server.endpoint) as connected:
-        yield connected
 
 
 class Sleeper:
