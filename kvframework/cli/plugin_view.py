@@ -1,4 +1,4 @@
-"""Owns what `kvframework plugins info` shows of one plugin: a document, and its form on a terminal."""
+"""What `kvframework plugins info` shows of one plugin: a document, and its form on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import L1Provider
+from kvframework.api import L1Provider, TierProvider
 from kvframework.cli.console import print_table, stdout
 from kvframework.config import toml_value
 from kvframework.plugins import PluginInfo
@@ -29,6 +29,7 @@ class PluginView(msgspec.Struct, frozen=True):
     """What is known of one plugin. From `summary` on it is None or empty for one that could not be loaded.
 
     `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
+    `calls_at_once` are a tier's defaults of `loads` and `writes` of its `[[l2]]`, empty for all others.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PluginView(msgspec.Struct, frozen=True):
     summary: str | None = None
     requires_api: str | None = None
     capabilities: list[str] = []
+    calls_at_once: dict[str, int] = {}
     options: list[OptionInfo] = []
 
     @classmethod
@@ -71,6 +73,7 @@ def show_plugin(view: PluginView) -> None:
         ("table", view.table),
         ("plugin API", view.requires_api or ""),
         ("capabilities", ", ".join(view.capabilities)),
+        ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
     ]
     stdout.print(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
     for label, value in facts:
@@ -90,6 +93,9 @@ def _described(provider: AnyProvider) -> dict[str, object]:
         "summary": provider.summary,
         "requires_api": provider.requires_api,
         "capabilities": sorted(provider.capabilities),
+        "calls_at_once": (
+            {"loads": provider.loads, "writes": provider.writes} if isinstance(provider, TierProvider) else {}
+        ),
         "options": describe_options(provider.options),
     }
 

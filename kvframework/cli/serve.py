@@ -16,7 +16,7 @@ from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.cli.shutdown import StopRequested, StopSignals
 from kvframework.config import Config, load_config
 from kvframework.errors import KVFrameworkError
-from kvframework.log_form import configure_logging
+from kvframework.log_form import configure_logging, end_logging
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
 SET_HELP = "Override one value of the TOML; repeatable."
@@ -69,10 +69,12 @@ def serve(
         except Exception as error:
             if not json_log:
                 raise
-            # Whoever reads the log as JSON gets the reason as JSON.
+            # A reader of JSON gets the reason as JSON.
             foreseen = isinstance(error, KVFrameworkError)
             log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
             raise typer.Exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN) from None
+        finally:
+            end_logging()
 
 
 def _with_log(config: Config, level: Level | None, form: Format | None) -> Config:
@@ -93,7 +95,7 @@ def _run(settings: Config, signals: StopSignals) -> None:
     except BaseException:
         server.close()
         raise
-    server.serve_forever()
+    server.serve_forever(process_ends=True)
 
 
 def _raise_descriptor_limit() -> None:

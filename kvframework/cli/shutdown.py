@@ -7,15 +7,18 @@ that the interpreter's C handler writes, so that a second signal, or a deadline,
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
+
+from kvframework.bounded import call_within
+from kvframework.log_form import chosen_log, end_logging
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +35,15 @@ class StopRequested(KeyboardInterrupt):
 
 class StopSignals:
     """To be entered in the main thread, once. Until `serve` a signal raises `StopRequested`; from then on it calls
-    `stop`. An end at once, after a second signal (status 128 + its number) or `deadline_s` (status 1), calls `abandon`
-    first. Leaving restores nothing: the process is about to end.
+    `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or `deadline_s`
+    (status 1), calls `abandon` first. Leaving restores nothing: the process is about to end.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
         self._deadline_s = deadline_s
-        self._stop: Callable[[], None] | None = None
+        self._stop: Callable[[float], None] | None = None
+        self._since = math.inf
         self._abandon: Callable[[], None] = lambda: None
         self._heard, self._told = socket.socketpair()
 
@@ -57,29 +61,29 @@ class StopSignals:
         if kind is None or not issubclass(kind, Exception):
             end_process()
 
-    def serve(self, stop: Callable[[], None], abandon: Callable[[], None]) -> None:
-        """From here on signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another)."""
+    def serve(self, stop: Callable[[float], None], abandon: Callable[[], None]) -> None:
+        """From here on signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another). What
+        `stop` is given is when the signal came, by the monotonic clock: the main thread may have been busy since."""
         self._abandon = abandon
         self._stop = stop
         if self.requested:  # some code of a plugin has swallowed `StopRequested`
-            stop()
+            stop(self._since)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self.requested:
             return
         self.requested = True
+        self._since = min(self._since, time.monotonic())
         if self._stop is None:
             raise StopRequested
-        self._stop()
+        self._stop(self._since)
 
     def _watch(self) -> None:
         self._next_signal(None)
-        number = self._next_signal(time.monotonic() + self._deadline_s)
+        self._since = min(self._since, time.monotonic())
+        number = self._next_signal(self._since + self._deadline_s)
         if number is None:
-            # Logging may be what hangs.
-            told = threading.Thread(target=log.critical, args=("the server did not stop in time",), daemon=True)
-            told.start()
-            told.join(_LINGER_S)
+            _log_lateness()
         self._abandon()
         os._exit(EXIT_LATE if number is None else 128 + number)
 
@@ -105,7 +109,18 @@ def end_process() -> NoReturn:
     names = [thread.name for thread in lingering if thread.is_alive()]
     if names:
         log.warning("ended without waiting for %s", ", ".join(names))
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    end_logging()
     os._exit(0)
+
+
+def _log_lateness() -> None:
+    """Without a new thread where that can be had: the kernel makes none while it unmaps memory."""
+
+    def say() -> None:
+        log.critical("the server did not stop in time")
+        end_logging()
+
+    if chosen_log() is not None:
+        say()
+    else:
+        call_within(_LINGER_S, {"the log": say})

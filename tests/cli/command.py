@@ -26,7 +26,7 @@ def run(
         capture_output=True,
         text=True,
         env=environment(site, KVFRAMEWORK_CONFIG=config, **variables),
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -55,7 +55,7 @@ def install_config_plugins(site: Path) -> None:
                 L1Provider(name="memory", summary="", create=print, options=Memory),
                 TierProvider(
                     name="store", summary="keeps [red]things", create=print, options=Store,
-                    capabilities=frozenset({"ttl", "shared"}),
+                    capabilities=frozenset({"ttl", "shared"}), writes=3,
                 ),
             ]
     """

@@ -78,7 +78,7 @@ def test_warnings_and_threads_are_logged_too() -> None:
         "thread = threading.Thread(target=fail, name='worker')\n"
         "thread.start(); thread.join()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     warning, failure = entries(done.stderr)
     assert (warning["level"], warning["logger"]) == ("warning", "py.warnings")
     assert "careful" in warning["message"]

@@ -27,6 +27,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
         "summary": "keeps [red]things",
         "requires_api": "1.0",
         "capabilities": ["shared", "ttl"],
+        "calls_at_once": {"loads": 2, "writes": 3},
         "options": [
             option("url", "string", required=True),
             option("token", "string", default="", secret=True),
@@ -38,6 +39,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
     }
     memory = json.loads(run("plugins", "info", "tier.memory", "--json", site=site).stdout)
     assert memory["table"] == "[l1]"
+    assert memory["calls_at_once"] == {}
     assert memory["options"] == [option("size", "size", default=1, description="how big")]
 
 
@@ -53,6 +55,7 @@ def test_for_people_it_is_a_table(site: Path) -> None:
     assert done.stdout.startswith("tier.store: keeps [red]things\n")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
     assert rows["distribution:"] == ["acme-kvf", "1.0"]
+    assert "  calls at once:   loads = 2, writes = 3\n" in done.stdout
     assert rows["url"] == ["string", "required"]
     assert rows["token"] == ["string", '""', "(shown", "masked)"]
     assert rows["pin"] == ["string", "not", "set", "of", "the", "door", "(shown", "masked)"]

@@ -59,7 +59,7 @@ def ends(server: ServerProcess, number: int) -> tuple[int, float]:
     assert server.process is not None
     started = time.monotonic()
     server.process.send_signal(number)
-    status = server.process.wait(20)
+    status = server.process.wait(60)
     server.process = None
     return status, time.monotonic() - started
 
@@ -132,6 +132,8 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing_either(redis: RedisServ
 
 STUCK = """
     import pathlib, threading, time
+    from kvf_pinned.memory import MemfdArena
+    from kvf_pinned.options import PinnedOptions
     from kvframework.api import *
     def mark(): pathlib.Path(MARKER).touch()
     class Stuck(Message, frozen=True):
@@ -167,12 +169,29 @@ STUCK = """
         def delete(self, keys, *, deadline): return [Outcome.MISSING] * len(keys)
         def ping(self, *, deadline): pass
         def close(self): pass
+    class NeverCloses(HangsAtItsEnd):
+        name = "open"
+        def put(self, keys, parts, *, deadline): return [Outcome.STORED] * len(keys)
+        def close(self): time.sleep(60)
+    class NeverClosed(ServerTransport):
+        def attach(self, arena_fd): pass
+        def open(self, layout, desc, handles): raise NotImplementedError
+        def close(self): time.sleep(60)
+    class LargeArena(MemfdArena):
+        def close(self): time.sleep(60)
+        def leave(self): self.close()
+    def create_server(options): return NeverClosed()
+    def create_arena(options, context): return LargeArena(options.capacity)
+    @hookimpl
+    def kvf_transports():
+        return [TransportProvider(name="open", summary="", create=create_server, create_server=create_server)]
     @hookimpl
     def kvf_eviction_policies():
         return [EvictionProvider(name=f.__name__, summary="", create=f) for f in (slow, deaf)]
     @hookimpl
     def kvf_tiers():
-        return [TierProvider(name="hangs", summary="", create=HangsAtItsEnd)]
+        tiers = [TierProvider(name=t.name, summary="", create=t) for t in (HangsAtItsEnd, NeverCloses)]
+        return [*tiers, L1Provider(name="large", summary="", options=PinnedOptions, create=create_arena)]
 """
 
 
@@ -180,7 +199,9 @@ STUCK = """
 def marker(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs plugins that touch this file and then do not end."""
     path = tmp_path / "stuck"
-    names = ("requests.stuck", "eviction.slow", "eviction.deaf", "tier.hangs")
+    names = (
+        "requests.stuck", "eviction.slow", "eviction.deaf", "tier.hangs", "tier.open", "tier.large", "transport.open",
+    )  # fmt: skip
     install(
         site, "acme-stuck", dict.fromkeys(names, "acme_stuck"), {"acme_stuck": STUCK.replace("MARKER", repr(str(path)))}
     )
@@ -210,6 +231,23 @@ def test_a_tier_that_never_ends_does_not_keep_the_server(marker: Path) -> None:
         assert status == 0
         assert seconds < LIMIT_S
         assert "a tier holds a storage thread" in server.log
+        assert files(server) == []
+
+
+ENDLESS = {
+    "tier": ("l2.0.use=open",),
+    "transport": ("transport.0.use=cpu_gather", "transport.1.use=open"),
+    "arena": ("l1.use=large",),
+}
+
+
+@pytest.mark.parametrize("settings", [*ENDLESS.values(), sum(ENDLESS.values(), ())], ids=[*ENDLESS, "all"])
+def test_what_never_closes_does_not_keep_the_server(marker: Path, settings: tuple[str, ...]) -> None:
+    with ServerProcess(*settings) as server, server.client() as client:
+        fill(client)
+        status, seconds = ends(server, signal.SIGTERM)
+        assert status == 0
+        assert seconds < LIMIT_S
         assert files(server) == []
 
 
@@ -250,7 +288,7 @@ def hanging(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
         "import os, time\n"
         "from kvframework.cli.shutdown import StopSignals\n"
         f"with StopSignals(deadline_s={deadline_s}) as signals:\n"
-        "    signals.serve(lambda: os.write(1, b'asked\\n'), lambda: os.write(1, b'abandoned\\n'))\n"
+        "    signals.serve(lambda since: os.write(1, b'asked\\n'), lambda: os.write(1, b'abandoned\\n'))\n"
         "    os.write(1, b'ready\\n')\n"
         "    while True: time.sleep(60)\n"
     )
@@ -266,9 +304,25 @@ def hanging(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
 def test_a_main_thread_that_hangs_is_ended_by_the_deadline() -> None:
     with hanging(deadline_s=0.2) as process:
         process.terminate()
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=240)
         assert (process.returncode, out) == (1, "asked\nabandoned\n"), err
         assert "did not stop in time" in err
+
+
+def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> None:
+    script = (
+        "import hashlib, os, threading, time\n"
+        "from kvframework.cli.shutdown import StopSignals\n"
+        "with StopSignals() as signals:\n"
+        "    signals.serve(lambda since: os.write(1, b'%d' % (time.monotonic() - since > 0.2)), lambda: None)\n"
+        "    threading.Timer(0.1, os.write, (1, b'ready\\n')).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.communicate(timeout=240)[0] == "1"
 
 
 def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
@@ -277,5 +331,5 @@ def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "asked\n"
         process.terminate()
-        assert process.communicate(timeout=10) == ("abandoned\n", "")
+        assert process.communicate(timeout=240) == ("abandoned\n", "")
         assert process.returncode == 128 + signal.SIGTERM

@@ -14,7 +14,7 @@ from tests.server_process import ServerProcess
 def status(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", *arguments]
     wide = {**os.environ, "COLUMNS": str(columns)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, env=wide)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=wide)
 
 
 def test_status_shows_instances_and_l1() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
+from tests.cli import hanging_tier
 from tests.cli.command import run
+from tests.plugins.fake_distributions import install
 from tests.redis_server import RedisServer
 from tests.server_process import ServerProcess
 from tests.waiting import wait_until
@@ -63,6 +67,32 @@ def test_a_tier_that_is_down_is_named_until_it_is_back(tmp_path: Path) -> None:
         assert check(server).returncode == 0
         assert "tier redis is down for writes: [storage.tier]" in server.log
         assert "tier redis is back for writes after " in server.log
+
+
+def test_a_tier_whose_writes_hang_is_named_until_they_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never fail, so no circuit opens."""
+    site, hang = tmp_path / "site", tmp_path / "hang"
+    site.mkdir()
+    install(site, "hanging-kvf", {"tier.hanging": hanging_tier.__name__})
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{path}" if path else str(site))
+    hang.touch()
+    settings = ("l2.0.use=hanging", f"l2.0.while_there={hang}", "l2.0.timeout_s=0.2")
+    with ServerProcess(*settings) as server, server.client() as client:
+        assert check(server).returncode == 0
+        client.store(key_for(client.register(), range(256)), b"x")
+        wait_until(lambda: client.status()["problems"], 60, "the hanging write to be seen")
+        done = check(server)
+        assert done.returncode == 1
+        assert re.fullmatch(r"l2\.0: a put to hanging goes on, \d+ s after its deadline\n", done.stdout)
+        (tier,) = client.status()["l2"]
+        assert (tier["state"], tier["pending_calls"], tier["overdue_call"]) == ("closed", 1, "put")
+        assert tier["oldest_call_s"] > tier["overdue_s"] > 0
+        hang.unlink()
+        wait_until(lambda: not client.status()["problems"], 60, "the write's end")
+        assert check(server).returncode == 0
+        (tier,) = client.status()["l2"]
+        assert (tier["overdue_call"], tier["overdue_s"]) == ("", 0.0)
 
 
 def test_a_client_that_is_refused_is_named() -> None:
