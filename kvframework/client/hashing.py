@@ -1,4 +1,4 @@
-"""Owns the digests of one request: every token is hashed once, however often the request is looked up and stored."""
+"""The digests of one request: every token is hashed once, however often the request is looked up and stored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kvframework.api import DIGEST_BYTES, KeyHasher
+from kvframework.errors import BadRange, RequestError
 
 
 class RequestHashes:
     """Chained chunk digests of one request's tokens, grown as tokens come. For one thread at a time.
 
-    `digests` are those of its first whole chunks, if another process has made them.
+    `digests` are those of its first whole chunks, if another process has made them: with their extras.
     """
 
     def __init__(
@@ -24,6 +25,9 @@ class RequestHashes:
         self._hasher = hasher
         self._digests = bytearray(digests)
         self._rest = array.array("I")
+        self._made_elsewhere = len(digests) // DIGEST_BYTES
+        # By chunk: what is folded in, or will be once the chunk is whole.
+        self._extras: dict[int, bytes] = {}
 
     @property
     def hashed_tokens(self) -> int:
@@ -32,25 +36,59 @@ class RequestHashes:
 
     def extend(self, token_ids: Sequence[int], extras: Mapping[int, bytes] | None = None) -> None:
         """Adds tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
-        embedding digests); each is given with the tokens that end its chunk. Raises `OverflowError`
-        for an id that is no u32."""
+        embedding digests).
+
+        An extra is given before its chunk's last token, or with it; what has come is kept until then, and may be given
+        again, also afterwards and for chunks that another process has hashed. An error leaves all as it was:
+        `RequestError` for an extra that comes too late, that is another than its chunk already has, or that belongs to
+        no chunk; `OverflowError` for an id that is no u32; what the hasher raises.
+        """
+        added = self._checked(extras or {})
+        tokens = self._rest[:]
         # Lists are packed three times as fast as other sequences.
-        self._rest.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
-        whole = len(self._rest) // self.chunk_tokens * self.chunk_tokens
-        if not whole:
-            return
-        done = len(self._digests) // DIGEST_BYTES
-        ready = self._rest[:whole]
-        del self._rest[:whole]
-        if sys.byteorder == "big":
-            ready.byteswap()
-        here = {index - done: extra for index, extra in (extras or {}).items() if index >= done}
-        parent = bytes(self._digests[-DIGEST_BYTES:])
-        self._digests += self._hasher.chunk_digests(ready.tobytes(), self.chunk_tokens, parent=parent, extras=here)
+        tokens.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
+        whole = len(tokens) // self.chunk_tokens * self.chunk_tokens
+        if whole:
+            self._digests += self._hashed(tokens[:whole], {**self._extras, **added})
+        self._extras.update(added)
+        self._rest = tokens[whole:]
 
     def digests(self, end: int) -> bytes:
-        """Packed digests of the chunks before `end` tokens. Raises `ValueError` if `end` is no boundary or not
+        """Packed digests of the chunks before `end` tokens. Raises `BadRange` if `end` is no boundary or not
         hashed."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
-            raise ValueError(f"end {end} is no multiple of {self.chunk_tokens} up to {self.hashed_tokens}")
+            raise BadRange(
+                f"end is {end}", where=f"request {self.request_id!r}",
+                available=f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed",
+            )  # fmt: skip
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
+
+    def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Those that are new."""
+        hashed = len(self._digests) // DIGEST_BYTES
+        added = {}
+        for index, extra in extras.items():
+            if self._made_elsewhere <= index and extra != self._extras.get(index, b""):
+                if index in self._extras:
+                    raise RequestError(
+                        f"two different extras for chunk {index}", where=f"request {self.request_id}",
+                        available="one a chunk", hint="join what is folded into one chunk",
+                    )  # fmt: skip
+                if index < hashed:
+                    raise RequestError(
+                        f"an extra for chunk {index}, which is hashed without it", where=f"request {self.request_id}",
+                        available=f"chunk {hashed} or later", hint="give extras before their chunk's last token",
+                    )  # fmt: skip
+                added[index] = bytes(extra)
+            elif index < 0:
+                raise RequestError(f"an extra for chunk {index}", available="0 or more, counted from the first chunk")
+        return added
+
+    def _hashed(self, tokens: array.array[int], extras: Mapping[int, bytes]) -> bytes:
+        done = len(self._digests) // DIGEST_BYTES
+        here = range(done, done + len(tokens) // self.chunk_tokens)
+        folded = {index - done: extra for index, extra in extras.items() if index in here}
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        parent = bytes(self._digests[-DIGEST_BYTES:])
+        return self._hasher.chunk_digests(tokens.tobytes(), self.chunk_tokens, parent=parent, extras=folded)

@@ -20,7 +20,7 @@ from kvf_transformers.kv import TransformersKV
 
 _WARM_UP_TOKENS = 64
 # An engine that serves one prompt may wait longer than one that serves many.
-_CONTROL_TIMEOUT_S = 5.0
+_DEADLINE_SCALE = 50.0
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace, events: _Events) -> None:
             endpoint=arguments.endpoint,
             model_name=name,
             connect_timeout_s=20.0,
-            control_timeout_s=_CONTROL_TIMEOUT_S,
+            deadline_scale=_DEADLINE_SCALE,
             transfer_timeout_s=60.0,
         ) as kv,
     ):

@@ -1,82 +1,124 @@
-"""Owns what a model is called towards the cache, so that two different models never share KV.
+"""What a model's KV is called at this moment, so that two different models, or one model before and after a change,
+never share KV.
 
 A name and a revision are what people call a model; weights may still differ under them (a checkpoint overwritten in
-place, an adapter merged after loading). A fingerprint of configuration and sampled weights is therefore part of the
-revision, unless the user has named the weights too, as engines of other kinds need it. Runs once a model, in the engine
-process.
+place, an adapter that is active or merged, rope scaling that was changed). A digest over configuration, modules and
+every byte of the weights is therefore part of the revision, unless the user has named the weights too, as engines of
+other kinds need it. Asked before every request, in the engine process.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from kvf_transformers.module_state import ModelState, Section, read_state
+from kvf_transformers.weight_digests import Stamps, WeightDigests
 from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError
 
-_SAMPLES = 64
-# What may differ between two loads of the same weights.
-_NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "architectures", "use_cache"}
+log = logging.getLogger(__name__)
 
 
-def identify(
-    model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
-) -> KvIdentity:
-    """The model's own name and revision unless given, with the fingerprint; with `weights`, what engines of other kinds
-    call it, see `named_identity`.
+class ModelIdentity:
+    """The names of one model, which is borrowed. Not thread-safe.
 
-    Raises `RequestError` when a model has no name of its own (made from a configuration) and none was given, or when
-    `weights` come without a name or with a revision.
+    The name and revision are the model's own unless given; with `weights`, the KV is called as engines of other kinds
+    call it, see `named_identity`: then the names stand for the model as it is now, and no weight is read until
+    something of it changes.
+
+    Raises `RequestError` when a model has no name of its own (made from a configuration) and none was given, when
+    `weights` come without a name or with a revision, and as `current`.
     """
-    if weights is not None:
-        if revision is not None:
+
+    def __init__(
+        self, model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
+    ) -> None:
+        if weights is not None and revision is not None:
             raise RequestError(
                 f"weights {weights!r} and revision {revision!r} name the same thing", where="weights", available="one"
             )
-        quantization = getattr(model.config, "quantization_config", None) or {}
+        name = model_name if weights is not None else model_name or getattr(model.config, "_name_or_path", "")
+        if not name and weights is None:
+            raise RequestError(
+                f"this {type(model).__name__} has no name: it was made from a configuration",
+                where="model_name",
+                hint="give model_name, another one for other weights",
+            )
+        self._model = model
+        self._name = name or ""
+        self._revision = revision if revision is not None else getattr(model.config, "_commit_hash", None) or ""
+        self._weights = weights
+        self._digests = WeightDigests()
+        self._named_state: tuple[list[str], Stamps] | None = None
+        self._last: ModelState | None = None
+        self._last_name: KvIdentity | None = None
+        if weights is not None:
+            self._named_as()
+            state = read_state(model)
+            self._named_state = (state.model.facts, Stamps(state.model))
+
+    def current(self) -> KvIdentity:
+        """The name for what the model computes now. Reads weights that were not read before or have changed, and all
+        that belong to adapters at work.
+
+        Raises `RequestError` for a model whose KV no name can stand for, see `read_state`.
+        """
+        state = read_state(self._model)
+        suffix = ""
+        if state.adapters.facts:
+            suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"
+        if self._weights is None:
+            own = self._digest(state.model.facts, self._digests.of(state.model))
+            name = KvIdentity(self._name, f"{self._revision}+{own}{suffix}")
+        else:
+            if not self._as_named(state.model):
+                own = self._digest(state.model.facts, self._digests.of(state.model))
+                suffix = f"+changed-{own}{suffix}"
+            named = self._named_as()
+            name = named._replace(revision=named.revision + suffix)
+        self._tell(name, state)
+        return name
+
+    def weights_changed(self) -> None:
+        """Every weight is read again at the next request, because something wrote to them that torch does not see."""
+        self._digests.forget()
+        self._named_state = None
+
+    def _as_named(self, model: Section) -> bool:
+        """Whether the user's names stand for the model, which has not changed since."""
+        if self._named_state is None:
+            return False
+        facts, stamps = self._named_state
+        return facts == model.facts and stamps.same(Stamps(model))
+
+    def _named_as(self) -> KvIdentity:
+        config = self._model.config
+        quantization = getattr(config, "quantization_config", None) or {}
         if not isinstance(quantization, dict):
             quantization = quantization.to_dict()
         return named_identity(
-            model_name or "",
-            weights,
-            config=model.config.to_dict(),
-            dtype=str(model.dtype),
+            self._name,
+            self._weights or "",
+            config=config.to_dict(),
+            dtype=str(self._model.dtype),
             quantization=str(quantization.get("quant_method", "")),
         )
-    name = model_name or getattr(model.config, "_name_or_path", "")
-    if not name:
-        raise RequestError(
-            f"this {type(model).__name__} has no name: it was made from a configuration",
-            where="model_name",
-            hint="give model_name, another one for other weights",
-        )
-    told = revision if revision is not None else getattr(model.config, "_commit_hash", None) or ""
-    return KvIdentity(name, f"{told}+{fingerprint(model)}")
 
+    def _tell(self, name: KvIdentity, state: ModelState) -> None:
+        if self._last is not None and name != self._last_name:
+            before = {*self._last.model.facts, *self._last.adapters.facts}
+            now = [*state.model.facts, *state.adapters.facts]
+            changed = [fact[:200] for fact in now if fact not in before] or ["weights, or fewer adapters"]
+            log.info("the model has changed, its KV has another name now: %s", "; ".join(changed[:3]))
+        self._last, self._last_name = ModelState(*(type(each)(each.facts) for each in state)), name
 
-def fingerprint(model: Any) -> str:
-    """32 hex digits over the configuration and up to 64 elements of each weight, evenly spread.
-
-    Weights without memory (on the meta device) count by name and shape only. Blocks for a copy of the samples.
-    """
-    digest = hashlib.blake2b(digest_size=16, person=b"kvf-transformers")
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IDENTITY}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    with torch.no_grad():
-        for name, weight in sorted(model.state_dict().items()):
-            digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
-            if weight.device.type != "meta" and weight.numel():
-                digest.update(_sample(weight))
-    return digest.hexdigest()
-
-
-def _sample(weight: torch.Tensor) -> bytes:
-    """Elements at evenly spread positions, by index, so that no weight is copied whole."""
-    count = min(_SAMPLES, weight.numel())
-    flat = [index * (weight.numel() - 1) // max(1, count - 1) for index in range(count)]
-    positions = torch.unravel_index(torch.tensor(flat, device=weight.device), weight.shape)
-    picked = weight.detach()[positions].contiguous().cpu()
-    return bytes(picked.reshape(-1).view(torch.uint8).tolist())
+    @staticmethod
+    def _digest(facts: Iterable[str], weights: Iterable[str]) -> str:
+        digest = hashlib.blake2b(digest_size=16, person=b"kvf-transformers")
+        for kind in (facts, weights):
+            digest.update("\n".join(kind).encode())
+            digest.update(b"\0")
+        return digest.hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,12 +17,12 @@ import torch
 from transformers import DynamicCache
 
 from kvf_transformers.forward import Forward, token_list
-from kvf_transformers.identity import identify
 from kvf_transformers.misses import warn
+from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
-from kvf_transformers.shapes import layers_of, learn_layers
-from kvframework.errors import DeadlineExceeded, ServerGone
+from kvf_transformers.shapes import layers_of
+from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
 _log = logging.getLogger(__name__)
 
@@ -29,14 +30,15 @@ _log = logging.getLogger(__name__)
 class TransformersKV:
     """Stores and restores the `DynamicCache` of one decoder model, for one request at a time.
 
-    `model` is borrowed; its weights must not change while this object lives. `model_name` is needed for a model made
-    from a configuration; with `weights`, a name for these, KV is shared with engines of other kinds that are given both
-    names. `control_timeout_s` bounds each question to the server, `transfer_timeout_s` the wait for L2 and for a copy.
-    Close it, or use it as a context manager. Not thread-safe.
+    `model` is borrowed and may change: what is active, merged, scaled or written to it is part of what its KV is
+    called, and is looked at before every request. `model_name` is needed for a model made from a configuration; with
+    `weights`, a name for these as they are now, KV is shared with engines of other kinds that are given both names.
+    `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. Close it, or use
+    it as a context manager. Not thread-safe.
 
     Raises `BadLayout` for a model whose cache holds other things than keys and values of every token, `RequestError`
-    without a name, and whatever the server refuses the registration with. A server that is not there is waited for
-    `connect_timeout_s` and tried again at each prompt.
+    without a name or for a model whose KV no name can stand for (see `read_state`), and whatever the server refuses the
+    registration with. A server that is not there is waited for `connect_timeout_s` and tried again at each prompt.
     """
 
     def __init__(
@@ -50,22 +52,23 @@ class TransformersKV:
         cache_salt: str = "",
         transport: str = "auto",
         connect_timeout_s: float = 5.0,
-        control_timeout_s: float = 0.05,
+        deadline_scale: float | None = None,
         transfer_timeout_s: float = 10.0,
     ) -> None:
         self._forward = Forward(model)
+        self._model = NamedModel(model, model_name, revision, weights)
+        # What the model was when a cache was begun.
+        self._begun: weakref.WeakKeyDictionary[DynamicCache, ModelNow | None] = weakref.WeakKeyDictionary()
         self._session = CacheSession(
-            identify(model, model_name, revision, weights),
-            learn_layers(model),
             endpoint=endpoint,
             cache_salt=cache_salt,
             transport=transport,
             connect_timeout_s=connect_timeout_s,
-            control_timeout_s=control_timeout_s,
+            deadline_scale=deadline_scale,
             transfer_timeout_s=transfer_timeout_s,
         )
         try:
-            self._session.attach(connect_timeout_s)
+            self._session.attach(self._model.now(), connect_timeout_s)
         except (ServerGone, DeadlineExceeded) as error:
             _log.warning("no server yet, prompts are computed: %s", error)
         except BaseException:
@@ -84,6 +87,11 @@ class TransformersKV:
         """Unregisters and disconnects. Idempotent."""
         self._session.close()
 
+    def weights_changed(self) -> None:
+        """Call it after weights were written in a way that torch does not count: through `tensor.data`, from another
+        process or library, or by merging and unmerging an adapter between two requests. All are read again."""
+        self._model.weights_changed()
+
     def restore(self, input_ids: torch.Tensor | Sequence[int]) -> Restored:
         """A new cache with what the server has of this prompt, always leaving at least one token to compute.
 
@@ -92,11 +100,14 @@ class TransformersKV:
         tokens = token_list(input_ids)
         started = time.perf_counter()
         cache = DynamicCache()
+        now, moved = None, Moved()
         try:
-            moved = self._session.load(tokens)
+            now = self._model.now()
+            if now.holds(len(tokens)):
+                moved = self._session.load(now, tokens)
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
             warn(_log, "the prompt is computed, nothing was restored", error)
-            moved = Moved()
+        self._begun[cache] = now
         for index, (keys, values) in enumerate(moved.pairs):
             cache.update(keys, values, index)
         return Restored(cache, moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
@@ -104,29 +115,45 @@ class TransformersKV:
     def save(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
         """Stores the whole chunks of `cache`, which holds the first tokens of `input_ids`; what is stored is skipped.
 
-        Borrows the cache until it returns. Whatever fails, `tokens` is 0. Raises `BadLayout` for a cache that does not
-        hold every token of each layer, `RequestError` for a batch.
+        The cache is one that the model computes as it is now; one that `restore` began while the model was another is
+        not stored. Borrows the cache until it returns. Whatever fails, `tokens` is 0. Raises `BadLayout` for a cache
+        that does not hold every token of each layer, `RequestError` for a batch.
         """
         tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
         pairs = layers_of(cache, tokens=held) if held else []
         started = time.perf_counter()
+        moved = Moved()
         try:
-            moved = self._session.store(tokens[:held], pairs)
+            now = self._model.now()
+            if self._begun.get(cache, now) != now:
+                raise RequestError("the model has changed since the cache was begun", hint="restore and compute again")
+            if now.holds(cache.get_seq_length()):
+                moved = self._session.store(now, tokens[:held], pairs)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
             warn(_log, "the prompt's KV was not stored", error)
-            moved = Moved()
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def prefill(
         self, input_ids: torch.Tensor | Sequence[int], restored: Restored | None = None
     ) -> tuple[torch.Tensor, Any, Restored]:
         """Restores what it can and computes the rest: logits `[1, vocabulary]` after the last token, the full
-        cache, and what was restored. `restored` takes the place of an own `restore` of the same prompt."""
+        cache, and what was restored. `restored` takes the place of an own `restore` of the same prompt; it is not used
+        if the model has changed since."""
         tokens = token_list(input_ids)
-        restored = restored if restored is not None else self.restore(tokens)
+        if restored is None or not self._still(restored.cache):
+            restored = self.restore(tokens)
         logits = self._forward.compute(tokens[restored.hit_tokens :], restored.cache)
         return logits, restored.cache, restored
+
+    def _still(self, cache: DynamicCache) -> bool:
+        """Whether the model is what it was when the cache was begun."""
+        try:
+            now = self._model.now()
+        except Exception as error:  # noqa: BLE001 - then it is not known to be
+            warn(_log, "what was restored is computed again", error)
+            return False
+        return self._begun.get(cache, now) == now
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
         """Greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""

@@ -1,5 +1,6 @@
-"""Owns one model's session with the server: registration, then loads and stores of keys and values, by token ids or by
-digests that another plugin gave.
+"""One model's session with the server: registration, then loads and stores of keys and values, by token ids or by
+digests that another plugin gave. A model that changes, by other adapters for example, is registered once for each name
+of its KV.
 
 Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`;
 that a failure is only a miss is decided by the caller.
@@ -10,14 +11,16 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.view import CacheView
 from kvframework.api import MessagingFuture, Registration, RequestSpec, StoreOutcome
-from kvframework.client import KVClient, KvIdentity, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -25,12 +28,15 @@ if TYPE_CHECKING:
 
 # What a DynamicCache holds has no pages; 16 keeps chunks at the configured size for every usual chunk size.
 BLOCK_TOKENS = 16
+# Registrations that are kept for a model that is switched between adapters.
+_KEPT = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attached:
-    """What stands once the server has accepted the registration."""
+    """What stands once the server has accepted the registration. `templates` tell the layers' shapes."""
 
+    templates: tuple[LayerPair, ...]
     worker: WorkerAdapter
     scheduler: SchedulerAdapter
     registration: Registration
@@ -47,46 +53,50 @@ class Moved:
 
 
 class CacheSession:
-    """`templates` tell the layers' shapes. A server that is not there yet is tried again at each call. `requests` are
-    those of plugins that `client` is to know. Not thread-safe."""
+    """Every call names the model as it is `now`. A server that is not there yet is tried again at each call. `requests`
+    are those of plugins that `client` is to know. Not thread-safe."""
 
     def __init__(
         self,
-        identity: KvIdentity,
-        templates: Sequence[LayerPair],
         *,
         endpoint: str | None,
         cache_salt: str,
         transport: str,
         connect_timeout_s: float,
-        control_timeout_s: float,
+        deadline_scale: float | None,
         transfer_timeout_s: float,
         requests: Sequence[RequestSpec] = (),
     ) -> None:
-        self._identity = identity
-        self._templates = templates
         self._salt = cache_salt
         self._transport = transport
         self._timeout_s = transfer_timeout_s
-        self._attached: Attached | None = None
+        self._attached: OrderedDict[ModelNow, Attached] = OrderedDict()
         self.client = KVClient(
             endpoint,
             name="transformers",
             connect_timeout_s=connect_timeout_s,
-            control_timeout_s=control_timeout_s,
+            deadline_scale=deadline_scale,
             requests=requests,
         )
 
-    def attach(self, timeout_s: float = 0.0) -> Attached:
+    def attach(self, now: ModelNow, timeout_s: float = 0.0) -> Attached:
         """Registers unless done; the client keeps the registration over a server's restart.
 
         Raises `ServerGone` if there is no server within `timeout_s`, or why the server refuses.
         """
-        if self._attached is not None:
-            return self._attached
+        attached = self._attached.get(now)
+        if attached is not None:
+            self._attached.move_to_end(now)
+            return attached
         if not self.client.wait_up(timeout_s):
             self.client.raise_down()
-        identity = self._identity
+        while len(self._attached) >= _KEPT:
+            self._attached.popitem(last=False)[1].worker.close()
+        attached = self._attached[now] = self._registered(now)
+        return attached
+
+    def _registered(self, now: ModelNow) -> Attached:
+        identity = now.identity
         worker = WorkerAdapter(
             self.client,
             instance_id=secrets.randbits(62),
@@ -97,7 +107,7 @@ class CacheSession:
             layout="dynamic_cache",
         )
         # What is stored and loaded comes with each call; these stand for it, and prove the declaration.
-        scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in self._templates])
+        scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in now.templates])
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
             self.client,
@@ -105,12 +115,11 @@ class CacheSession:
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
         )
-        self._attached = Attached(worker, scheduler, registration)
-        return self._attached
+        return Attached(now.templates, worker, scheduler, registration)
 
-    def load(self, tokens: Sequence[int]) -> Moved:
+    def load(self, now: ModelNow, tokens: Sequence[int]) -> Moved:
         """New tensors with what the server has of `tokens`, always leaving at least one token to compute."""
-        attached = self.attach()
+        attached = self.attach(now)
         request = self._hashed(tokens, attached)
         found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
         try:
@@ -121,28 +130,27 @@ class CacheSession:
             attached.scheduler.free(found)
             attached.scheduler.end_request(request.request_id)
 
-    def store(self, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
+    def store(self, now: ModelNow, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
         """Stores the whole chunks of `tokens`, which `pairs` hold from the first one on."""
-        attached = self.attach()
+        attached = self.attach(now)
         return self._store(self._hashed(tokens, attached), pairs, attached)
 
-    def load_named(self, digests: bytes) -> Moved:
+    def load_named(self, now: ModelNow, digests: bytes) -> Moved:
         """New tensors with the chunks that `digests` name, one behind the other. Nothing if one of them is not in L1:
         pin them before."""
-        attached = self.attach()
+        attached = self.attach(now)
         request = self._request(attached, digests)
         return self._retrieve(request, request.hashed_tokens, attached)
 
-    def store_named(self, digests: bytes, pairs: Sequence[LayerPair]) -> Moved:
+    def store_named(self, now: ModelNow, digests: bytes, pairs: Sequence[LayerPair]) -> Moved:
         """Stores one chunk for each of `digests`, which `pairs` hold one behind the other."""
-        attached = self.attach()
+        attached = self.attach(now)
         return self._store(self._request(attached, digests), pairs, attached)
 
     def close(self) -> None:
         """Unregisters and disconnects. Idempotent."""
-        if self._attached is not None:
-            self._attached.worker.close()
-            self._attached = None
+        while self._attached:
+            self._attached.popitem()[1].worker.close()
         self.client.close()
 
     def _retrieve(self, request: RequestHashes, end: int, attached: Attached) -> Moved:
@@ -150,7 +158,7 @@ class CacheSession:
         if not end:
             return Moved()
         desc = attached.registration.desc
-        pairs = tuple((_with_tokens(keys, end), _with_tokens(values, end)) for keys, values in self._templates)
+        pairs = tuple((_with_tokens(keys, end), _with_tokens(values, end)) for keys, values in attached.templates)
         started = time.perf_counter()
         try:
             future = attached.worker.submit_retrieve(request, 0, end, self._blocks(end, attached), _named(pairs))

@@ -37,7 +37,10 @@ def learn_layers(model: Any) -> list[LayerPair]:
         raise BadLayout(
             f"{type(model).__name__} cannot run with a plain DynamicCache: {type(error).__name__}: {error}", hint=_HINT
         ) from error
-    return [(keys[:, :, :0], values[:, :, :0]) for keys, values in layers_of(cache, tokens=1)]
+    pairs = layers_of(cache, tokens=1)
+    if any(plane.shape[2] != 1 for pair in pairs for plane in pair):
+        raise BadLayout(f"{type(model).__name__} keeps KV of more tokens than it is given", hint=_HINT)
+    return [(keys[:, :, :0], values[:, :, :0]) for keys, values in pairs]
 
 
 def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:

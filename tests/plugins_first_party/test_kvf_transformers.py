@@ -22,7 +22,7 @@ from transformers import (  # noqa: E402
 )
 
 from kvf_transformers import TransformersKV  # noqa: E402
-from kvf_transformers.identity import fingerprint, identify  # noqa: E402
+from kvf_transformers.identity import ModelIdentity  # noqa: E402
 from kvf_transformers.shapes import learn_layers  # noqa: E402
 from kvframework.client import named_identity  # noqa: E402
 from kvframework.errors import BadLayout, RequestError  # noqa: E402
@@ -69,8 +69,12 @@ def server():
         yield running
 
 
+def identify(model, *names, **named):
+    return ModelIdentity(model, *names, **named).current()
+
+
 def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, control_timeout_s=5.0, **options)
+    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
 
 
 def control(model, ids, new_tokens):
@@ -277,7 +281,7 @@ def test_a_model_without_a_name_needs_one():
     with pytest.raises(RequestError, match="no name"):
         identify(model)
     assert identify(model, "mine").model_name == "mine"
-    assert identify(model, "mine", "v1").revision == f"v1+{fingerprint(model)}"
+    assert identify(model, "mine", "v1").revision == f"v1{identify(model, 'mine').revision}"
     model.config._name_or_path = "org/model"
     assert identify(model).model_name == "org/model"
 

@@ -1,0 +1,88 @@
+"""A model with the name of its KV and the shapes of its layers, as it is at this moment.
+
+Runs in the engine process and thread; blocks for a forward pass of one token when the model is a new one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvf_transformers.identity import ModelIdentity
+from kvf_transformers.shapes import LayerPair, learn_layers
+from kvframework.client import KvIdentity
+from kvframework.errors import RequestError
+
+_KEPT = 8
+# A forward pass may change a model once: tables are made, disabled adapters are taken out.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class ModelNow:
+    """Equal for a model that computes the same KV into the same kind of memory. `templates` are keys and values of no
+    tokens, per layer. Prompts of `max_tokens` and more have KV that depends on what comes behind it; 0: none do."""
+
+    identity: KvIdentity
+    device: str
+    templates: tuple[LayerPair, ...] = field(compare=False, default=())
+    max_tokens: int = field(compare=False, default=0)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether the KV of a text of that length is that of its prefixes."""
+        return not self.max_tokens or tokens < self.max_tokens
+
+
+class NamedModel:
+    """Borrows the model. Raises as `ModelIdentity` and `learn_layers`. Not thread-safe."""
+
+    def __init__(
+        self, model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
+    ) -> None:
+        self._model = model
+        # The first forward pass makes what some models make late.
+        templates = tuple(learn_layers(model))
+        self._identity = ModelIdentity(model, model_name, revision, weights)
+        self._known: OrderedDict[ModelNow, ModelNow] = OrderedDict()
+        self._know(ModelNow(self._identity.current(), str(model.device), templates, length_limit(model.config)))
+
+    def now(self) -> ModelNow:
+        """Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as `learn_layers`."""
+        for _ in range(_ATTEMPTS):
+            found = ModelNow(self._identity.current(), str(self._model.device))
+            known = self._known.get(found)
+            if known is not None:
+                self._known.move_to_end(known)
+                return known
+            templates = tuple(learn_layers(self._model))
+            now = ModelNow(
+                self._identity.current(), str(self._model.device), templates, length_limit(self._model.config)
+            )
+            if now == found:
+                return self._know(now)
+        raise RequestError("the model changes with every forward pass", hint="use it without the cache")
+
+    def weights_changed(self) -> None:
+        """Every weight is read again, see `ModelIdentity.weights_changed`."""
+        self._identity.weights_changed()
+
+    def _know(self, now: ModelNow) -> ModelNow:
+        self._known[now] = now
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return now
+
+
+def length_limit(config: Any) -> int:
+    """Texts of so many tokens and more get other positions for all of their tokens (dynamic NTK, LongRoPE); 0 if the
+    position of a token depends on nothing behind it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    given = getattr(text, "rope_parameters", None) or {}
+    limits = [
+        int(each.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", 1) or 1)
+        for each in (given, *(value for value in given.values() if isinstance(value, Mapping)))
+        if each.get("rope_type") == "longrope" or "dynamic" in str(each.get("rope_type"))
+    ]
+    return min(limits, default=0)

@@ -1,0 +1,210 @@
+"""Digests of weights in memory: XXH3-128 over all their bytes, on whatever device they lie, computed again when a
+weight has changed. Engine side.
+
+A change is seen by what torch keeps of a tensor: its storage, address, shape and version, which in-place operations
+count up; steps of optimizers, whose fused kernels do not, are counted in `optimizer_steps.py`. Other writes that go
+around it, through `tensor.data` or foreign code, are not seen; PEFT merges adapters that way, so what is merged counts
+too, and what is at work unmerged is read before every request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvf_transformers.module_state import Offloaded, Section, Weight
+from kvf_transformers.optimizer_steps import STEPS
+from kvframework.client import Progress
+from kvframework.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 << 20
+_THREADS = 8
+
+# Which memory, and what tells that it was written to.
+Place = tuple[object, ...]
+Stamp = tuple[object, ...]
+
+
+class _Known(NamedTuple):
+    # Storages by weak references: they hold no memory, and keep an address from being given to another storage.
+    kept: tuple[object, ...]
+    stamp: Stamp
+    digest: str
+
+    @property
+    def expired(self) -> bool:
+        return any(isinstance(each, StorageWeakRef) and each.expired() for each in self.kept)  # type: ignore[no-untyped-call]
+
+
+class _Part(NamedTuple):
+    """What is read together. A stamp with None in it is of tensors that do not count their changes."""
+
+    path: str
+    place: Place
+    stamp: Stamp
+    kept: tuple[object, ...]
+    nbytes: int
+    load: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+class WeightDigests:
+    """The digests of one model's weights. Borrows tensors during calls only. Not thread-safe."""
+
+    def __init__(self) -> None:
+        STEPS.watch()
+        self._known: dict[Place, _Known] = {}
+
+    def forget(self) -> None:
+        """Everything is read again at the next call."""
+        self._known.clear()
+
+    def of(self, section: Section, *, always: bool = False) -> list[str]:
+        """Path and digest of each weight. Reads what is new or changed, or all of it if `always`.
+
+        Blocks for that: about a second for several GB, in up to 8 threads with 64 MiB each, copied from accelerators.
+        Raises `RequestError` for a tensor that has no plain memory.
+        """
+        parts = list(_parts(section))
+        stale = {part.place: part for part in parts if always or not self._knows(part)}
+        if stale:
+            self._read(list(stale.values()))
+        if len(self._known) > 4 * len(parts) + 64:
+            self._known = {place: known for place, known in self._known.items() if not known.expired}
+        return [f"{part.path} {self._known[part.place].digest}" for part in parts]
+
+    def _knows(self, part: _Part) -> bool:
+        known = self._known.get(part.place)
+        return known is not None and known.stamp == part.stamp and None not in part.stamp
+
+    def _read(self, parts: Sequence[_Part]) -> None:
+        progress = Progress(log, "reading the model's weights to name them", sum(part.nbytes for part in parts))
+        threads = min(_THREADS, os.cpu_count() or 1, len(parts))
+        if sum(part.nbytes for part in parts) < _CHUNK_BYTES:
+            digests = [_digest(part.load(), progress) for part in parts]
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="kvf-weights") as pool:
+                digests = list(pool.map(lambda part: _digest(part.load(), progress), parts))
+        progress.end()
+        for part, digest in zip(parts, digests, strict=True):
+            self._known[part.place] = _Known(part.kept, part.stamp, digest)
+
+
+class Stamps:
+    """What tells, without reading any weight, whether one of them was written to or replaced since."""
+
+    def __init__(self, section: Section) -> None:
+        parts = list(_parts(section))
+        self._stamps = [(part.path, part.place, part.stamp) for part in parts]
+        self._kept = [part.kept for part in parts]
+
+    def same(self, other: Stamps) -> bool:
+        return self._stamps == other._stamps
+
+
+def _parts(section: Section) -> Iterator[_Part]:
+    for weight in section.weights:
+        yield from _parts_of(weight)
+    for path, module in section.packed:
+        tensors = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+        # What is packed beside the tensors is made together with them.
+        yield _Part(
+            f"{path}packed",
+            ("packed", id(module), *(_place(each) for each in tensors)),
+            tuple(_version(each) for each in tensors),
+            tuple(_storage(each) for each in tensors),
+            0,
+            partial(_packed, path, module),
+        )
+
+
+def _parts_of(weight: Weight) -> Iterator[_Part]:
+    path, tensor, merged = weight
+    if isinstance(tensor, Offloaded):
+        place = ("offloaded", id(tensor.weights), path)
+        yield _Part(path, place, (merged,), (tensor.weights,), 0, partial(_loaded, tensor))
+    elif hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _parts_of(Weight(f"{path}.{name}({context})", getattr(tensor, name), merged))
+    elif tensor.layout != torch.strided or tensor.is_quantized:
+        raise RequestError(
+            f"its memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}", where=path,
+            available="dense tensors", hint="use the model without the cache",
+        )  # fmt: skip
+    else:
+        kept = (_storage(tensor),)
+        stamp = (_version(tensor), merged)
+        yield _Part(path, _place(tensor), stamp, kept, tensor.nbytes, partial(_plain, tensor))
+
+
+def _storage(tensor: torch.Tensor) -> object:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    storage = tensor.untyped_storage()
+    return (storage._cdata, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None for a tensor that does not count its changes."""
+    return None if tensor.is_inference() else (tensor._version, *STEPS.of(tensor))
+
+
+def _plain(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return [("", tensor)]
+
+
+def _loaded(offloaded: Offloaded) -> list[tuple[str, torch.Tensor]]:
+    return [("", offloaded.weights[offloaded.name])]
+
+
+def _packed(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a module saves beside its parameters and buffers: scales of quantised weights and the like."""
+    kept: dict[str, object] = {}
+    module._save_to_state_dict(kept, path, keep_vars=True)
+    own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
+    for name, value in kept.items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in own:
+                yield name, value
+        else:
+            plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
+            yield f"{name}={value!r}" if plain else f"{name}: {type(value).__qualname__}", torch.empty(0)
+
+
+def _digest(named: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> str:
+    hasher = xxhash.xxh3_128()
+    with torch.no_grad():
+        for name, tensor in named:
+            hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            for chunk in _chunks(tensor.detach()):
+                hasher.update(chunk)
+                progress.add(chunk.nbytes)
+    return hasher.hexdigest()
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The elements in their order, as bytes in host memory, at most 64 MiB at a time where the tensor is contiguous or
+    its rows are smaller."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        if tensor.nbytes > _CHUNK_BYTES and tensor.dim() > 1:
+            for row in tensor.unbind(0):
+                yield from _chunks(row)
+            return
+        tensor = tensor.contiguous()
+    flat = tensor.reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
