@@ -21,6 +21,7 @@ from kvframework.api.hasher import KeyHasher
 from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from kvframework.api.keys import (
     DIGEST_BYTES,
+    LAYER_ORDER_BYTES,
     NAMESPACE_BYTES,
     PACKED_KEY_BYTES,
     SALT_BYTES,
@@ -80,6 +81,7 @@ from kvframework.api.transport import (
     ArenaRange,
     CopyJob,
     EngineLink,
+    LostKind,
     Registration,
     RetrievePlan,
     ServerContext,
@@ -110,6 +112,7 @@ __all__ = [
     "DIGEST_BYTES",
     "DTYPE_BYTES",
     "ENTRY_POINT_GROUP",
+    "LAYER_ORDER_BYTES",
     "MAX_CODEC_NAME",
     "MAX_HANDLE_BYTES",
     "NAMESPACE_BYTES",
@@ -159,6 +162,7 @@ __all__ = [
     "Layout",
     "LayoutProvider",
     "Level",
+    "LostKind",
     "MemoryLayoutDesc",
     "Message",
     "MessagingFuture",

@@ -74,7 +74,7 @@ class DeviceOptions(Options, frozen=True):
     ] = ByteSize(0)
     # Copiers say every half second that they live.
     stall_s: Annotated[
-        float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started anew")
+        float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started again")
     ] = 10.0
 
     def __post_init__(self) -> None:

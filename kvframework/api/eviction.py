@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvframework.api.keys import PackedKey
 
 
 class EvictionPolicy(ABC):
     """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written.
+
+    The order is a preference: where the best victim alone does not free the contiguous bytes that an object needs, the
+    core empties the window of the arena that is fullest of the next victims, and with it evicts others that lie
+    between them: less than twice the needed bytes, or one object that alone has enough.
 
     Called from several threads, one at a time. No call takes longer where more objects are in.
     """
@@ -23,6 +27,12 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def on_access(self, key: PackedKey) -> None:
         """`key` was looked up or retrieved. Only for keys that are in."""
+
+    def on_access_many(self, keys: Sequence[PackedKey]) -> None:
+        """`on_access` for each of `keys`, in this order: the objects of one request, 8,192 at most. The same key may
+        come twice."""
+        for key in keys:
+            self.on_access(key)
 
     @abstractmethod
     def on_remove(self, key: PackedKey) -> None:

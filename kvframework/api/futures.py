@@ -23,12 +23,13 @@ Hold = Callable[[object | None], Callable[[], None]]
 class MessagingFuture(Generic[T]):
     """The result of a request that may still be under way.
 
-    `detail` carries what a plain `bool` cannot say (a STORE's per-chunk outcomes). Callbacks run once, in the
-    thread that resolves the future, or at once in the caller's thread when it is resolved already; they must not block.
+    `detail` carries what a plain `bool` cannot say (a STORE's `StoreOutcome`), `cause` the error that made it False.
+    Callbacks run once, in the thread that resolves the future, or at once in the caller's thread when it is resolved
+    already; they must not block.
     `hold` is set by a transport whose device can have its streams wait, see `EngineDriver.hold`.
     """
 
-    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_held", "_lock", "_value", "detail", "hold")
+    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_held", "_lock", "_value", "cause", "detail", "hold")
 
     def __init__(self, cancel_hook: Callable[[], None] | None = None) -> None:
         self._lock = threading.Lock()
@@ -40,6 +41,7 @@ class MessagingFuture(Generic[T]):
         self._held: list[Callable[[], None]] | None = []
         self._cancel_hook = cancel_hook
         self.detail: object = None
+        self.cause: BaseException | None = None
         self.hold: Hold | None = None
 
     @classmethod
@@ -124,19 +126,21 @@ class MessagingFuture(Generic[T]):
         """The same result, for which the engine's streams can wait, on whatever device it is."""
         return DeviceFuture(self)
 
-    def set_result(self, value: T, detail: object = None) -> bool:
+    def set_result(self, value: T, detail: object = None, *, cause: BaseException | None = None) -> bool:
         """Resolves the future; False if it was resolved before (the first result stays)."""
-        return self._resolve(value, None, detail)
+        return self._resolve(value, None, detail, cause)
 
     def set_exception(self, error: BaseException) -> bool:
         """Fails the future; False if it was resolved before."""
         return self._resolve(None, error, None)
 
-    def _resolve(self, value: T | None, error: BaseException | None, detail: object) -> bool:
+    def _resolve(
+        self, value: T | None, error: BaseException | None, detail: object, cause: BaseException | None = None
+    ) -> bool:
         with self._lock:
             if self._done.is_set():
                 return False
-            self._value, self._error, self.detail = value, error, detail
+            self._value, self._error, self.detail, self.cause = value, error, detail, cause
             callbacks, self._callbacks = self._callbacks, []
             self._cancel_hook = None
             self._done.set()

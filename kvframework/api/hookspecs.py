@@ -49,22 +49,22 @@ def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-
                 self._registration, self._layout = registration, layout
 
             def submit_store(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk):
-                plan = self._link.prepare_store(key, instance_id)
+                plan = self._link.prepare_store(key, instance_id).result()
                 if plan.lease:
                     # Here the bytes move: for each `place` of plan.ranges gather the blocks of chunk place.chunk and
                     # layer group place.group into self._link.arena()[place.offset : place.offset + place.length].
-                    outcome = self._link.commit_store(plan.lease)
+                    outcome = self._link.commit_store(plan.lease).result()
                     return MessagingFuture.resolved(outcome.ok, outcome)
                 return MessagingFuture.resolved(plan.outcome.ok, plan.outcome)
 
             def submit_retrieve(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk,
                                 skip_first_n_tokens=0):
-                plan = self._link.prepare_retrieve(key, instance_id)
+                plan = self._link.prepare_retrieve(key, instance_id).result()
                 if not plan.hit:
                     return MessagingFuture.resolved(False)
                 # Here they move back: for each `place` of plan.ranges scatter that piece of the arena into its blocks,
                 # but for the first skip_first_n_tokens tokens.
-                return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease))
+                return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease).result())
 
             def close(self):
                 pass
@@ -134,15 +134,15 @@ def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,emp
                 return [self._get(key, buffers) for key, buffers in zip(keys, parts)]
 
             def _get(self, key, buffers):
-                value = self._values.get(key)
+                value = rest = self._values.get(key)
                 if value is None:
                     return Outcome.MISSING
                 if len(value) > sum(buffer.nbytes for buffer in buffers):
                     return Outcome.DAMAGED
                 for buffer in buffers:
-                    piece, value = value[: buffer.nbytes], value[buffer.nbytes :]
+                    piece, rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
                     buffer[: len(piece)] = piece
-                return Outcome.FOUND
+                return len(value)
 
             def put(self, keys, parts, *, deadline):
                 self._check(deadline)

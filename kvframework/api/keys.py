@@ -16,6 +16,7 @@ from kvframework.api.types import Message
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16
 SALT_BYTES = 16
+LAYER_ORDER_BYTES = 16
 TOKEN_BYTES = 4
 
 # An object key as storage and tiers see it: `ObjectKey.pack()`.
@@ -43,7 +44,8 @@ class CacheKey(Message, frozen=True):
 
 
 class ObjectKey(NamedTuple):
-    """Names the bytes of one chunk, of one rank, of one layer group. `salt` is 16 bytes, see `salt_digest`."""
+    """Names the bytes of one chunk, of one rank, of one layer group. `salt` is 16 bytes: the request's salt and the
+    order of the rank's layers, see `salt_digest`."""
 
     namespace: bytes
     salt: bytes
@@ -73,11 +75,13 @@ def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
     return namespace + salt + rank.to_bytes(4, "little") + group.to_bytes(4, "little")
 
 
-def salt_digest(cache_salt: str) -> bytes:
-    """16 bytes for a salt: zeros for none, else BLAKE2b of it."""
-    if not cache_salt:
+def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:
+    """16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else BLAKE2b
+    of the salt, with the order as its salt parameter. So one order never finds what lies in another."""
+    if not cache_salt and not layer_order:
         return bytes(SALT_BYTES)
-    return hashlib.blake2b(cache_salt.encode(), digest_size=SALT_BYTES, person=b"kvf-salt").digest()
+    encoded = cache_salt.encode()
+    return hashlib.blake2b(encoded, digest_size=SALT_BYTES, person=b"kvf-salt", salt=layer_order).digest()
 
 
 def compute_namespace(

@@ -22,6 +22,8 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 D = TypeVar("D", bound=DeviceOptions)
 
 API_VERSION = (1, 0)
+# Loads, or batches of the write-back, that call one tier at once.
+MAX_TIER_CALLS = 64
 
 
 def always_available() -> str | None:
@@ -112,6 +114,10 @@ class L1Provider(Provider[O]):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan".
 
+    `loads` and `writes` are how many loads and how many batches of the write-back call the tier at once, unless its
+    `[[l2]]` table says another number: 1 for a store that takes one call after the other anyway. Whatever they are, a
+    tier is called from several threads at once.
+
     `diagnose` is a function (options, TierContext, deadline) -> Sequence[Finding] and says what `kvframework doctor`
     should tell of the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may
     block until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. What is wrong is
@@ -121,6 +127,15 @@ class TierProvider(Provider[O]):
     kind = "tier"
     create: Callable[[O, TierContext], Tier]
     diagnose: Diagnose[O] | None = None
+    loads: int = 2
+    writes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("loads", self.loads), ("writes", self.writes)):
+            if not 1 <= value <= MAX_TIER_CALLS:
+                raise PluginBroken(
+                    f"{name} is {value}", where=f"tier.{self.name}", available=f"1 to {MAX_TIER_CALLS} calls at once"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

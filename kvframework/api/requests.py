@@ -131,6 +131,12 @@ class EngineServices(ABC):
         """Object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
 
     @abstractmethod
+    def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        """What the object keys of chunks begin with, rank by rank and in each by layer group: append a chunk's digest.
+        For names of your own; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
+        not registered."""
+
+    @abstractmethod
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
         """The desc of a registered namespace, None if unknown here."""
 

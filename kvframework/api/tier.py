@@ -36,6 +36,11 @@ class L1Memory(ABC):
     def close(self) -> None:
         """Ends the background work and frees the memory. Views must have been released. Idempotent."""
 
+    def leave(self) -> None:
+        """Called instead of `close` where the process ends right afterwards; views may be there still. Only what would
+        outlive the process has to be released: the kernel frees its memory. By default `close`."""
+        self.close()
+
 
 class Outcome(enum.Enum):
     """What became of one key of a batch. Missing, failed and damaged are different answers.
@@ -81,8 +86,9 @@ class TierEntry:
 class Tier(ABC):
     """An L2 key-value store of opaque values.
 
-    All calls block, come from the storage threads (several at once), take an absolute `deadline` on
-    `time.monotonic()` and return one outcome per key, in order. FAILED is for one key; a whole operation that could not
+    All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. They
+    come from several threads at once: those of the tier's loads and of its write-back, as many as `TierProvider` or the
+    `[[l2]]` table says, and those that clear. FAILED is for one key; a whole operation that could not
     be done (no connection, protocol surprise, deadline) raises `TierError`. Buffers stay the caller's: a tier
     keeps no reference after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A
     key that stands twice in a batch is done twice, in order. `kvframework.testing.TierConformance` holds a tier to all
@@ -98,12 +104,15 @@ class Tier(ABC):
     @abstractmethod
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
-        """Reads each value into its writable `parts`, one after the other: FOUND, MISSING, FAILED or DAMAGED.
+    ) -> list[int | Outcome]:
+        """Reads each value into its writable `parts`, one after the other: the bytes that were received, or MISSING,
+        FAILED or DAMAGED.
 
-        A value shorter than its parts fills their beginning and is FOUND (it knows its own length: the core stores it
-        behind a header); a longer one is DAMAGED, stays, and disturbs no other key of the batch. The
-        rest of the parts, and the parts of keys that were not found, may hold anything afterwards.
+        A value shorter than its parts fills their beginning; a longer one is DAMAGED, stays, and disturbs no other key
+        of the batch. The rest of the parts, and the parts of keys that were not found, may hold anything afterwards.
+
+        The number is what came from the store now, never what should have come: the parts may hold an older value's
+        bytes, so the core takes a value for whole only if this number is the one that its header tells.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
@@ -45,11 +45,13 @@ class StoreOutcome(Message, frozen=True):
     present: int = 0
     in_flight: int = 0
     dropped: int = 0
+    unknown: int = 0
 
     @property
     def ok(self) -> bool:
-        """True if every object is or will be a hit: nothing was dropped."""
-        return self.dropped == 0
+        """True if every object is or will be a hit: nothing was dropped, or written and its COMMIT not answered
+        (`unknown`)."""
+        return self.dropped == 0 and self.unknown == 0
 
 
 class StorePlan(Message, frozen=True):
@@ -88,9 +90,18 @@ class Registration(Message, frozen=True):
     desc: MemoryLayoutDesc
 
 
+# What a client can lose.
+LostKind = Literal["lookups", "loads", "stores"]
+
+
 class EngineLink(ABC):
-    """What a transport's engine half may ask of the server. All calls wait for the answer, at most for the link's
-    own control deadline, and raise `KVFrameworkError` (`DeadlineExceeded`, `ServerGone`, a typed refusal)."""
+    """What a transport's engine half may ask of the server.
+
+    A call that returns a future waits for the answer a moment only (50 ms, and not again while the server is slow):
+    most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, and a transport
+    should not hold up the engine's thread for that long. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
+    `ServerGone`, a typed refusal).
+    """
 
     @abstractmethod
     def arena(self) -> memoryview | None:
@@ -102,27 +113,36 @@ class EngineLink(ABC):
         """
 
     @abstractmethod
-    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()) -> StorePlan:
+    def prepare_store(
+        self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()
+    ) -> MessagingFuture[StorePlan]:
         """`first_chunks`: per layer group, how many chunks of the range have no blocks any more and are not stored; ()
         if all have. Only a window or state may lack any."""
 
     @abstractmethod
-    def commit_store(self, lease: str) -> StoreOutcome:
-        """Publishes the lease's ranges. What could not be published counts as dropped."""
+    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
+        """Publishes the lease's ranges. What could not be published counts as dropped. After a `DeadlineExceeded` that
+        is unknown: the server publishes them when it comes to it, and nothing stays reserved."""
 
     @abstractmethod
-    def abort_store(self, lease: str) -> None: ...
+    def abort_store(self, lease: str) -> None:
+        """Gives the lease's ranges back. Never raises."""
 
     @abstractmethod
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan: ...
+    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]: ...
 
     @abstractmethod
-    def commit_retrieve(self, lease: str) -> bool:
+    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
         """False if the pins did not hold throughout: what was read may be foreign bytes."""
+
+    def lost(self, kind: LostKind, error: BaseException, nbytes: int = 0) -> None:
+        """To be called for a store or load that failed for want of an answer, or by an error: the server's status shows
+        it. `nbytes` is what it was to move. Never blocks. `submit` does it by itself."""
+        del kind, error, nbytes
 
     # The wire path, where `arena()` is None: the same objects, as raw buffers. The bulk has a socket of its own.
 
-    def missing_chunks(self, key: CacheKey, instance_id: int) -> list[int]:
+    def missing_chunks(self, key: CacheKey, instance_id: int) -> MessagingFuture[list[int]]:
         """Which of the key's objects the server lacks, ascending. Objects count chunk by chunk from `key.start`, in
         each chunk by layer group."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")

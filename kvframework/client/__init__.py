@@ -1,19 +1,24 @@
 """The engine side: what an engine integration imports. Knows no engine and no server part."""
 
 from kvframework.client.connection import KVClient
+from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.naming import KvIdentity, named_identity
+from kvframework.client.progress import Progress
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 
 __all__ = [
     "CurveKeys",
+    "FileDigest",
     "KVClient",
     "KvIdentity",
     "LookupResult",
+    "Progress",
     "RequestHashes",
     "SchedulerAdapter",
     "WorkerAdapter",
+    "digest_files",
     "named_identity",
 ]

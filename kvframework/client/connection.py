@@ -1,7 +1,8 @@
 """Owns one engine process's connection to the server: handshake, arena mapping, reconnects, and the calls of
 transports.
 
-The connection's own threads do the I/O; calls here come from engine threads and wait at most the control timeout.
+The connection's own threads do the I/O. Calls here come from engine threads: how long each waits, and goes on behind
+that thread, is the table in `wire/client_deadlines.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvframework.api import (
     EngineLink,
     HasherProvider,
     KeyHasher,
+    LostKind,
     Message,
     MessagingFuture,
     RequestSpec,
@@ -37,6 +39,7 @@ from kvframework.messaging.client import Connection
 from kvframework.messaging.curve import CurveKeys
 from kvframework.plugins.registry import PluginRegistry
 from kvframework.wire import messages as m
+from kvframework.wire.client_deadlines import deadlines_for
 from kvframework.wire.handshake import offer
 from kvframework.wire.indices import pack_block_ids, pack_indices, unpack_indices
 from kvframework.wire.table import REQUESTS
@@ -45,11 +48,6 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
-TRANSFER_TIMEOUT_S = 30.0
-SETUP_TIMEOUT_S = 5.0
-# A bulk request waits for those before it, and may be on a slow network.
-BULK_TIMEOUT_S = 5.0
-BULK_BYTES_PER_S = 20e6
 
 M = TypeVar("M", bound=Message)
 
@@ -57,11 +55,13 @@ M = TypeVar("M", bound=Message)
 class KVClient(EngineLink):
     """A client session. Thread-safe. Starts to connect at once, and again by itself whenever the server is gone.
 
-    `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `control_timeout_s`
-    bounds every call on an engine's thread; after one timeout all fail at once until the server answers PINGs again.
+    `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `deadline_scale` makes
+    deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the table then.
+    After a lookup's deadline lookups fail at once until the server answers a PING, other calls once it was silent for
+    as long as they wait.
     `curve` are the key files for a tcp:// endpoint; None: those of $KVFRAMEWORK_CURVE_SECRET (this client's secret key)
     and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if set. `requests` are those of plugins, which `request`
-    then knows beside the core's. Raises `EndpointError` and `CurveKeyError`.
+    then knows beside the core's. Raises `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
     """
 
     def __init__(
@@ -70,26 +70,28 @@ class KVClient(EngineLink):
         *,
         name: str = "engine",
         connect_timeout_s: float = 5.0,
-        control_timeout_s: float = 0.05,
+        deadline_scale: float | None = None,
         plugins: PluginRegistry | None = None,
         curve: CurveKeys | None = None,
         requests: Sequence[RequestSpec] = (),
     ) -> None:
         self.endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or default_endpoint()
-        self.control_timeout_s = control_timeout_s
-        self.plugins = plugins or PluginRegistry()
+        self.deadlines = deadlines_for(self.endpoint, deadline_scale)
+        self._plugins = plugins
         self._connect_timeout_s = connect_timeout_s
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
         self._on_up: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._finding_plugins = threading.Lock()
         self._connection = Connection(
             self.endpoint,
             offer(name, os.getpid()),
             table={spec.name: spec for spec in requests} | REQUESTS,
             on_up=self._up,
             on_down=self._down,
+            deadlines=self.deadlines,
             keys=keys_for(self.endpoint, curve),
         )
         self._connection.start()
@@ -104,6 +106,14 @@ class KVClient(EngineLink):
     def usable(self) -> bool:
         """Whether calls are worth making now: connected, set up, and not in doubt. Never blocks."""
         return self._connection.state == "up"
+
+    @property
+    def plugins(self) -> PluginRegistry:
+        """Those of this process; without `plugins` they are looked for at the first use, which reads files."""
+        with self._finding_plugins:
+            if self._plugins is None:
+                self._plugins = PluginRegistry()
+            return self._plugins
 
     @property
     def boot_id(self) -> bytes | None:
@@ -166,20 +176,33 @@ class KVClient(EngineLink):
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """One request, waiting for its answer. Raises typed errors, `DeadlineExceeded` and `ServerGone`.
+        """One request, waiting for its answer; `timeout` None: as the table says. Raises typed errors,
+        `DeadlineExceeded` and `ServerGone`.
 
         `on_late` is called, in the connection's thread, with an answer that comes after the wait was given up.
         """
-        wait = self.control_timeout_s if timeout is None else timeout
-
-        def late(reply: Message) -> None:
-            if on_late is not None and isinstance(reply, response):
-                on_late(reply)
-
-        answer = self._connection.ask(
-            name, payload, timeout=wait, urgent=urgent, on_late=late if on_late is not None else None
-        )
+        wait = self.deadlines.of(name) if timeout is None else timeout
+        answer = self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=_of_type(response, on_late))
         return as_response(answer, response)
+
+    def begin(
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
+    ) -> MessagingFuture[M]:
+        """`request` for an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by then,
+        or later, by the request's own deadline. Never raises."""
+        sent = self._begin(name, payload, urgent=urgent, on_late=_of_type(response, on_late))
+        return mapped(sent, lambda reply, _: as_response(reply, response))
+
+    def reachable(self, request: str) -> bool:
+        """Whether `begin` would send this request: connected, and the server silent for less than its deadline. Never
+        blocks."""
+        return self._connection.reachable(self.deadlines.of(request))
 
     def close(self) -> None:
         """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""
@@ -192,47 +215,69 @@ class KVClient(EngineLink):
         arena = self._arena
         return arena.view if arena else None
 
-    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()) -> StorePlan:
+    def prepare_store(
+        self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()
+    ) -> MessagingFuture[StorePlan]:
         payload = m.Prepare(key, instance_id, tuple(first_chunks))
-        return self.request(
+        return self.begin(
             "PREPARE_STORE", payload, StorePlan, on_late=lambda plan: self._give_back("ABORT", plan.lease)
         )
 
-    def commit_store(self, lease: str) -> StoreOutcome:
+    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
         # Urgent: a doubt about the server must not leave the range reserved until this process ends.
-        return self.request("COMMIT_STORE", m.LeaseRef(lease), m.Committed, urgent=True).outcome
+        sent = self._begin("COMMIT_STORE", m.LeaseRef(lease), urgent=True)
+        return mapped(sent, lambda reply, _: as_response(reply, m.Committed).outcome)
 
     def abort_store(self, lease: str) -> None:
-        if not self.usable:
-            # Most likely after a commit that was not answered: the engine has waited for that.
-            self.send("ABORT", m.LeaseRef(lease))
-            return
-        self.request("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
+        # Nobody has anything of the answer.
+        self.begin("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
 
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan:
+    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]:
         payload = m.Prepare(key, instance_id)
-        return self.request(
+        return self.begin(
             "PREPARE_RETRIEVE",
             payload,
             RetrievePlan,
             on_late=lambda plan: self._give_back("COMMIT_RETRIEVE", plan.lease),
         )
 
-    def commit_retrieve(self, lease: str) -> bool:
-        return self.request("COMMIT_RETRIEVE", m.LeaseRef(lease), m.RetrieveCommitted, urgent=True).held
+    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
+        sent = self._begin("COMMIT_RETRIEVE", m.LeaseRef(lease), urgent=True)
+        return mapped(sent, lambda reply, _: as_response(reply, m.RetrieveCommitted).held)
+
+    def lost(self, kind: LostKind, error: BaseException, nbytes: int = 0) -> None:
+        code = error.code if isinstance(error, KVFrameworkError) else "error"
+        if isinstance(error, ServerGone) and self._connection.state == "suspect":
+            code = DeadlineExceeded.code  # it is there, and does not answer
+        self._connection.losses.add(kind, code, nbytes)
 
     def send(self, name: str, payload: Message) -> None:
         """One request whose answer nobody waits for. Never blocks, never raises."""
-        self._connection.request(name, payload, timeout=SETUP_TIMEOUT_S, urgent=True)
+        self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
+
+    def _begin(
+        self,
+        name: str,
+        payload: Message,
+        *,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> MessagingFuture[Message]:
+        deadlines = self.deadlines
+        return self._connection.begin(
+            name, payload, timeout=deadlines.of(name), turn=deadlines.engine_s, urgent=urgent, on_late=on_late
+        )
 
     def _give_back(self, name: str, lease: str) -> None:
         """Ends a lease that came too late for whoever had asked for it."""
         if lease:
             self.send(name, m.LeaseRef(lease))
 
-    def missing_chunks(self, key: CacheKey, instance_id: int) -> list[int]:
-        reply = self.request("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, instance_id), m.ChunksStored)
-        return unpack_indices(reply.missing, where="missing")
+    def missing_chunks(self, key: CacheKey, instance_id: int) -> MessagingFuture[list[int]]:
+        sent = self._begin("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, instance_id))
+        return mapped(
+            sent, lambda reply, _: unpack_indices(as_response(reply, m.ChunksStored).missing, where="missing")
+        )
 
     def store_chunks(
         self, key: CacheKey, instance_id: int, objects: Sequence[int], buffers: Sequence[Buffer]
@@ -247,35 +292,40 @@ class KVClient(EngineLink):
         return mapped(sent, lambda reply, buffers: buffers if as_response(reply, m.ChunksSent).held else ())
 
     def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> MessagingFuture[Message]:
-        timeout = BULK_TIMEOUT_S + nbytes / BULK_BYTES_PER_S
-        return self._connection.bulk_request(name, payload, buffers, timeout=timeout)
+        return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))
 
     def gather_block(self, instance_id: int, blocks: Sequence[int], event: bytes) -> list[bytes]:
         payload = m.GatherBlock(instance_id, pack_block_ids([[block] for block in blocks]), event)
         # Urgent: also asked from within a reconnect.
-        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, timeout=SETUP_TIMEOUT_S, urgent=True).groups)
+        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
 
     def submit(
         self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
     ) -> MessagingFuture[bool]:
         payload = m.TransferRequest(key, instance_id, pack_block_ids(block_ids), event, skip_first_n_tokens)
-        sent = self._connection.request(kind, payload, timeout=TRANSFER_TIMEOUT_S)
+        deadlines = self.deadlines
+        silence_s = deadlines.store_s if kind == "STORE" else deadlines.load_s
+        sent = self._connection.request(kind, payload, timeout=deadlines.of(kind), silence_s=silence_s)
         future: MessagingFuture[bool] = MessagingFuture(sent.cancel)
+        chunks = (key.end - key.start) // self.chunk_size
+        dropped = StoreOutcome(dropped=chunks * len(block_ids)) if kind == "STORE" else None
 
         def answered(reply: MessagingFuture[Message]) -> None:
             error = reply.exception()
             if error is not None:
+                self.lost("stores" if kind == "STORE" else "loads", error)
                 log.warning("%s of request %s failed: %s", kind, key.request_id, error)
                 if isinstance(error, DeadlineExceeded):
-                    self._when_untouched(sent, lambda: future.set_result(False, error))
+                    self._when_untouched(sent, lambda: future.set_result(False, dropped, cause=error))
                     # Last, since it may raise what a device's driver does.
                     future.overdue()
                 else:
-                    future.set_result(False, error)
+                    future.set_result(False, dropped, cause=error)
                 return
             result = reply.result(0)
             ok = isinstance(result, m.TransferReply) and result.ok
-            future.set_result(ok, result.outcome if isinstance(result, m.TransferReply) else None)
+            outcome = result.outcome if isinstance(result, m.TransferReply) else dropped
+            future.set_result(ok, outcome if kind == "STORE" else None)
 
         sent.add_done_callback(answered)
         return future
@@ -295,7 +345,7 @@ class KVClient(EngineLink):
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
-        self._arena = MappedArena(arena_fd, self._connection.hold()) if arena_fd is not None else None
+        self._arena = self._mapped(arena_fd) if arena_fd is not None else None
         try:
             self._check(reply)
             if self._hasher is None:
@@ -309,6 +359,14 @@ class KVClient(EngineLink):
             # A mapping left standing would keep this session alive on the server.
             self._arena = None
             raise
+
+    def _mapped(self, arena_fd: int) -> MappedArena:
+        try:
+            alive_fd = self._connection.hold()
+        except OSError:
+            os.close(arena_fd)
+            raise
+        return MappedArena(arena_fd, alive_fd)
 
     def _down(self) -> None:
         # Whoever copies at this moment still holds the view; the mapping goes with the last of them.
@@ -335,3 +393,15 @@ class KVClient(EngineLink):
                 hint="install the same hasher beside the engine and the server",
             )  # fmt: skip
         return hasher
+
+
+def _of_type(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:
+    """`on_late` for answers of the right type only."""
+    if on_late is None:
+        return None
+
+    def late(reply: Message) -> None:
+        if isinstance(reply, response):
+            on_late(reply)
+
+    return late

@@ -23,7 +23,7 @@ from kvframework.api import (
     compute_namespace,
 )
 from kvframework.client.canary import check_by_reading, check_by_writing
-from kvframework.client.connection import SETUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, KVClient
+from kvframework.client.connection import KVClient
 from kvframework.client.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
-# A device's copier may have to be started first: behind its own deadline, and the server's.
-_LENDING_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -130,15 +128,20 @@ class Instance:
         self.registration = self._register(urgent=False)
 
     def _look_at(self, future: MessagingFuture[bool]) -> None:
-        if isinstance(future.detail, NotRegistered):
+        if isinstance(future.cause, NotRegistered):
             self._start_to_recover()
 
     def _start_to_recover(self) -> None:
         with self._lock:
             if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
                 return
-            self._again = threading.Thread(target=self._recover, name="kvf-register", daemon=True)
-            self._again.start()
+            again = threading.Thread(target=self._recover, name="kvf-register", daemon=True)
+            try:
+                again.start()
+            except RuntimeError as error:  # no thread is left; the next transfer that fails comes here again
+                log.warning("instance %d does not register again yet: %s", self._identity.instance_id, error)
+                return
+            self._again = again
 
     def _recover(self) -> None:
         """Until it succeeds, somebody else did it, or the instance is closed."""
@@ -192,9 +195,11 @@ class Instance:
             handles=handles,
         )
         unregister = m.Unregister(identity.instance_id)
+        deadlines = self._client.deadlines
         reply = self._client.request(
             "REGISTER_KV_CACHE", payload, m.Registered, urgent=urgent,
-            timeout=_LENDING_TIMEOUT_S if handles else SETUP_TIMEOUT_S,
+            # A device's copier may have to be started first.
+            timeout=deadlines.lending_s if handles else deadlines.setup_s,
             on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
         )  # fmt: skip
         desc = self._layout.object_desc(self._declared, self._client.chunk_size)
@@ -214,9 +219,7 @@ class Instance:
             if self._client.usable or self._lends:
                 payload = m.Unregister(self._identity.instance_id)
                 # Answered behind the copies that are under way; a server that is silent may be in the midst of one.
-                self._client.request(
-                    "UNREGISTER_KV_CACHE", payload, m.Empty, timeout=TRANSFER_TIMEOUT_S, urgent=self._lends
-                )
+                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._lends)
         except ServerGone:
             pass  # and with it whatever it had mapped
         except KVFrameworkError as error:

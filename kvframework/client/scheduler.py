@@ -1,7 +1,7 @@
 """Owns the scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
 
-Called from the scheduler's thread: no call waits longer than the client's control timeout (`wait` says its own), and
-any failure is a miss, one log line and a count.
+Called from the scheduler's thread: a lookup waits for its short deadline at most, other calls for `engine_s` (`wait`
+says its own), and any failure is a miss, one log line and a count.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvframework.api import CacheKey
+from kvframework.api import CacheKey, MessagingFuture
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError
+from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.log_limit import LogLimit
 from kvframework.wire import messages as m
 
@@ -107,7 +107,7 @@ class SchedulerAdapter:
     def _ask(self, name: str, payload: m.Lookup | m.TicketRef, asked: int) -> LookupResult | None:
         """None if there was no answer."""
         if not self._client.usable:
-            self.failures += 1
+            self._failed(ServerGone("the server does not answer"))
             return None
         try:
             late = self._free_late if name == "LOOKUP" else None
@@ -117,7 +117,7 @@ class SchedulerAdapter:
         except LeaseUnknown:
             return MISS
         except KVFrameworkError as error:
-            self.failures += 1
+            self._failed(error)
             log.warning("%s failed, taken as a miss: %s", name, error)
             return None
         return LookupResult(reply.hit_tokens, reply.ticket, reply.pending, asked)
@@ -126,16 +126,24 @@ class SchedulerAdapter:
         """A LOOKUP that was given up has been answered after all: nobody knows its ticket."""
         self.let_go(reply.ticket)
 
+    def _failed(self, error: KVFrameworkError) -> None:
+        self.failures += 1
+        self._client.lost("lookups", error)
+
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         if not self._client.usable:
             # A silent server hears it when it wakes up; nobody waits for that again and again.
             self._client.send(name, payload)
             return
-        try:
-            self._client.request(name, payload, response, urgent=True)
-        except LeaseUnknown:
-            log.debug("%s: it is over already", name)
-        except KVFrameworkError as error:
-            # The ticket ends by its time, or with this process.
-            self.failures += 1
-            log.warning("%s failed: %s", name, error)
+
+        def answered(reply: MessagingFuture[m.Freed | m.SessionEnded]) -> None:
+            error = reply.exception()
+            if isinstance(error, LeaseUnknown):
+                log.debug("%s: it is over already", name)
+            elif error is not None:
+                # The ticket ends by its time, or with this process.
+                self.failures += 1
+                log.warning("%s failed: %s", name, error)
+
+        sent = self._client.begin(name, payload, response, urgent=True)
+        sent.add_done_callback(answered)

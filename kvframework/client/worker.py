@@ -1,7 +1,7 @@
 """Owns the worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
-Called from the engine's thread. No call waits longer than the client's control timeout, except `register_kv_caches` and
-`close`.
+Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/client_deadlines.py`), except
+in `register_kv_caches` and `close`; a transfer whose answers take longer goes on without it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from kvframework.api import (
     CacheKey,
     EngineView,
     LayerTensors,
+    LostKind,
     MessagingFuture,
     Registration,
+    StoreOutcome,
     TransferContext,
     touched_blocks,
 )
+from kvframework.client.checks import check_transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration import Instance, InstanceIdentity
-from kvframework.errors import NotRegistered, RequestError
+from kvframework.errors import NotRegistered, RequestError, ServerGone
 
 if TYPE_CHECKING:
     import torch
@@ -131,8 +134,13 @@ class WorkerAdapter:
         event: torch.Event | None = None,
     ) -> MessagingFuture[bool]:
         """Stores tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the
-        registered tensors for engines without stable memory. False at once while the server is away."""
-        future = self._submit(lambda transfer: transfer.submit_store, request, start, end, block_ids, kv_caches, event)
+        registered tensors for engines without stable memory. False at once while the server is away, or silent for
+        longer than a store waits. Until the future is resolved the blocks are read: they must stay as they are.
+        `cancel()` on it ends that, at once unless a copy is under way. `future.detail` is a `StoreOutcome` in any case.
+        Raises `BadRange` and `BadBlockIds` before anything is done."""
+        future = self._submit(
+            "stores", lambda transfer: transfer.submit_store, request, start, end, block_ids, kv_caches, event
+        )
         self.store_futures.setdefault(request.request_id, []).append(future)
         return future
 
@@ -149,7 +157,7 @@ class WorkerAdapter:
         """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. False:
         compute them."""
         future = self._submit(
-            lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
+            "loads", lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
             request, start, end, block_ids, kv_caches, event,
         )  # fmt: skip
         self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
@@ -162,7 +170,9 @@ class WorkerAdapter:
         block_ids: Sequence[BlockIds],
         event: torch.Event | None = None,
     ) -> list[MessagingFuture[bool]]:
-        """`submit_store` for each. Raises `RequestError` before the first if the lists differ in length."""
+        """`submit_store` for each. Raises `RequestError` if the lists differ in length, and what `submit_store` raises
+        for any of them, before the first is submitted."""
+        self._check_batch(requests, ranges, block_ids, storing=True)
         return _batched(self.submit_store, requests, ranges, block_ids, event)
 
     def batched_submit_retrieve(
@@ -172,7 +182,9 @@ class WorkerAdapter:
         block_ids: Sequence[BlockIds],
         event: torch.Event | None = None,
     ) -> list[MessagingFuture[bool]]:
-        """`submit_retrieve` for each. Raises `RequestError` before the first if the lists differ in length."""
+        """`submit_retrieve` for each. Raises `RequestError` if the lists differ in length, and what `submit_retrieve`
+        raises for any of them, before the first is submitted."""
+        self._check_batch(requests, ranges, block_ids, storing=False)
         return _batched(self.submit_retrieve, requests, ranges, block_ids, event)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -210,6 +222,7 @@ class WorkerAdapter:
 
     def _submit(
         self,
+        kind: LostKind,
         chosen: Callable[[TransferContext], TransportSubmit],
         request: RequestHashes,
         start: int,
@@ -219,8 +232,14 @@ class WorkerAdapter:
         event: torch.Event | None,
     ) -> MessagingFuture[bool]:
         instance = self._instance
-        if instance is None or not self._client.usable:
-            return MessagingFuture.resolved(False)
+        storing = kind == "stores"
+        if instance is None or not self._client.reachable("PREPARE_STORE" if storing else "PREPARE_RETRIEVE"):
+            if instance is not None:
+                desc = instance.registration.desc
+                nbytes = (end - start) // desc.chunk_tokens * desc.nbytes
+                self._client.lost(kind, ServerGone("the server does not answer"), nbytes)
+            dropped = StoreOutcome(dropped=(end - start) // request.chunk_tokens * len(block_ids))
+            return MessagingFuture.resolved(False, dropped if storing else None)
         future = chosen(instance.transfer)(
             request.request_id,
             self.key(request, start, end),
@@ -231,6 +250,25 @@ class WorkerAdapter:
             self.blocks_in_chunk,
         )
         return instance.watch(future)
+
+    def _check_batch(
+        self,
+        requests: Sequence[RequestHashes],
+        ranges: Sequence[tuple[int, int]],
+        block_ids: Sequence[BlockIds],
+        *,
+        storing: bool,
+    ) -> None:
+        if not len(requests) == len(ranges) == len(block_ids):
+            raise RequestError(
+                f"a batch of {len(requests)} and {len(ranges)} and {len(block_ids)} requests, ranges and block ids",
+                available="lists of equal length",
+            )
+        registration = self.registration
+        if registration is not None:
+            for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True):
+                request.digests(end)
+                check_transfer(registration, start, end, blocks, storing=storing)
 
     def _note_failed(self, block_ids: BlockIds) -> None:
         if not self._failed_blocks:
@@ -253,11 +291,6 @@ def _batched(
     block_ids: Sequence[BlockIds],
     event: torch.Event | None,
 ) -> list[MessagingFuture[bool]]:
-    if not len(requests) == len(ranges) == len(block_ids):
-        raise RequestError(
-            f"a batch of {len(requests)} and {len(ranges)} and {len(block_ids)} requests, ranges and block ids",
-            available="lists of equal length",
-        )
     return [
         submit(request, start, end, blocks, None, event)
         for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
-from kvframework.errors import KVFrameworkError, ServerGone
+from kvframework.errors import KVFrameworkError, OutOfResources, ServerFull, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.heartbeat import Heartbeat
 from kvframework.messaging.link import Link
+from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
 
 # Whether the server lives is the control socket's to find out; a PING would wait behind the bulk.
 _PING_S = 3600.0
@@ -40,9 +41,15 @@ class BulkSocket:
         try:
             link = self._opened()
         except KVFrameworkError as error:
-            if not isinstance(error, ServerGone):
+            # Where these keep newcomers out, a new session would not come in either.
+            if not isinstance(error, (ServerGone, ServerFull, OutOfResources)):
                 self._control.close()  # the session takes no further socket: only a new one can help
             return MessagingFuture.failed(error)
+        except Exception as error:
+            out = as_out_of_resources(error)
+            if out is None:
+                raise
+            return MessagingFuture.failed(out)
         return link.submit(spec, payload, buffers, timeout)
 
     def close(self) -> None:
@@ -61,7 +68,14 @@ class BulkSocket:
                 return link
             if link is not None:
                 link.close()
+            need(descriptors=FOR_A_CONNECTION)
             heartbeat = Heartbeat(_PING_S, _PING_S, time.monotonic())
-            self._link = Link(self._join(), None, self._control.boot_id, heartbeat, lambda: None)
-            self._link.start()
-            return self._link
+            dealer = self._join()
+            try:
+                link = Link(dealer, None, self._control.boot_id, heartbeat, lambda: None)
+                link.start()
+            except BaseException:
+                dealer.close(0)
+                raise
+            self._link = link
+            return link

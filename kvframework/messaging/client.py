@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -18,7 +19,14 @@ import msgspec
 import zmq
 
 from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
-from kvframework.errors import DeadlineExceeded, KVFrameworkError, MalformedFrames, ServerGone, UnknownRequest
+from kvframework.errors import (
+    DeadlineExceeded,
+    KVFrameworkError,
+    MalformedFrames,
+    OutOfResources,
+    ServerGone,
+    UnknownRequest,
+)
 from kvframework.messaging.bulk import BulkSocket
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.dial import BULK, CONTROL, IO_THREADS, dial
@@ -26,7 +34,10 @@ from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.heartbeat import Heartbeat
 from kvframework.messaging.link import Link
 from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.losses import Losses
 from kvframework.messaging.pending import RequestFuture
+from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
+from kvframework.wire.client_deadlines import LOCAL, ClientDeadlines
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
 
 logger = logging.getLogger(__name__)
@@ -37,8 +48,10 @@ TELL_AGAIN_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
-_SLOWEST_HELLO_S = 1.0
+_LATER_S = 0.01
 _CLOSE_S = 10.0
+# Twice of what a context with its first connection takes, see `FOR_A_CONNECTION`.
+_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
 
 
 class Connection:
@@ -46,7 +59,10 @@ class Connection:
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
     it returns only `urgent` requests go through. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. A forked child cannot use its parent's connection and does not disturb it.
+    follows every `on_up` that returned. What is added to `losses` is told to the server. A forked child cannot use its
+    parent's connection and does not disturb it.
+
+    While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
     """
 
     def __init__(
@@ -57,10 +73,10 @@ class Connection:
         table: Mapping[str, RequestSpec],
         on_up: Callable[[HelloReply, int | None], None],
         on_down: Callable[[], None],
-        ping_interval_s: float = 0.2,
-        ping_timeout_s: float = 0.8,
+        deadlines: ClientDeadlines = LOCAL,
         keys: LoadedKeys | None = None,
     ) -> None:
+        self.losses = Losses()
         self.last_error: Exception | None = None
         self._unanswered: ServerGone | None = None
         self._tell_again_at = 0.0
@@ -69,8 +85,7 @@ class Connection:
         self._table = table
         self._on_up = on_up
         self._on_down = on_down
-        self._ping_interval_s = ping_interval_s
-        self._ping_timeout_s = ping_timeout_s
+        self._deadlines = deadlines
         self._keys = keys
         self._pid = os.getpid()
         self._link: Link | None = None
@@ -78,18 +93,24 @@ class Connection:
         self._welcomed = False
         self._closing = threading.Event()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
+        self._starting = threading.Lock()
+        self._start_again_at = math.inf
+        self._thread = self._supervisor()
 
     def start(self) -> None:
-        """Starts to connect. Returns at once; to be called once."""
-        self._thread.start()
+        """Starts to connect. Returns at once; to be called once. If the process gets no thread now, a look at
+        `state` later starts it."""
+        with self._starting:
+            self._start_thread()
 
     def wait_up(self, timeout: float) -> bool:
         """Waits until the state is "up", at most `timeout` seconds; whether it is."""
         if os.getpid() != self._pid:
             return False
+        deadline = time.monotonic() + timeout
         with self._changed:
-            self._changed.wait_for(lambda: self.state == "up" or self._closing.is_set(), timeout)
+            while self.state != "up" and not self._closing.is_set() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, max(self._start_again_at - time.monotonic(), 0.0) + _LATER_S))
         return self.state == "up"
 
     @property
@@ -97,6 +118,8 @@ class Connection:
         """ "suspect": a request or PING was not answered in time, and no PING since. "down": there is no server."""
         link = self._link
         if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
+            if time.monotonic() >= self._start_again_at:
+                self._start_again()
             return "down"
         return "suspect" if link.suspect else "up"
 
@@ -127,25 +150,24 @@ class Connection:
         *,
         timeout: float,
         urgent: bool = False,
+        silence_s: float = 0.0,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
         """Sends a request and returns its future; never blocks and never raises.
 
         The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
         the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
-        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`). Its
+        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
+        the server has been silent for less than `silence_s`). Its
         callbacks run in the thread that receives the answer: the I/O thread, or a caller's in `ask`. Big buffers are
         sent without a copy: they must stay unchanged until an answer.
         `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
         `on_late` is called in the I/O thread with a response that comes after the timeout: what it grants is
         nobody's else.
         """
-        spec = self._spec(name, buffers)
-        if isinstance(spec, KVFrameworkError):
-            return MessagingFuture.failed(spec)
         try:
-            link = self._usable(urgent)
-        except ServerGone as error:
+            spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
+        except KVFrameworkError as error:
             return MessagingFuture.failed(error)
         return link.submit(spec, payload, buffers, timeout, on_late)
 
@@ -160,10 +182,34 @@ class Connection:
     ) -> Message:
         """`request`, waiting for its answer: the calling thread sends and receives by itself, so that no other has to
         wake. Raises what the future would fail with. Not for callbacks of futures."""
-        spec = self._spec(name, ())
-        if isinstance(spec, KVFrameworkError):
-            raise spec
+        spec = self._spec(name)
         return self._usable(urgent).ask(spec, payload, timeout, on_late)
+
+    def begin(
+        self,
+        name: str,
+        payload: Message,
+        *,
+        timeout: float,
+        turn: float,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> MessagingFuture[Message]:
+        """`request`, for which the calling thread waits for `turn` seconds at most, as `ask` does: most often the
+        future is resolved. Made while the server has been silent for less than `timeout`. Never raises."""
+        try:
+            spec, link = self._spec(name), self._usable(urgent, timeout)
+        except KVFrameworkError as error:
+            return MessagingFuture.failed(error)
+        return link.begin(spec, payload, timeout, turn, on_late)
+
+    def reachable(self, silence_s: float) -> bool:
+        """Whether `request` and `begin` would send: "up", or silent for less than so many seconds. Never blocks."""
+        try:
+            self._usable(urgent=False, silence_s=silence_s)
+        except ServerGone:
+            return False
+        return True
 
     def bulk_request(
         self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
@@ -173,9 +219,10 @@ class Connection:
 
         A future that has failed does not give the buffers back: ZMQ may still read them, so never write to them again.
         """
-        spec = self._spec(name, buffers)
-        if isinstance(spec, KVFrameworkError):
-            return MessagingFuture.failed(spec)
+        try:
+            spec = self._spec(name, buffers)
+        except KVFrameworkError as error:
+            return MessagingFuture.failed(error)
         bulk = self._bulk
         if bulk is None or self.state == "down":
             return MessagingFuture.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))
@@ -210,41 +257,66 @@ class Connection:
         if self._thread.ident is not None and not within:
             self._thread.join(_CLOSE_S)
 
-    def _usable(self, urgent: bool) -> Link:
+    def _supervisor(self) -> threading.Thread:
+        return threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
+
+    def _start_thread(self) -> None:
+        try:
+            self._thread.start()
+            self._start_again_at = math.inf
+        except RuntimeError as error:
+            self._thread = self._supervisor()
+            self._note(as_out_of_resources(error) or error)
+            self._start_again_at = time.monotonic() + _UNREACHABLE_PAUSE_S
+
+    def _start_again(self) -> None:
+        if os.getpid() == self._pid and self._starting.acquire(blocking=False):
+            try:
+                if time.monotonic() >= self._start_again_at and not self._closing.is_set():
+                    self._start_thread()
+            finally:
+                self._starting.release()
+
+    def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
         """The link that a request may go over now. Raises `ServerGone`."""
         link, state = self._link, self.state
-        if link is None or not (state == "up" or (urgent and os.getpid() == self._pid)):
+        allowed = state == "up" or (urgent and os.getpid() == self._pid)
+        if link is None or not (allowed or (state == "suspect" and link.silent_s() < silence_s)):
             raise ServerGone(f"the connection is {state}", where=self._endpoint)
         return link
 
-    def _spec(self, name: str, buffers: Sequence[Buffer]) -> RequestSpec | KVFrameworkError:
+    def _spec(self, name: str, buffers: Sequence[Buffer] = ()) -> RequestSpec:
+        """Raises `UnknownRequest` and `MalformedFrames`."""
         spec = self._table.get(name)
         if spec is None:
-            return UnknownRequest(f"there is no request {name!r}")
+            raise UnknownRequest(f"there is no request {name!r}")
         if len(buffers) > spec.buffers:
-            return MalformedFrames(f"{len(buffers)} buffers", where=name, available=f"at most {spec.buffers}")
+            raise MalformedFrames(f"{len(buffers)} buffers", where=name, available=f"at most {spec.buffers}")
         return spec
 
     def _supervise(self) -> None:
-        context = zmq.Context(IO_THREADS)
+        context = None
         pause = _FIRST_PAUSE_S
         try:
             while not self._closing.is_set():
                 try:
+                    context = context or _context()
+                    need(descriptors=FOR_A_CONNECTION)
                     self._connect_once(context)
                     pause = _FIRST_PAUSE_S
                     self._closing.wait(pause)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
-                    self._note(error)
-                    most = _UNREACHABLE_PAUSE_S if isinstance(error, ServerGone) else _REFUSED_PAUSE_S
+                    # No name of this frame's for it: its traceback would keep the sockets of the attempt.
+                    most = self._note(as_out_of_resources(error) or error)
                     self._closing.wait(min(pause, most))
                     pause = min(pause * 2, most)
         finally:
-            context.destroy(0)
+            if context is not None:
+                context.destroy(0)
 
     def _connect_once(self, context: zmq.Context[Any]) -> None:
         """One connection, from HELLO to its end. Raises if it did not come up."""
-        timeout = max(self._ping_timeout_s, _SLOWEST_HELLO_S)
+        deadlines = self._deadlines
         dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
         self._unanswered = None
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
@@ -253,12 +325,14 @@ class Connection:
             liveness, arena_fd = None, None
             # What a server on another host names is none of this one's paths.
             if reply.liveness and self._endpoint.startswith("ipc://"):
-                liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, timeout)
+                liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, deadlines.hello_s)
                 undo.callback(liveness.close)
                 if arena_fd is not None:
                     undo.callback(os.close, arena_fd)
-            heartbeat = Heartbeat(self._ping_interval_s, self._ping_timeout_s, time.monotonic())
-            link = Link(dealer, liveness, reply.boot_id, heartbeat, self._notify)
+            heartbeat = Heartbeat(deadlines.ping_every_s, deadlines.silent_s, time.monotonic())
+            link = Link(
+                dealer, liveness, reply.boot_id, heartbeat, self._notify, gone_s=deadlines.gone_s, losses=self.losses
+            )
             link.start()
             undo.pop_all()
         joining = msgspec.structs.replace(self._hello, session=reply.session, replaces=b"")
@@ -297,7 +371,7 @@ class Connection:
             context,
             self._endpoint,
             hello,
-            timeout=max(self._ping_timeout_s, _SLOWEST_HELLO_S),
+            timeout=self._deadlines.hello_s,
             closing=closing,
             keys=self._keys,
             io_thread=io_thread,
@@ -321,17 +395,33 @@ class Connection:
         with self._changed:
             self._changed.notify_all()
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: Exception) -> float:
         """Logs what keeps the connection from coming up: loudly, unless it is only that nobody serves; again after a
-        while, since a cache that is never hit looks like any other."""
+        while, since a cache that is never hit looks like any other. For how long to pause at most."""
         now = time.monotonic()
         if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._tell_again_at):
             self._tell_again_at = now + TELL_AGAIN_S
             if isinstance(error, ServerGone):
                 logger.info("no server at %s: %s", self._endpoint, error.fact)
+            elif isinstance(error, OutOfResources):
+                logger.warning("no connection to %s for now: %s", self._endpoint, error)
             elif isinstance(error, KVFrameworkError):
                 logger.error("the server at %s cannot be used: %s", self._endpoint, error)
             else:
                 logger.error("connecting to %s failed", self._endpoint, exc_info=error)
         self.last_error = error
         self._unanswered = None
+        return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
+
+
+def _context() -> zmq.Context[Any]:
+    """A context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it gets too few
+    descriptors or threads in the midst of it, so there have to be more."""
+    need(**_FOR_A_CONTEXT)
+    context = zmq.Context(IO_THREADS)
+    try:
+        context.socket(zmq.DEALER).close(0)
+    except zmq.ZMQError:
+        context.destroy(0)
+        raise
+    return context

@@ -6,6 +6,7 @@ Every attempt has a socket of its own that never reconnects, so that nothing mea
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from typing import Any
 import zmq
 
 from kvframework.config import Endpoint, check_private_directory, parse_endpoint
-from kvframework.errors import ProtocolError, ServerGone, VersionMismatch
+from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.endpoint import ipc_path
+from kvframework.messaging.endpoint import FULL_SUFFIX, ipc_path
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 
@@ -51,6 +52,7 @@ def dial(
     """
     address = None
     if endpoint.startswith("ipc://"):
+        _check_not_full(endpoint)
         _probe(socket.AF_UNIX, ipc_path(endpoint), endpoint, 0.0)
         _check_directory(endpoint)
     else:
@@ -106,6 +108,12 @@ def _check_directory(endpoint: str) -> None:
         check_private_directory(Path(ipc_path(endpoint)).parent)
     except OSError as error:
         raise ServerGone(f"nobody serves: {error.strerror}", where=endpoint) from None
+
+
+def _check_not_full(endpoint: str) -> None:
+    path = ipc_path(endpoint)
+    if os.path.exists(path + FULL_SUFFIX) and not os.path.exists(path):
+        raise ServerFull("the server takes no client for now: its descriptors run low", where=endpoint)
 
 
 def _probe_tcp(address: Endpoint, endpoint: str, timeout: float) -> None:

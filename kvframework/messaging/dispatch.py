@@ -18,6 +18,7 @@ from kvframework.errors import (
     MalformedFrames,
     PluginBroken,
     ProtocolError,
+    ServerFull,
     ShuttingDown,
 )
 from kvframework.messaging.inflight import InFlight
@@ -32,6 +33,7 @@ from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
 logger = logging.getLogger(__name__)
 
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
+MAX_LEFT = 4096
 Welcome = Callable[[Hello, ClientSession, int], HelloReply]
 
 
@@ -68,7 +70,7 @@ def check_handlers(
 
 class Dispatcher:
     """Takes messages in and ends sessions. Borrows all that it is given; `liveness_path(identity)` is "" for clients
-    that have no liveness socket."""
+    that have no liveness socket. `check_room()` raises what a new session is refused with."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Dispatcher:
         on_session_end: Callable[[ClientSession], None],
         counters: dict[str, int],
         refusals: Refusals,
+        check_room: Callable[[], None],
     ) -> None:
         self._sessions = sessions
         self._calls = calls
@@ -94,6 +97,9 @@ class Dispatcher:
         self._on_session_end = on_session_end
         self._counters = counters
         self._refusals = refusals
+        # Routing ids of sessions that have ended: what they sent before is still coming, and is no trouble.
+        self._left: dict[bytes, None] = {}
+        self._check_room = check_room
         self.stopping = False
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
@@ -113,17 +119,23 @@ class Dispatcher:
         try:
             self._on_request(identity, envelope)
         except Exception as error:
-            if isinstance(error, ProtocolError):
+            if isinstance(error, (ProtocolError, ServerFull)):
                 self._refused(identity, envelope, error)
             elif not isinstance(error, ShuttingDown):
                 logger.exception("%s failed", envelope.type)
-            self._replies.send_error(identity, envelope.request_id, error)
+            if isinstance(error, HelloRequired) and identity in self._left:
+                self._replies.send_farewell(identity, envelope.request_id, error)
+            else:
+                self._replies.send_error(identity, envelope.request_id, error)
 
     def end(self, session: ClientSession) -> None:
         """Ends a session: cancels what it has in flight, then calls `on_session_end`, exactly once a session."""
         if not self._sessions.end(session):
             return
         self._counters["sessions_ended"] += 1
+        self._left.update(dict.fromkeys(session.identities))
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
         if self._liveness is not None:
             self._liveness.drop(session)
         session.local = False
@@ -149,7 +161,7 @@ class Dispatcher:
             return
         self._calls.submit(session, identity, envelope)
 
-    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError) -> None:
+    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
         if isinstance(error, HelloRequired):
             return  # its session has just ended, and it connects again
         if envelope.type == "HELLO":
@@ -159,6 +171,7 @@ class Dispatcher:
             self._refusals.request(self._sessions.by_identity(identity), envelope.type, error)
 
     def _open(self, identity: bytes, hello: Hello) -> ClientSession:
+        self._check_room()
         return self._sessions.open(identity, hello, remote=not self._liveness_path(identity))
 
     def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:

@@ -18,6 +18,8 @@ from kvframework.messaging.fork import close_after_fork
 
 LIVENESS_SUFFIX = ".live"
 LOCK_SUFFIX = ".lock"
+# Where the socket lies while the server takes no client: who is connected goes on, and who comes learns why.
+FULL_SUFFIX = ".full"
 _MAX_SUN_PATH = 107
 
 
@@ -26,7 +28,7 @@ def ipc_path(endpoint: str) -> str:
     if not endpoint.startswith("ipc:///"):
         raise EndpointError("not an endpoint of a local server", where=endpoint, available="ipc:///absolute/path")
     path = endpoint[len("ipc://") :]
-    size = len(os.fsencode(path + LIVENESS_SUFFIX))
+    size = len(os.fsencode(path + LIVENESS_SUFFIX))  # no suffix is longer
     if size > _MAX_SUN_PATH or "\0" in path or path.endswith("/"):
         raise EndpointError(
             f"no socket can have this path ({size} bytes with {LIVENESS_SUFFIX!r})",
@@ -54,6 +56,7 @@ class EndpointFiles:
         self.endpoint = endpoint
         self.path = ipc_path(endpoint)
         self.liveness = self.path + LIVENESS_SUFFIX
+        self._full = self.path + FULL_SUFFIX
         self._lock_path = self.path + LOCK_SUFFIX
         self._lock = -1
 
@@ -63,7 +66,7 @@ class EndpointFiles:
         prepare_private_directory(Path(self.path).parent)
         try:
             self._lock = self._take_lock()
-            for path in (self.path, self.liveness):
+            for path in (self.path, self.liveness, self._full):
                 self._remove_stale(path)
         except OSError as error:
             self._give_lock_back()
@@ -73,11 +76,15 @@ class EndpointFiles:
             raise
         close_after_fork(self)
 
+    def show(self, shown: bool) -> None:
+        """Whether clients find the socket. Raises `OSError`."""
+        os.rename(*((self._full, self.path) if shown else (self.path, self._full)))
+
     def release(self) -> None:
         """Removes the files, if this process held the endpoint, and gives the lock back. Idempotent."""
         if self._lock < 0:
             return
-        for path in (self.path, self.liveness):
+        for path in (self.path, self.liveness, self._full):
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self._give_lock_back()

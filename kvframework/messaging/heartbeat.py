@@ -27,6 +27,10 @@ class Heartbeat:
         """True if a PING has been unanswered for the timeout."""
         return self._waiting_since is not None and now >= self._waiting_since + self._timeout
 
+    def silence(self, now: float) -> float:
+        """Seconds for which the oldest PING has been unanswered."""
+        return now - self._waiting_since if self._waiting_since is not None else 0.0
+
     def sent(self, now: float) -> None:
         """A PING was sent, or could not be."""
         if self._waiting_since is None:

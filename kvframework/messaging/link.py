@@ -32,11 +32,12 @@ from kvframework.messaging import frames_io
 from kvframework.messaging.heartbeat import Heartbeat
 from kvframework.messaging.late import LateAnswers
 from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.losses import Losses
 from kvframework.messaging.pending import Outgoing, Pending
 from kvframework.messaging.shared_dealer import SharedDealer, milliseconds
 from kvframework.messaging.wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
-from kvframework.wire.messages import Cancel, Empty, Goodbye, Pong
+from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
 from kvframework.wire.table import REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
 _GOODBYE_S = 0.2
+SILENCE_S = 1.0  # before the log speaks of it
 
 
 class _EndOfLink(Exception):
@@ -65,10 +67,20 @@ class Link:
         boot_id: bytes,
         heartbeat: Heartbeat,
         changed: Callable[[], None],
+        *,
+        gone_s: float = math.inf,
+        losses: Losses | None = None,
     ) -> None:
         self.boot_id = boot_id
         self.suspect = False
         self._suspect_since = 0.0
+        self._unanswered_since = 0.0
+        self._heard_at = 0.0
+        self._prompt = True
+        self._gone_s = gone_s
+        self._losses = losses or Losses()
+        self._losses.begin()
+        self._silence_logged = False
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
@@ -86,7 +98,8 @@ class Link:
         # What callers have met and is the I/O thread's to see to: answers to nobody, requests given up.
         self._handed_over: deque[Envelope | Outgoing] = deque()
         self._late = LateAnswers()
-        self._pings: set[int] = set()
+        # What each told of losses.
+        self._pings: dict[int, tuple[Lost, ...]] = {}
         self._callers = self._dealer.watch(zmq.Poller())
         self._asking: set[int] = set()  # threads in `ask`
         self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
@@ -97,8 +110,14 @@ class Link:
         return not self._closed
 
     def start(self) -> None:
-        """Starts the I/O thread, which from now on owns the sockets."""
-        self._thread.start()
+        """Starts the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if there is none to get, and
+        keeps no descriptor of its own then; the liveness socket is still the caller's."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._dealer.close()
+            self._wakeup.close()
+            raise
 
     def runs_here(self) -> bool:
         """True in the I/O thread, and in a caller's within `ask` (its callbacks, a signal's handler): the link may not
@@ -131,25 +150,37 @@ class Link:
         """Sends a request and waits for its answer. Raises what the future of `submit` fails with. Not for the I/O
         thread, nor for callbacks of futures."""
         item = Outgoing.of(self, next(self._ids), spec, payload, (), timeout, on_late)
-        caller = threading.get_ident()
-        try:
-            self._asking.add(caller)
-            self._exchange(item)
-        except BaseException as error:
-            # What a signal's handler raised. Anywhere but in a wait, half a message may have been sent or taken in.
-            self._dealer.follow()
-            if not item.future.resting:
-                self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
-            raise
-        finally:
-            self._asking.discard(caller)
-            if self._pending.lapse(item, self._handed_over):
-                self._wakeup.signal()
+        self._wait_here(item, item.deadline)
         try:
             return item.future.result(_LAST_RESORT_S)
         finally:
             # An error's traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
             del item
+
+    def begin(
+        self,
+        spec: RequestSpec,
+        payload: Message,
+        timeout: float,
+        turn: float,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> MessagingFuture[Message]:
+        """`ask` for at most `turn` seconds; then the future, which is still pending, goes on as that of `submit`. Waits
+        for nothing while the server takes longer than such a turn, nor in callbacks of futures."""
+        if turn <= 0 or self.suspect or not self._prompt or self.runs_here():
+            return self.submit(spec, payload, (), timeout, on_late)
+        try:
+            item = Outgoing.of(self, next(self._ids), spec, payload, (), timeout, on_late)
+        except KVFrameworkError as error:
+            return MessagingFuture.failed(error)
+        self._wait_here(item, min(item.deadline, self._clock() + turn))
+        return item.future
+
+    def silent_s(self) -> float:
+        """Seconds for which the server has answered nothing, though it was asked; 0 if it is not in doubt."""
+        if not self.suspect:
+            return 0.0
+        return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
 
     def cancel(self, request_id: int) -> MessagingFuture[Message]:
         """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
@@ -160,8 +191,12 @@ class Link:
         return self._liveness.duplicate() if self._liveness is not None else None
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
-        """Tells a server what it could not notice otherwise: the end, and why it is of no use. Waits for a moment. Not
-        in the I/O thread."""
+        """Tells a server what it could not notice otherwise: what was lost, the end, and why it is of no use. Waits for
+        a moment. Not in the I/O thread."""
+        if report := self._losses.report():
+            with contextlib.suppress(KVFrameworkError):
+                self.submit(_PING, Ping(report), (), _GOODBYE_S).result(2 * _GOODBYE_S)
+                self._losses.told(report)
         if self._liveness is None or why is not None:
             goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
             with contextlib.suppress(KVFrameworkError):
@@ -181,8 +216,34 @@ class Link:
 
     # in the thread of a caller who waits
 
-    def _exchange(self, item: Outgoing) -> None:
-        """Afterwards the future is resolved."""
+    def _wait_here(self, item: Outgoing, until: float) -> None:
+        """Sends it and waits. Afterwards the future is resolved, or pending and the I/O thread's, if `until` is before
+        its deadline."""
+        caller, given_on = threading.get_ident(), False
+        try:
+            self._asking.add(caller)
+            self._exchange(item, until)
+            if not item.future.query():
+                if until < item.deadline:
+                    self._prompt = False
+                    given_on = True
+                    self._pending.watch(item)
+                    self._wakeup.signal()
+                else:
+                    self._give_up(item)
+        except BaseException as error:
+            # What a signal's handler raised. Anywhere but in a wait, half a message may have been sent or taken in.
+            self._dealer.follow()
+            if not item.future.resting:
+                self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+            raise
+        finally:
+            self._asking.discard(caller)
+            if not given_on and self._pending.lapse(item, self._handed_over):
+                self._wakeup.signal()
+
+    def _exchange(self, item: Outgoing, until: float) -> None:
+        """Sends it and receives, until the future is resolved or that time."""
         if self._closed or not self._pending.add(item, watched=False):
             item.resolve(self.gone())
             return
@@ -195,30 +256,31 @@ class Link:
         while not item.future.query():
             if self._dealer.lead():
                 try:
-                    self._receive_until(item)
+                    self._receive_until(item, until)
                 finally:
                     self._dealer.follow()
                     if self._pending:
                         self._wakeup.signal()  # nobody receives what others wait for
             else:
-                item.future.wait(item.deadline - self._clock())
-                if self._clock() >= item.deadline:
+                item.future.wait(until - self._clock())
+                if self._clock() >= until:
                     self._receive()
-                    self._give_up(item)
+            if self._clock() >= until:
+                return
 
-    def _receive_until(self, item: Outgoing) -> None:
-        """As the leader, until the item is resolved; at its deadline with an error."""
+    def _receive_until(self, item: Outgoing, until: float) -> None:
+        """As the leader, until the item is resolved or that time."""
         while not item.future.query():
             item.future.resting = True
-            self._dealer.wait(item.deadline, self._callers)
+            self._dealer.wait(until, self._callers)
             item.future.resting = False
             self._receive(leading=True)
-            if self._clock() >= item.deadline:
-                self._give_up(item)
+            if self._clock() >= until:
+                return
 
     def _give_up(self, item: Outgoing) -> None:
         if self._pending.lapse(item, self._handed_over):
-            self._set_suspect(True)
+            self._set_suspect(True, item.deadline - item.timeout)
             self._wakeup.signal()
         else:
             item.future.wait(_LAST_RESORT_S)  # another thread is about to
@@ -228,6 +290,9 @@ class Link:
 
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
+        if messages:
+            self._heard_at = self._clock()
+            self._prompt = True
         for frames in messages:
             try:
                 envelope = split(frames)
@@ -336,6 +401,7 @@ class Link:
 
     def _on_pong(self, envelope: Envelope) -> None:
         """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
+        told = self._pings.pop(envelope.request_id)
         self._pings.clear()
         self._heartbeat.answered()
         try:
@@ -345,6 +411,8 @@ class Link:
                     raise _EndOfLink(error)
             elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
                 raise _EndOfLink(ServerGone("the server was started anew"))
+            else:
+                self._losses.told(told)
         except InvalidPayload as error:
             raise _EndOfLink(error) from None
         self._set_suspect(False)
@@ -353,39 +421,52 @@ class Link:
         for item in self._pending.due(now):
             self._heartbeat.ask_now()
             self._late.expect(item)
-            self._set_suspect(True)
+            self._set_suspect(True, item.deadline - item.timeout)
             item.resolve(item.unanswered())
 
     def _beat(self, now: float) -> None:
+        self._log_silence(now)
         if self._heartbeat.overdue(now):
-            if self._liveness is None:
-                raise _EndOfLink(ServerGone("the server does not answer PING"))
-            self._set_suspect(True)  # silence is not death: its liveness socket still stands
+            silence = self._heartbeat.silence(now)
+            if self._liveness is None and silence >= self._gone_s:
+                raise _EndOfLink(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
+            self._set_suspect(True, now - silence)  # silence is not death
         if not self._heartbeat.due(now):
             return
         request_id = next(self._ids)
         try:
-            self._pings.add(request_id)
-            self._dealer.send(join(request_id, _PING.name, Empty()))
+            report = self._losses.report()
+            self._pings[request_id] = report
+            self._dealer.send(join(request_id, _PING.name, Ping(report)))
         except zmq.Again:
-            self._pings.discard(request_id)
+            self._pings.pop(request_id, None)
             if self._heartbeat.overdue(now):
                 raise _EndOfLink(ServerGone("the connection is broken")) from None
             self._heartbeat.sent(now)
             return
         self._heartbeat.sent(now)
 
-    def _set_suspect(self, suspect: bool) -> None:
+    def _set_suspect(self, suspect: bool, since: float | None = None) -> None:
+        """`since` when the server was asked what it has not answered; None: now."""
         with self._lock:
             if self.suspect == suspect:
                 return
+            self._unanswered_since = self._clock() if since is None else since
             self.suspect = suspect
         if suspect:
             self._suspect_since = self._clock()
-            logger.warning("the server does not answer: every lookup is a miss until it does")
-        else:
+        elif self._silence_logged:
+            self._silence_logged = False
             logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
+        else:
+            logger.debug("one answer was late, the server is there")
         self._changed()
+
+    def _log_silence(self, now: float) -> None:
+        """Once it has lasted: one answer that is late among others is nothing that an operator can act on."""
+        if self.suspect and not self._silence_logged and now - self._suspect_since >= SILENCE_S:
+            self._silence_logged = True
+            logger.warning("the server does not answer: every lookup is a miss until it does")
 
     def _end(self) -> None:
         with self._lock:
@@ -396,5 +477,6 @@ class Link:
         self._dealer.close()
         if self._liveness is not None:
             self._liveness.close()
+        self._wakeup.close()
         self.ended.set()
         self._changed()

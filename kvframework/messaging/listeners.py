@@ -6,10 +6,12 @@ An identity is one byte for the endpoint, then ZMQ's routing id. Serving thread 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvframework.api import Buffer
 from kvframework.config import parse_endpoint
@@ -18,6 +20,8 @@ from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.endpoint import private_umask
 
 FLUSH_MS = 200
+# Of newcomers that ZMQ has not accepted yet: so many still come in after the gate has shut.
+BACKLOG = 128
 _HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
 
 
@@ -26,6 +30,7 @@ class Listeners:
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.sockets: list[frames_io.Socket] = []
+        self.tcp: list[socket.socket] = []  # what listens below those of tcp://; the gate closes them
         self._context = context
         self._local: list[bool] = []
 
@@ -46,17 +51,21 @@ class Listeners:
             frames_io.over_tcp(router, parse_endpoint(endpoint).host)
             if keys is not None:
                 keys.apply(router)
+            router.setsockopt(zmq.BACKLOG, BACKLOG)
         with private_umask():
-            router.bind(endpoint)
+            if local:
+                router.bind(endpoint)
+            else:
+                self.tcp.append(_bound_tcp(router, endpoint))
 
     def is_local(self, identity: bytes) -> bool:
         return self._local[identity[0]]
 
-    def receive(self, socket: frames_io.Socket) -> list[Buffer] | None:
+    def receive(self, router: frames_io.Socket) -> list[Buffer] | None:
         """The next message of one of `sockets`, the identity first; None if there is none."""
-        frames = frames_io.receive(socket, _HEAD_FRAMES)
+        frames = frames_io.receive(router, _HEAD_FRAMES)
         if frames:
-            frames[0] = bytes((self.sockets.index(socket),)) + bytes(frames[0])
+            frames[0] = bytes((self.sockets.index(router),)) + bytes(frames[0])
         return frames
 
     def send(self, identity: bytes, frames: Sequence[Any]) -> None:
@@ -66,3 +75,14 @@ class Listeners:
     def close(self) -> None:
         for router in self.sockets:
             router.close(FLUSH_MS)
+
+
+def _bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
+    """Binds; another descriptor of the socket that ZMQ listens with. ZMQ names its own in one event only."""
+    monitor = router.get_monitor_socket(zmq.EVENT_LISTENING)
+    try:
+        router.bind(endpoint)
+        return socket.socket(fileno=os.dup(recv_monitor_message(monitor)["value"]))
+    finally:
+        router.disable_monitor()
+        monitor.close(0)

@@ -1,7 +1,11 @@
-"""Owns the server half of the liveness socket: it passes the arena's descriptor, and its end is the client's death.
+"""The server half of the liveness socket: it passes the arena's descriptor, and its end is the client's death.
 
 A client connects, sends its 16-byte session token and gets one byte, with the arena's descriptor if there is one. After
 that nobody sends anything. Driven by the serving loop through one pollable descriptor (`fileno`); nothing here blocks.
+
+A child that was forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the process that
+connected is watched, too, by a pidfd: it ends once the last thread of the process has, and no forked child has the
+arena mapped (client/arena.py), so nothing writes there any more.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field
 
 from kvframework.messaging.endpoint import private_umask
 from kvframework.messaging.fork import close_after_fork
+from kvframework.messaging.resources import descriptor_limit
 from kvframework.messaging.session import TOKEN_BYTES, ClientSession
 
 logger = logging.getLogger(__name__)
@@ -25,10 +30,12 @@ logger = logging.getLogger(__name__)
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
 MAX_HALF_OPEN = 256
+HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
 MAX_PER_SESSION = 4
 HALF_OPEN_S = 1.0
 # Of a whole node's clients that come at once, as after a restart: whom the kernel cannot queue is refused.
 BACKLOG = 1024
+_SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 _EVENTS_PER_ROUND = 64
 _ACCEPTS_PER_ROUND = 16
 
@@ -38,6 +45,34 @@ def peer_uid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
+
+
+def peer_process(sock: socket.socket) -> int | None:
+    """A pidfd, the caller's own, of the process that has connected a Unix socket; it is readable once all its threads
+    have ended. None if there is none to get: before Linux 6.5, where only the process id is known, for a process of
+    another pid namespace. Raises `ProcessLookupError` if the process has ended.
+
+    By its id a process may be taken for another, but only when it has ended itself: then that one's end counts."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
+@dataclass
+class _Live:
+    """A client's connection, and its process if that can be watched."""
+
+    sock: socket.socket
+    session: ClientSession
+    process: int | None
 
 
 @dataclass
@@ -66,7 +101,9 @@ class LivenessServer:
         self._clock = clock
         self._counters = counters
         self._half_open: dict[int, _HalfOpen] = {}
-        self._live: dict[int, tuple[socket.socket, ClientSession]] = {}
+        self._live: dict[int, _Live] = {}
+        self._processes: dict[int, int] = {}  # the pidfd of each in `_live`
+        self._unwatched = False
         self._listening = False
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -89,17 +126,19 @@ class LivenessServer:
         """Handles what is ready, a bounded amount. Returns the sessions whose last liveness socket has ended."""
         dead = []
         calling = False
-        for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND):
+        ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
+        # Ends before words: who is heard may get a number that an end gives back, and this round may still name it.
+        for fd in ready:
+            if (live := self._processes.get(fd, fd)) in self._live:
+                session = self._end(live)
+                if not any(other.session is session for other in self._live.values()):
+                    session.local = False
+                    dead.append(session)
+        for fd in ready:
             if fd == self._listener.fileno():
                 calling = True
             elif fd in self._half_open:
                 self._hear(self._half_open[fd])
-            elif fd in self._live:
-                sock, session = self._live.pop(fd)
-                self._hang_up(sock)
-                if not any(other is session for _, other in self._live.values()):
-                    session.local = False
-                    dead.append(session)
         # After those who have said something: the ones who have not may have to make room.
         for _ in range(_ACCEPTS_PER_ROUND if calling else 0):
             if not self._accept():
@@ -115,16 +154,19 @@ class LivenessServer:
 
     def drop(self, session: ClientSession) -> None:
         """Closes the sockets of a session that has ended; its client sees that at once."""
-        for fd in [fd for fd, (_, other) in self._live.items() if other is session]:
-            self._hang_up(self._live.pop(fd)[0])
+        for fd in [fd for fd, live in self._live.items() if live.session is session]:
+            self._end(fd)
 
     def close(self) -> None:
         """Closes every socket; the clients take it for the server's death. The socket file is the caller's."""
-        for sock, _ in self._live.values():
-            sock.close()
+        for live in self._live.values():
+            live.sock.close()
+            if live.process is not None:
+                os.close(live.process)
         for entry in self._half_open.values():
             entry.sock.close()
         self._live.clear()
+        self._processes.clear()
         self._half_open.clear()
         self._listener.close()
         self._epoll.close()
@@ -152,7 +194,7 @@ class LivenessServer:
             self._counters["liveness_refused"] += 1
             sock.close()
             return True
-        if len(self._half_open) >= MAX_HALF_OPEN:
+        while len(self._half_open) >= min(MAX_HALF_OPEN, descriptor_limit() * HALF_OPEN_SHARE):
             self._refuse(next(iter(self._half_open.values())))
         sock.setblocking(False)
         self._half_open[sock.fileno()] = _HalfOpen(sock, self._clock() + HALF_OPEN_S)
@@ -170,7 +212,12 @@ class LivenessServer:
         if data and len(entry.received) < TOKEN_BYTES:
             return
         session = self._find(bytes(entry.received))
-        if session is None or sum(other is session for _, other in self._live.values()) >= MAX_PER_SESSION:
+        if session is None or sum(other.session is session for other in self._live.values()) >= MAX_PER_SESSION:
+            self._refuse(entry)
+            return
+        try:
+            process = self._process_of(entry.sock)
+        except ProcessLookupError:
             self._refuse(entry)
             return
         fd, was_local = entry.sock.fileno(), session.local
@@ -179,10 +226,30 @@ class LivenessServer:
         if not self._admit(entry.sock):
             session.local = was_local
             session.liveness = None
+            if process is not None:
+                os.close(process)
             self._refuse(entry)
             return
         del self._half_open[fd]
-        self._live[fd] = (entry.sock, session)
+        self._live[fd] = _Live(entry.sock, session, process)
+        if process is not None:
+            self._processes[process] = fd
+            self._epoll.register(process, select.EPOLLIN)
+
+    def _process_of(self, sock: socket.socket) -> int | None:
+        process = peer_process(sock)
+        if process is None and not self._unwatched:
+            self._unwatched = True
+            logger.info("a client's process cannot be watched: only the end of its socket ends its session")
+        return process
+
+    def _end(self, fd: int) -> ClientSession:
+        live = self._live.pop(fd)
+        if live.process is not None:
+            del self._processes[live.process]
+            os.close(live.process)  # the only copy, so it leaves the epoll, too
+        self._hang_up(live.sock)
+        return live.session
 
     def _admit(self, sock: socket.socket) -> bool:
         try:

@@ -13,6 +13,7 @@ from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
 from kvframework.errors import DeadlineExceeded, InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging import frames_io
 from kvframework.messaging.deadlines import Deadlines
+from kvframework.wire.client_deadlines import HINT
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Outgoing(NamedTuple):
 
     def unanswered(self) -> KVFrameworkError:
         """What it fails with at its deadline."""
-        return DeadlineExceeded(f"no answer within {self.timeout} s", where=self.spec.name)
+        return DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT)
 
 
 class Pending:
@@ -120,6 +121,12 @@ class Pending:
             if watched:
                 self._deadlines.set(item.request_id, item.deadline)
             return True
+
+    def watch(self, item: Outgoing) -> None:
+        """Its caller waits no longer: `due` sees to its deadline, unless it was answered."""
+        with self._lock:
+            if item.request_id in self._items:
+                self._deadlines.set(item.request_id, item.deadline)
 
     def take(self, request_id: int) -> Outgoing | None:
         """None if somebody else has."""

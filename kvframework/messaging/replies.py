@@ -5,12 +5,14 @@ Serving thread only. A slow or vanished peer costs a counter, never time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
 import zmq
 
 from kvframework.api import Buffer, Message
+from kvframework.errors import HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.listeners import Listeners
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
@@ -42,6 +44,13 @@ class ReplySender:
             return False
         self._counters["responses"] += 1
         return True
+
+    def send_farewell(self, identity: bytes, request_id: int, error: HelloRequired) -> None:
+        """Tells a peer whose session has ended to say HELLO again, if it is there: most have just left. Not counted,
+        never raises."""
+        frames = frames_io.outgoing(join(request_id, ERROR_TYPE, error_payload(error), ()))
+        with contextlib.suppress(zmq.ZMQError):
+            self._listeners.send(identity, frames)
 
     def send_error(self, identity: bytes, request_id: int, error: BaseException) -> bool:
         """Tells the peer of `error`; never raises."""

@@ -23,6 +23,7 @@ from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.dispatch import Dispatcher, Welcome
 from kvframework.messaging.endpoint import EndpointFiles
 from kvframework.messaging.frames_io import Socket
+from kvframework.messaging.gate import Gate
 from kvframework.messaging.inflight import InFlight
 from kvframework.messaging.listeners import Listeners
 from kvframework.messaging.liveness import LivenessServer
@@ -36,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_ROUND = 64  # so that liveness and deadlines are served under a flood
 ROUND_S = 0.05
+SESSIONS_END_S = 0.5  # at the server's end; those left end with all that it holds
 # Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying everybody.
 IO_THREADS, IO_THREADS_TCP = 1, 2
 # Beside these: `errors.CODE` for each code of an error that was answered.
 COUNTERS = (
     "requests", "responses", "errors", "sessions_opened", "sessions_ended", "hello_refused", "server_refused",
     "curve_refused", "liveness_refused", "malformed", "unanswerable", "dropped", "unroutable", "late", "loop_errors",
-    "tick_errors",
+    "tick_errors", "tcp_shut", "local_shut", "peers_shut_out",
 )  # fmt: skip
 
 
@@ -54,6 +56,7 @@ class _Bound:
     poller: zmq.Poller
     liveness: LivenessServer | None
     zap: ZapHandler | None
+    gate: Gate
     calls: InFlight
     dispatcher: Dispatcher
 
@@ -65,8 +68,8 @@ class MessageServer:
     Over TCP only the clients that `curve` admits are served; None: everybody, and every byte can be read on its way.
     `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
     `version` and `liveness` are filled in here. `arena_fd` is borrowed and passed to every client; None: there is none.
-    `on_session_end(session)` is called exactly once for every session, `on_tick()` every `tick_s`; what they raise is
-    logged. `counters` and `refusals` may be read from any thread.
+    `on_session_end(session)` is called exactly once for every session, unless very many end with the server;
+    `on_tick()` every `tick_s`; what they raise is logged. `counters` and `refusals` may be read from any thread.
     """
 
     def __init__(
@@ -113,6 +116,11 @@ class MessageServer:
         """A snapshot; may be taken from any thread."""
         return self._table.sessions()
 
+    def descriptors(self) -> dict[str, object]:
+        """What the gate sees, for the status document. May be called from any thread; empty while nothing is bound."""
+        bound = self._bound
+        return bound.gate.status() if bound is not None else {}
+
     def bind(self) -> None:
         """Takes the endpoint and listens. Raises `EndpointError`, also if another server holds the endpoint."""
         resources = self._resources
@@ -157,6 +165,7 @@ class MessageServer:
         """Releases what `bind()` took, for a server that never served. Idempotent; not while `serve_forever` runs."""
         self._bound = None
         self._resources.close()
+        self._wakeup.close()
 
     def _open(self, resources: contextlib.ExitStack) -> _Bound:
         liveness = None
@@ -170,6 +179,8 @@ class MessageServer:
             )
             resources.callback(liveness.close)
         listeners, zap = self._listen(resources)
+        gate = Gate(listeners.tcp, self._files.show if self._files else None, self.counters)
+        resources.callback(gate.close)
         replies = ReplySender(listeners, self.counters)
         calls = InFlight(
             self._handlers,
@@ -191,6 +202,7 @@ class MessageServer:
             on_session_end=self._on_session_end,
             counters=self.counters,
             refusals=self.refusals,
+            check_room=gate.check,
         )
         poller = zmq.Poller()
         for source in (*listeners.sockets, self._wakeup.fd):
@@ -199,7 +211,8 @@ class MessageServer:
             poller.register(liveness.fileno(), zmq.POLLIN)
         if zap is not None:
             poller.register(zap.socket, zmq.POLLIN)
-        return _Bound(listeners, poller, liveness, zap, calls, dispatcher)
+        gate.start()
+        return _Bound(listeners, poller, liveness, zap, gate, calls, dispatcher)
 
     def _listen(self, resources: contextlib.ExitStack) -> tuple[Listeners, ZapHandler | None]:
         remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
@@ -279,5 +292,8 @@ class MessageServer:
         while bound.calls.in_flight and self._clock() < until:
             self._guarded_round(bound, until)
         bound.calls.answer_all(ShuttingDown("the server stopped before the request was done"))
-        for session in self._table.sessions():
-            bound.dispatcher.end(session)
+        sessions, until = self._table.sessions(), self._clock() + SESSIONS_END_S
+        while sessions and self._clock() < until:
+            bound.dispatcher.end(sessions.pop())
+        if sessions:
+            logger.warning("%d sessions end with the server, without a farewell of their own", len(sessions))

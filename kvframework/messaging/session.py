@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvframework.api import ClientInfo
-from kvframework.errors import HelloRequired, ProtocolError
+from kvframework.errors import HelloRequired, ProtocolError, ServerFull
 from kvframework.wire.messages import Hello
 
 TOKEN_BYTES = 16
@@ -68,13 +68,13 @@ class SessionTable:
         return list(self._by_token.values())
 
     def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
-        """A new session for this routing id. Raises `ProtocolError` if the id is taken or the table is full; half of it
-        is kept for local clients."""
+        """A new session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
+        full; half of it is kept for local clients."""
         if identity in self._by_identity:
             raise ProtocolError("this connection has said HELLO already")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
         if taken >= most or len(self._by_token) >= self._max:
-            raise ProtocolError(
+            raise ServerFull(
                 f"{taken} client sessions are open{' over TCP' if remote else ''}", available=f"{most} at most",
                 hint="close clients that are not used",
             )  # fmt: skip

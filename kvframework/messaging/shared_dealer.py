@@ -78,7 +78,9 @@ class SharedDealer:
         `until` (of the monotonic clock). `poller` is one that went through `watch`; the descriptors of it that are
         ready."""
         with self._lock:
-            here = self._closed or self._readable()
+            if self._closed:
+                return set()
+            here = self._readable()
         ready = {fd for fd, _ in poller.poll(0 if here else milliseconds(until))}
         if self._interrupt.fd in ready:
             self._interrupt.drain()
@@ -101,6 +103,7 @@ class SharedDealer:
         self.interrupt()
         with self._leading:
             self._dealer.close(0)
+            self._interrupt.close()
 
     def _readable(self) -> bool:
         return bool(int(self._dealer.getsockopt(zmq.EVENTS)) & _POLLIN)

@@ -1,39 +1,51 @@
-"""Owns the eventfd by which any thread wakes a thread that polls."""
+"""An eventfd by which any thread wakes a thread that polls."""
 
 from __future__ import annotations
 
 import os
+import threading
 
 from kvframework.messaging.fork import close_after_fork
 
 
 class Wakeup:
-    """`signal()` makes `fd` readable until `drain()`. Takes no lock, so it may be used in a signal handler.
+    """`signal()` makes `fd` readable until `drain()`. Its lock is reentrant, so a signal handler may use it.
 
-    The descriptor lives as long as the object: a late `signal()` never hits a descriptor that was reused.
+    The owner closes it: an object of a reference cycle, or of a traceback that somebody keeps, would hold the
+    descriptor until the garbage collector runs, which an engine may have switched off.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         close_after_fork(self)
 
     def signal(self) -> None:
-        """Never blocks."""
-        if self.fd >= 0:
-            os.eventfd_write(self.fd, 1)
+        """Never blocks. After `close()` it does nothing, so that a late one never hits a descriptor's next owner."""
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def drain(self) -> None:
-        """Forgets the signals so far. To be called before looking at what they announced."""
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
+        """Forgets the signals so far. The caller drains before it looks at what they announced."""
+        with self._lock:
+            if self.fd >= 0:
+                try:
+                    os.eventfd_read(self.fd)
+                except BlockingIOError:
+                    return
+
+    def close(self) -> None:
+        """Idempotent. No thread may poll `fd` any more."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def close_in_child(self) -> None:
-        os.close(self.fd)
-        self.fd = -1
+        self._lock = threading.RLock()  # another thread of the parent may have held it
+        self.close()
 
     def __del__(self) -> None:
-        fd = getattr(self, "fd", -1)
-        if fd >= 0:
-            os.close(fd)
+        if hasattr(self, "fd"):
+            self.close()

@@ -24,10 +24,13 @@ from kvframework.api.layout import MAX_GROUPS
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
+# Of what a client says that it lost: its error codes, the length of one, and what any count may be.
+MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
 PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
 
 
 class Empty(Message, frozen=True):
@@ -79,6 +82,23 @@ class Goodbye(Message, frozen=True):
 
     code: str = ""
     reason: str = ""
+
+
+class Lost(Message, frozen=True):
+    """Calls of a client that failed with the error `code`, since its session began: each lookup was a miss, each load
+    was computed, each store was not made or nobody knows. `nbytes` is what the loads and stores were to move."""
+
+    code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
+    lookups: LostCount = 0
+    loads: LostCount = 0
+    stores: LostCount = 0
+    nbytes: LostCount = 0
+
+
+class Ping(Message, frozen=True):
+    """`lost` is all of this session, by code; () if nothing came to it since the last one that was answered."""
+
+    lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
 
 
 class Pong(Message, frozen=True):
@@ -326,6 +346,8 @@ __all__ = [
     "LeaseRef",
     "Lookup",
     "LookupReply",
+    "Lost",
+    "Ping",
     "Pong",
     "Prepare",
     "RegisterKvCache",

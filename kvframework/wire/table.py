@@ -9,7 +9,7 @@ from kvframework.wire.frames import MAX_BUFFERS
 _SPECS = (
     RequestSpec("HELLO", m.Hello, m.HelloReply),
     RequestSpec("GOODBYE", m.Goodbye, m.Empty),
-    RequestSpec("PING", m.Empty, m.Pong),
+    RequestSpec("PING", m.Ping, m.Pong),
     RequestSpec("NOOP", m.Empty, m.Empty),
     RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
     RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered, deadline_s=40.0),
@@ -30,7 +30,7 @@ _SPECS = (
     RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),
     RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
     RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
-    RequestSpec("CLEAR", m.Clear, m.Cleared),
+    RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
 )
 

@@ -1,12 +1,15 @@
-"""Owns the engine half of `cpu_gather`: checks, and the choice of the way. Runs in the engine's own thread, blocking.
+"""Owns the engine half of `cpu_gather`: checks, and the choice of the way.
 
-A failure of the server is a miss: the future resolves False and one line is logged. Wrong arguments raise.
+Over shared memory a transfer runs in the engine's own thread, as long as the server answers at once; what has to wait,
+and all over the wire, goes on in a thread of this instance. A failure of the server is a miss: the future resolves
+False, one line is logged, and the server's status will show it. Wrong arguments raise.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +17,8 @@ from kvf_cpu_gather.arena_path import retrieve_from_arena, store_in_arena
 from kvf_cpu_gather.engine_memory import RegisteredMemory
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.options import Path
+from kvf_cpu_gather.outcomes import InDoubt
+from kvf_cpu_gather.steps import Courses, Ended, Steps
 from kvf_cpu_gather.throttle import ThrottledLog
 from kvf_cpu_gather.transfer import Transfer, gather_blocks
 from kvf_cpu_gather.wire_path import WirePath
@@ -25,20 +30,22 @@ from kvframework.api import (
     EngineLink,
     LayerTensors,
     Layout,
+    LostKind,
     MessagingFuture,
     Registration,
     StoreOutcome,
     TransferContext,
     check_skip,
 )
-from kvframework.errors import BadLayout, BadRange, KVFrameworkError, NotRegistered
+from kvframework.errors import BadLayout, BadRange, Cancelled, KVFrameworkError, NotRegistered
 
 _log = logging.getLogger(__name__)
 
 
 class CpuGather(TransferContext):
-    """See `TransferContext`. Futures come back resolved; between calls only the registration is kept, where the
-    tensors lay, and over the wire some staging memory. `path` "auto": the arena where it is mapped, else the wire."""
+    """See `TransferContext`. Futures come back resolved, unless the server is slow or bytes go over the wire; then they
+    hold the tensors. Else between calls only the registration is kept, where the tensors lay, and over the wire some
+    staging memory. `path` "auto": the arena where it is mapped, else the wire."""
 
     def __init__(self, link: EngineLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
@@ -47,6 +54,7 @@ class CpuGather(TransferContext):
         self._wire = WirePath(link)
         self._registered: RegisteredMemory | None = None
         self._quiet = ThrottledLog(_log)
+        self._courses = Courses()
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
         return ()
@@ -70,18 +78,24 @@ class CpuGather(TransferContext):
         event: torch.Event | None,
         blocks_in_chunk: Sequence[int],
     ) -> MessagingFuture[bool]:
-        """Copies what the server lacks, synchronously. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
+        """Copies what the server lacks. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
         transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
-        dropped = StoreOutcome(dropped=transfer.chunks * transfer.groups)
-        try:
-            outcome = self._store(transfer, key, instance_id, event)
-        except KVFrameworkError as error:
-            self._quiet.warning(f"store {error.code}", f"the KV of request {request_id!r} was not stored: {error}")
-            return MessagingFuture.resolved(False, dropped)
-        except Exception as error:  # noqa: BLE001 - whatever fails, the engine goes on without the cache
-            self._quiet.warning("store", f"the KV of request {request_id!r} was not stored: {error}", error=error)
-            return MessagingFuture.resolved(False, dropped)
-        return MessagingFuture.resolved(outcome.ok, outcome)
+
+        def ended(outcome: StoreOutcome | None, error: BaseException | None) -> tuple[bool, StoreOutcome]:
+            if outcome is not None:
+                return outcome.ok, outcome
+            dropped = StoreOutcome(dropped=transfer.chunks * transfer.groups)
+            if isinstance(error, InDoubt):
+                dropped, error = error.outcome, error.error
+            self._failed("stores", f"the KV of request {request_id!r} was not stored", error, transfer)
+            return False, dropped
+
+        def steps(arena: memoryview | None, ready: torch.Event | None) -> Steps[StoreOutcome]:
+            if arena is None:
+                return self._wire.store(transfer, key, instance_id, ready)
+            return store_in_arena(self._link, arena, transfer, key, instance_id, ready)
+
+        return self._started(steps, ended, transfer, kv_caches, event)
 
     def submit_retrieve(
         self,
@@ -94,25 +108,28 @@ class CpuGather(TransferContext):
         blocks_in_chunk: Sequence[int],
         skip_first_n_tokens: int = 0,
     ) -> MessagingFuture[bool]:
-        """Copies into the blocks, synchronously. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
+        """Copies into the blocks. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
         transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=False)
         if not 0 <= skip_first_n_tokens <= key.end - key.start:
             raise BadRange(
                 f"skip_first_n_tokens is {skip_first_n_tokens}", available=f"0 to {key.end - key.start} tokens"
             )
         check_skip(transfer.layout, skip_first_n_tokens)
-        try:
-            held = self._retrieve(transfer, key, instance_id, event, skip_first_n_tokens)
-        except KVFrameworkError as error:
-            self._quiet.warning(f"load {error.code}", f"the KV of request {request_id!r} was not loaded: {error}")
-            return MessagingFuture.resolved(False)
-        except Exception as error:  # noqa: BLE001 - whatever fails, the engine computes the tokens
-            self._quiet.warning("load", f"the KV of request {request_id!r} was not loaded: {error}", error=error)
-            return MessagingFuture.resolved(False)
-        if not held:
-            why = "it was evicted, or its pin lapsed"
-            self._quiet.warning("lost", f"the KV of request {request_id!r} was not loaded: {why}")
-        return MessagingFuture.resolved(held)
+
+        def ended(held: bool | None, error: BaseException | None) -> tuple[bool, None]:
+            what = f"the KV of request {request_id!r} was not loaded"
+            if error is not None:
+                self._failed("loads", what, error, transfer)
+            elif not held:
+                self._quiet.warning("lost", f"{what}: the cache does not hold all of it, or the pin on it lapsed")
+            return bool(held), None
+
+        def steps(arena: memoryview | None, ready: torch.Event | None) -> Steps[bool]:
+            if arena is None:
+                return self._wire.retrieve(transfer, key, instance_id, ready, skip_first_n_tokens)
+            return retrieve_from_arena(self._link, arena, transfer, key, instance_id, ready, skip_first_n_tokens)
+
+        return self._started(steps, ended, transfer, kv_caches, event)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         if self._registered is None:
@@ -123,6 +140,8 @@ class CpuGather(TransferContext):
             return gather_blocks(registration, views, blocks, self._kernel)
 
     def close(self) -> None:
+        """Waits for a copy that has begun; transfers that wait for the server are cancelled."""
+        self._courses.close()
         self._registered = None
         self._wire.close()
 
@@ -141,19 +160,32 @@ class CpuGather(TransferContext):
             memory = self._registered.of(kv_caches)
             return Transfer(self._registered.registration, key, memory, block_ids, blocks_in_chunk, storing=storing)
 
-    def _store(self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None) -> StoreOutcome:
-        arena = self._arena()
-        if arena is None:
-            return self._wire.store(transfer, key, instance_id, event)
-        return store_in_arena(self._link, arena, transfer, key, instance_id, event)
+    def _started(
+        self,
+        steps: Callable[[memoryview | None, torch.Event | None], Steps[Any]],
+        ended: Ended,
+        transfer: Transfer,
+        kv_caches: Mapping[str, LayerTensors],
+        event: torch.Event | None,
+    ) -> MessagingFuture[bool]:
+        """The transfer under way; whatever fails at its start, the engine goes on without the cache."""
+        try:
+            arena = self._arena()
+            ready = event or transfer.memory.mark()
+            return self._courses.start(steps(arena, ready), ended, kv_caches, here=arena is not None)
+        except Exception as error:  # noqa: BLE001 - see above
+            return MessagingFuture.resolved(*ended(None, error))
 
-    def _retrieve(
-        self, transfer: Transfer, key: CacheKey, instance_id: int, event: torch.Event | None, skip_tokens: int
-    ) -> bool:
-        arena = self._arena()
-        if arena is None:
-            return self._wire.retrieve(transfer, key, instance_id, event, skip_tokens)
-        return retrieve_from_arena(self._link, arena, transfer, key, instance_id, event, skip_tokens)
+    def _failed(self, kind: LostKind, what: str, error: BaseException | None, transfer: Transfer) -> None:
+        # What ends the process, Ctrl-C among it, is raised where it came from.
+        if not isinstance(error, Exception) or isinstance(error, Cancelled):
+            return
+        nbytes = transfer.chunks * transfer.desc.nbytes
+        self._link.lost(kind, error, nbytes)
+        if isinstance(error, KVFrameworkError):
+            self._quiet.warning(f"{kind} {error.code}", f"{what}: {error}")
+        else:
+            self._quiet.warning(kind, f"{what}: {error}", error=error)
 
     def _arena(self) -> memoryview | None:
         """The arena if bytes are to be moved there, None if over the wire."""

@@ -158,5 +158,15 @@ def wait_for_devices(views: Sequence[GroupViews]) -> None:
             event.synchronize()
 
 
+def mark_device(views: Sequence[GroupViews]) -> torch.Event | None:
+    """An event behind what is queued on the views' device; None in host memory."""
+    device = views[0][0][0].device
+    if device.type in HOST:
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
 def _as_integers(view: torch.Tensor) -> torch.Tensor:
     return view.view(_INTEGER[view.element_size()])

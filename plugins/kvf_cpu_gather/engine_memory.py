@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import Copies, GroupBlocks, TorchCopies, on_host, wait_for_devices
+from kvf_cpu_gather.copying import Copies, GroupBlocks, TorchCopies, mark_device, on_host, wait_for_devices
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvframework.api import CopyPlanner, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, PlacedView, Registration
@@ -33,6 +33,11 @@ class EngineMemory(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Blocks until what was queued on the tensors' devices is done."""
+
+    @abstractmethod
+    def mark(self) -> torch.Event | None:
+        """An event behind what the calling thread has queued on the tensors' device, for another thread to wait for;
+        None for host memory."""
 
 
 class PlannedMemory(EngineMemory):
@@ -56,6 +61,9 @@ class PlannedMemory(EngineMemory):
     def wait(self) -> None:
         return None
 
+    def mark(self) -> torch.Event | None:
+        return None
+
 
 class ViewedMemory(EngineMemory):
     """Any memory, as torch sees it. Borrows the tensors."""
@@ -71,6 +79,9 @@ class ViewedMemory(EngineMemory):
 
     def wait(self) -> None:
         wait_for_devices(self._views)
+
+    def mark(self) -> torch.Event | None:
+        return mark_device(self._views)
 
 
 class RegisteredMemory:

@@ -54,6 +54,9 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __iter__(self) -> Iterator[T]:
+        return (item for item, _ in self._items)
+
     def has_room(self, nbytes: int) -> bool:
         count = len(self._items)
         return count < 2 or (count < WINDOW_BATCHES and self._bytes + nbytes <= WINDOW_BYTES)

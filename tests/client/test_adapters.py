@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvframework import errors  # noqa: E402
+from kvframework.api import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from tests.server_process import ServerProcess  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
@@ -31,8 +32,8 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
     # A busy test machine may be slower than an engine allows its cache to be.
-    with KVClient(server.endpoint, control_timeout_s=2.0) as connected:
-        assert connected.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
+        assert connected.wait_up(20)
         yield connected
 
 
@@ -63,15 +64,15 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
     request = first.request(tokens)
     assert request.hashed_tokens == 512
     blocks = [list(range(5, 37))]
-    assert first.worker.submit_store(request, 0, 512, blocks).result(0) is True
+    assert first.worker.submit_store(request, 0, 512, blocks).result(30) is True
     assert first.worker.get_finished() == ({"r"}, set())
-    with KVClient(server.endpoint, control_timeout_s=2.0) as another:
+    with KVClient(server.endpoint, deadline_scale=20.0) as another:
         second = Engine(another, instance_id=2)
         result = second.scheduler.lookup(second.request(tokens, "q"))
         assert (result.hit_tokens, result.pending) == (512, False)
         target = [list(range(63, 31, -1))]
         loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
-        assert loaded.result(0) is True
+        assert loaded.result(30) is True
         second.scheduler.free(result)
         assert second.worker.get_finished() == (set(), {"q"})
         for name, kv in first.kv.items():
@@ -83,8 +84,8 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
 
 def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
-    with ServerProcess(*l2) as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
-        assert client.wait_up(5)
+    with ServerProcess(*l2) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
         engine = Engine(client)
         asked = engine.scheduler.lookup(engine.request(list(range(512))))
         assert asked.pending
@@ -103,7 +104,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
     engine = Engine(client)
     blocks = [list(range(16))]
-    assert engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(0) is False
+    assert engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30) is False
     assert engine.worker.get_finished() == (set(), {"r"})
     assert engine.worker.take_failed_blocks() == [set(range(16))]
     assert engine.worker.take_failed_blocks() == []
@@ -114,7 +115,7 @@ def test_batches_of_unequal_length_are_refused(client: KVClient) -> None:
     requests = [engine.request([n] * 256, f"r{n}") for n in range(2)]
     blocks = [[list(range(16))], [list(range(16, 32))]]
     futures = engine.worker.batched_submit_store(requests, [(0, 256)] * 2, blocks)
-    assert [future.result(0) for future in futures] == [True, True]
+    assert [future.result(30) for future in futures] == [True, True]
     for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
         with pytest.raises(errors.RequestError, match="2 and 1 and 2"):
             submit(requests, [(0, 256)], blocks)
@@ -133,25 +134,25 @@ def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerP
     boot = client.boot_id
     request = engine.request(list(range(256)))
     blocks = [list(range(16))]
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(0)
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30)
     server.kill9()
-    wait_until(lambda: not client.usable, 1.0, "the client to notice")
+    wait_until(lambda: not client.usable, what="the client to notice")
     started = time.monotonic()
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(0) is False
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is False
     assert engine.scheduler.lookup(request).hit_tokens == 0
     assert time.monotonic() - started < 0.5, "a miss at once, not a wait"
     server.start()
-    wait_until(lambda: client.usable, 3, "the client to come back")
+    wait_until(lambda: client.usable, what="the client to come back")
     assert client.boot_id != boot
     with server.client() as watcher:
         assert watcher.status()["non_gpu_instance_ids"] == [1]
     assert engine.scheduler.lookup(request).hit_tokens == 0
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(0) is True
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is True
     assert engine.scheduler.lookup(request).hit_tokens == 256
 
 
-def test_a_silent_server_costs_one_control_timeout(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, control_timeout_s=0.05) as client:
+def test_a_silent_server_costs_one_deadline_of_a_lookup(server: ServerProcess) -> None:
+    with KVClient(server.endpoint, deadline_scale=0.5) as client:
         engine_client_ready = client.wait_up(5)
         assert engine_client_ready
         scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
@@ -166,7 +167,7 @@ def test_a_silent_server_costs_one_control_timeout(server: ServerProcess) -> Non
             assert not client.usable
         finally:
             server.sigcont()
-        wait_until(lambda: client.usable, 3, "the client to heal")
+        wait_until(lambda: client.usable, what="the client to heal")
 
 
 def test_without_a_server_everything_is_a_miss() -> None:
@@ -185,7 +186,7 @@ def test_without_a_server_everything_is_a_miss() -> None:
 def test_other_revisions_never_meet(client: KVClient) -> None:
     one, two = Engine(client, 1, revision="a"), Engine(client, 2, revision="b")
     request = one.request([1] * 256)
-    assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(0)
+    assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(30)
     assert one.scheduler.lookup(request).hit_tokens == 256
     assert two.scheduler.lookup(request).hit_tokens == 0
 
@@ -205,3 +206,50 @@ def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
     engine.worker.close()
     with server.client() as watcher:
         assert watcher.status()["instances"] == []
+
+
+def test_a_batch_with_one_bad_item_submits_nothing(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    requests = [engine.request(list(range(n, n + 512)), f"r{n}") for n in (0, 1000)]
+    good, ranges = list(range(16)), [(0, 256), (0, 256)]
+    bad: list[tuple[list[tuple[int, int]], list[list[list[int]]], type[errors.KVFrameworkError]]] = [
+        (ranges, [[good], [list(range(BLOCKS, BLOCKS + 16))]], errors.BadBlockIds),
+        (ranges, [[good], [good[:15]]], errors.BadBlockIds),
+        (ranges, [[good], [good, good]], errors.BadBlockIds),
+        ([(0, 256), (0, 500)], [[good], [good]], errors.BadRange),
+        ([(0, 256), (100, 256)], [[good], [good]], errors.BadRange),
+        ([(0, 256), (0, 768)], [[good], [good]], errors.BadRange),
+    ]
+    for some, blocks, expected in bad:
+        for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
+            with pytest.raises(expected):
+                submit(requests, some, blocks)
+    assert engine.worker.get_finished() == (set(), set())
+    assert server.status()["l1"]["objects"] == 0
+    assert all(f.result(20) for f in engine.worker.batched_submit_store(requests, ranges, [[good], [good]]))
+
+
+def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    blocks = [list(range(32))]
+    request = engine.request(list(range(512)))
+    stored = engine.worker.submit_store(request, 0, 512, blocks)
+    assert (stored.result(20), stored.detail) == (True, StoreOutcome(stored=2))
+    server.kill9()
+    wait_until(lambda: not client.usable, what="the client to see the server's end")
+    for start, end in ((0, 512), (256, 512)):
+        away = engine.worker.submit_store(request, start, end, [blocks[0][start // 16 :]])
+        assert (away.result(0), away.detail) == (False, StoreOutcome(dropped=(end - start) // 256))
+    engine.worker.close()
+    closed = engine.worker.submit_store(request, 0, 256, [blocks[0][:16]])
+    assert (closed.result(0), closed.detail) == (False, StoreOutcome(dropped=1))
+
+
+def test_a_load_of_what_was_never_stored_is_not_called_evicted(
+    client: KVClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(client)
+    loaded = engine.worker.submit_retrieve(engine.request(list(range(256))), 0, 256, [list(range(16))])
+    assert not loaded.result(20)
+    assert "the cache does not hold all of it" in caplog.text
+    assert "evicted" not in caplog.text

@@ -47,8 +47,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    with KVClient(server.endpoint, control_timeout_s=2.0) as connected:
-        assert connected.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
+        assert connected.wait_up(20)
         yield connected
 
 
@@ -97,21 +97,21 @@ def test_a_wrong_declaration_is_refused(
 
 
 def test_after_a_reconnect_the_canary_only_reads() -> None:
-    with ServerProcess() as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
+    with ServerProcess() as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
         kv = memory()
         worker = register(client, kv, view := View(kv), NHD)
         written = view.writes
         boot = client.boot_id
         server.kill9()
         server.start()
-        wait_until(lambda: client.usable and client.boot_id != boot, 5, "the reconnect")
+        wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
         assert view.writes == written
         server.kill9()
-        wait_until(lambda: not client.usable, 5, "the client to notice")
+        wait_until(lambda: not client.usable, what="the client to notice")
         view._planes = (1, 0)  # the engine is not what it declared any more
         server.start()
         with pytest.raises(AssertionError):
-            wait_until(lambda: client.usable, 1.0)
+            wait_until(lambda: client.usable)
         with pytest.raises(BadLayout, match="K and V are swapped"):
             client.raise_down()
         worker.close()

@@ -39,7 +39,7 @@ class Gate:
 
     def synchronize(self) -> None:
         self.reached.set()
-        assert self.open.wait(20)
+        assert self.open.wait(60)
 
 
 def loads_its_own(engine: Engine) -> bool:
@@ -47,85 +47,85 @@ def loads_its_own(engine: Engine) -> bool:
     before = {name: tensor.clone() for name, tensor in engine.kv.items()}
     for tensor in engine.kv.values():
         tensor.zero_()
-    assert engine.worker.submit_retrieve(engine.request(TOKENS), 0, 1024, ALL).result(5)
+    assert engine.worker.submit_retrieve(engine.request(TOKENS), 0, 1024, ALL).result(20)
     return all(torch.equal(engine.kv[name], before[name]) for name in before)
 
 
 def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, control_timeout_s=2) as one, KVClient(server.endpoint, control_timeout_s=2) as two:
-        assert one.wait_up(5)
-        assert two.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as one, KVClient(server.endpoint, deadline_scale=20.0) as two:
+        assert one.wait_up(20)
+        assert two.wait_up(20)
         first, second = Engine(one, 1), Engine(two, 2)
         gate = Gate()
         late = threading.Thread(
-            target=lambda: first.worker.submit_store(first.request(TOKENS), 0, 1024, ALL, event=gate).result(5)  # type: ignore[arg-type]
+            target=lambda: first.worker.submit_store(first.request(TOKENS), 0, 1024, ALL, event=gate).result(20)  # type: ignore[arg-type]
         )
         late.start()
-        assert gate.reached.wait(5)
+        assert gate.reached.wait(60)
         one.close()
         stored = second.worker.submit_store(second.request([7] * 1024), 0, 1024, ALL)
-        assert stored.result(5)
+        assert stored.result(20)
         gate.open.set()
         late.join(10)
         request = second.request([7] * 1024)
         before = {name: tensor.clone() for name, tensor in second.kv.items()}
-        assert second.worker.submit_retrieve(request, 0, 1024, ALL).result(5)
+        assert second.worker.submit_retrieve(request, 0, 1024, ALL).result(20)
         assert all(torch.equal(second.kv[name], before[name]) for name in before)
         with server.client() as watcher:
-            wait_until(lambda: watcher.status()["l1"]["write_leases"] == 0, 5, "the end of the closed client")
+            wait_until(lambda: watcher.status()["l1"]["write_leases"] == 0, what="the end of the closed client")
 
 
 def test_a_restart_between_arena_and_lease_publishes_nothing(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, control_timeout_s=2) as client:
-        assert client.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
         engine = Engine(client)
         prepare, boot = client.prepare_store, client.boot_id
 
         def after_a_restart(key: CacheKey, instance_id: int, first_chunks: tuple[int, ...] = ()) -> StorePlan:
             server.kill9()
             server.start()
-            wait_until(lambda: client.usable and client.boot_id != boot, 10, "the reconnect")
+            wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
             return prepare(key, instance_id, first_chunks)
 
         client.prepare_store = after_a_restart  # type: ignore[method-assign, assignment]
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(5) is False
+        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20) is False
         assert engine.scheduler.lookup(engine.request(TOKENS)).hit_tokens == 0
         with server.client() as watcher:
             l1 = watcher.status()["l1"]
             assert (l1["write_leases"], l1["objects"]) == (0, 0)
         client.prepare_store = prepare  # type: ignore[method-assign]
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(5)
+        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20)
         assert loads_its_own(engine)
 
 
 def test_what_comes_too_late_is_given_back() -> None:
     short = ("server.store_lease_s=1", "server.retrieve_lease_s=1")
     with ServerProcess(*short) as server, KVClient(server.endpoint) as client, server.client() as watcher:
-        assert client.wait_up(5)
+        assert client.wait_up(20)
         engine = Engine(client)
         for token in range(3):
-            wait_until(lambda: client.usable, 5, "the client to heal")
+            wait_until(lambda: client.usable, what="the client to heal")
             server.sigstop()
             store = engine.worker.submit_store(engine.request([token] * 1024), 0, 1024, ALL)
             server.sigcont()
-            store.result(5)
-        wait_until(lambda: watcher.status()["l1"]["write_leases"] == 0, 5, "the late leases to be given back")
+            store.result(20)
+        wait_until(lambda: watcher.status()["l1"]["write_leases"] == 0, what="the late leases to be given back")
         assert watcher.status()["l1"]["quarantined_bytes"] == 0
-        wait_until(lambda: client.usable, 5, "the client to heal")
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(5)
-        wait_until(lambda: client.usable, 5, "the client to heal")
+        wait_until(lambda: client.usable, what="the client to heal")
+        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20)
+        wait_until(lambda: client.usable, what="the client to heal")
         server.sigstop()
         lookup = engine.scheduler.lookup(engine.request(TOKENS))
         server.sigcont()
         assert lookup.hit_tokens == 0
-        wait_until(lambda: watcher.status()["tickets"] == 0, 5, "the late ticket to be freed")
+        wait_until(lambda: watcher.status()["tickets"] == 0, what="the late ticket to be freed")
         assert watcher.status()["l1"]["pins"] == 0
 
 
 def test_a_failed_registration_can_be_closed(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, control_timeout_s=2) as one, KVClient(server.endpoint, control_timeout_s=2) as two:
-        assert one.wait_up(5)
-        assert two.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as one, KVClient(server.endpoint, deadline_scale=20.0) as two:
+        assert one.wait_up(20)
+        assert two.wait_up(20)
         Engine(one, 1)
         worker = WorkerAdapter(two, instance_id=1, model_name="m", layout_options={"axes": AXES})
         kv = {"layer0": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM)}
@@ -136,19 +136,19 @@ def test_a_failed_registration_can_be_closed(server: ServerProcess) -> None:
 
 
 def test_a_restart_in_mid_registration_loses_nothing(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, control_timeout_s=2) as client:
-        assert client.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
         when_up, boot = client.when_up, client.boot_id
 
         def after_a_restart(callback: object) -> None:
             server.kill9()
             server.start()
-            wait_until(lambda: client.usable and client.boot_id != boot, 10, "the reconnect")
+            wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
             when_up(callback)  # type: ignore[arg-type]
 
         client.when_up = after_a_restart  # type: ignore[method-assign, assignment]
         engine = Engine(client)
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(5)
+        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20)
 
 
 # An engine that stores all the while; its server is killed, or its client closed, in mid-copy.
@@ -158,8 +158,8 @@ faulthandler.enable()
 import torch
 torch.set_num_threads(1)
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
-client = KVClient(sys.argv[1], control_timeout_s=2)
-assert client.wait_up(10)
+client = KVClient(sys.argv[1], deadline_scale=20.0)
+assert client.wait_up(20)
 kv = {f"l{i}": torch.randn(2, 512, 16, 4, 32) for i in range(4)}
 worker = WorkerAdapter(client, instance_id=1, model_name="m", layout_options={"axes": AXES})
 worker.register_kv_caches(kv, block_size=16)
@@ -192,9 +192,9 @@ def test_an_engine_survives_the_end_of_its_arena_in_mid_copy(how: str) -> None:
             assert engine.stdout.readline().strip() == "ready", engine.communicate()[1]
             if how == "kill":
                 with server.client() as watcher:
-                    wait_until(lambda: watcher.status()["l1"]["counters"].get("stored", 0) > 64, 20, "some stores")
+                    wait_until(lambda: watcher.status()["l1"]["counters"].get("stored", 0) > 64, what="some stores")
                 server.kill9()
-            out, err = engine.communicate(timeout=60)
+            out, err = engine.communicate(timeout=240)
         finally:
             engine.kill()
             engine.communicate()
@@ -205,8 +205,8 @@ def test_a_forked_child_may_close_what_it_inherited(server: ServerProcess) -> No
     script = (
         "import mmap, os, sys\n"
         "from kvframework.client import KVClient\n"
-        "client = KVClient(sys.argv[1], control_timeout_s=2)\n"
-        "assert client.wait_up(10)\n"
+        "client = KVClient(sys.argv[1], deadline_scale=20.0)\n"
+        "assert client.wait_up(20)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    own = [mmap.mmap(-1, 1 << 20) for _ in range(200)]\n"
@@ -219,6 +219,6 @@ def test_a_forked_child_may_close_what_it_inherited(server: ServerProcess) -> No
         "sys.exit(0 if status == 0 else 3)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, server.endpoint], capture_output=True, timeout=60, check=False
+        [sys.executable, "-W", "ignore", "-c", script, server.endpoint], capture_output=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr.decode()

@@ -72,7 +72,7 @@ def serving(endpoint: str, node: SimulatedNode, *transports: str) -> Iterator[No
 
 @pytest.fixture
 def connected(endpoint: str) -> Iterator[KVClient]:
-    with KVClient(endpoint, plugins=registry(), control_timeout_s=5.0) as client:
+    with KVClient(endpoint, plugins=registry(), deadline_scale=20.0) as client:
         yield client
 
 

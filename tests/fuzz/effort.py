@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 EXAMPLES = int(os.environ.get("KVF_FUZZ_EXAMPLES", "150"))
 
 fuzzed = settings(
-    deadline=None,
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )

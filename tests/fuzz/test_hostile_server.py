@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -95,8 +96,10 @@ def connected(folder: Path) -> Iterator[tuple[HostileServer, KVClient]]:
     endpoint = f"ipc://{folder}/s"
     server = HostileServer(endpoint)
     try:
-        with KVClient(endpoint, control_timeout_s=WAIT_S) as client:
-            assert client.wait_up(10)
+        with KVClient(endpoint) as client:
+            assert client.wait_up(20)
+            waits = dict.fromkeys(("engine_s", "lookup_s", "load_s", "store_s", "setup_s"), WAIT_S)
+            client.deadlines = replace(client.deadlines, **waits)
             yield server, client
     finally:
         server.close()
@@ -105,11 +108,11 @@ def connected(folder: Path) -> Iterator[tuple[HostileServer, KVClient]]:
 KEY = CacheKey("m", 1, 0, bytes(16), 0, 256, "r", digests=bytes(32))
 CALLS: list[Callable[[KVClient], object]] = [
     lambda client: client.request("LOOKUP", m.Lookup(KEY), m.LookupReply),
-    lambda client: client.prepare_store(KEY, 1),
-    lambda client: client.prepare_retrieve(KEY, 1),
-    lambda client: client.commit_store("lease"),
-    lambda client: client.commit_retrieve("lease"),
-    lambda client: client.missing_chunks(KEY, 1),
+    lambda client: client.prepare_store(KEY, 1).result(WAIT_S),
+    lambda client: client.prepare_retrieve(KEY, 1).result(WAIT_S),
+    lambda client: client.commit_store("lease").result(WAIT_S),
+    lambda client: client.commit_retrieve("lease").result(WAIT_S),
+    lambda client: client.missing_chunks(KEY, 1).result(WAIT_S),
     lambda client: client.gather_block(1, [0], b""),
     lambda client: client.submit("STORE", KEY, 1, [[0]], b"", 0).result(WAIT_S),
     lambda client: client.store_chunks(KEY, 1, [0], [b"kv"]).result(WAIT_S),
@@ -172,6 +175,9 @@ def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
 
         def request(self, name: str, payload: Message, response: object, **_: object) -> m.LookupReply:
             return m.LookupReply(hit, "ticket", pending=name == "LOOKUP")
+
+        def lost(self, kind: str, error: Exception) -> None:
+            assert kind == "lookups"
 
     class Hashes:
         hashed_tokens, request_id, cache_salt = 512, "r", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -27,12 +28,23 @@ def main(endpoint: str, deed: str) -> None:
             arenas[0][100:105] = b"hello"
         elif deed == "defer":
             ask(connection, "DEFERRED", "left behind")
+        elif deed == "fork from C":
+            word = f"{fork_from_c()} forked"
         elif deed == "fork":
             word = f"{fork(connection)} forked"
-        assert ask(connection, "ECHO", "on").result(5).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).text == "on"
         sys.stdout.write(f"{word}\n")
         sys.stdout.flush()
         time.sleep(600)
+
+
+def fork_from_c() -> int:
+    """A child that no hook of Python's knows of: it has copies of all descriptors, and never ends by itself."""
+    c = ctypes.PyDLL(None)
+    child = int(c.fork())
+    while child == 0:
+        c.pause()
+    return child
 
 
 def fork(connection: Connection) -> int:

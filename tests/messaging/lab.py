@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -16,6 +17,7 @@ from kvframework.errors import BadRange, Cancelled
 from kvframework.messaging.client import Connection
 from kvframework.messaging.server import MessageServer
 from kvframework.messaging.session import ClientSession
+from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, join, split
 from kvframework.wire.messages import Hello, HelloReply, Pong
 from kvframework.wire.table import REQUESTS
@@ -96,7 +98,7 @@ class Work:
 
     def _pooled(self, client: object, text: Text, buffers: object) -> Message:
         self.begun.append(text.text)
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return Text(text.text + " " + threading.current_thread().name)
 
     def _ordered(self, client: object, text: Text, buffers: object) -> Message | MessagingFuture[Message]:
@@ -162,6 +164,8 @@ def connected(endpoint: str, *, up: bool = True, **options: Any) -> Iterator[Con
     options.setdefault("on_up", lambda _, fd: None if fd is None else os.close(fd))
     options.setdefault("on_down", lambda: None)
     hello = options.pop("hello", Hello("test", os.getpid()))
+    changes = {name: options.pop(name) for name in list(options) if name in LOCAL.__dataclass_fields__}
+    options["deadlines"] = replace(LOCAL, **changes)
     connection = Connection(endpoint, hello, table=TABLE, **options)
     connection.start()
     try:

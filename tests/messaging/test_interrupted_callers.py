@@ -72,7 +72,7 @@ def interrupt() -> None:
 
 
 def test_a_half_sent_message_ends_the_link_for_all_and_it_comes_back(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         other = Waiter(connection)
         wait_until(lambda: lab.work.open, what="the other's request")
         send = frames_io.send
@@ -86,13 +86,13 @@ def test_a_half_sent_message_ends_the_link_for_all_and_it_comes_back(lab: Lab, m
         with pytest.raises(KeyboardInterrupt):
             connection.ask("test.ECHO", Text("a"), timeout=20)
         assert isinstance(other.ended(), ServerGone)
-        assert connection.wait_up(5)
+        assert connection.wait_up(20)
         assert connection.ask("test.ECHO", Text("on"), timeout=5) == Text("on")
 
 
 @pytest.mark.parametrize("step", ["lead", "follow", "receive"])
 def test_who_is_interrupted_while_it_receives_for_all(lab: Lab, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         dealer = link_of(connection)._dealer
         if step == "lead":  # it has become the leader and does not know it yet
             lead = dealer.lead
@@ -114,7 +114,7 @@ def test_who_is_interrupted_while_it_receives_for_all(lab: Lab, monkeypatch: pyt
 def test_the_answer_of_another_that_was_in_hand(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is lost, but its caller is told."""
     others: list[Waiter] = []
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
 
         def others_answer_comes() -> None:
             wait_until(lambda: "mine" in lab.work.open, what="the request of who receives")
@@ -138,7 +138,7 @@ def test_the_answer_of_another_that_was_in_hand(lab: Lab, monkeypatch: pytest.Mo
 
 def test_what_comes_while_its_caller_gives_up_is_late_once(lab: Lab) -> None:
     """One thread receives what another gives up just now."""
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         leader = Waiter(connection, "leader")
         wait_until(lambda: lab.work.open, what="the leader's request")
         link = link_of(connection)
@@ -160,7 +160,7 @@ def test_what_comes_while_its_caller_gives_up_is_late_once(lab: Lab) -> None:
 
 
 def ask_urgently(connection: Connection) -> None:
-    connection.request("test.ECHO", Text(), timeout=5, urgent=True).result(5)
+    connection.request("test.ECHO", Text(), timeout=5, urgent=True).result(20)
 
 
 @pytest.mark.parametrize("step", ["send", "wait", "receive"])
@@ -168,7 +168,7 @@ def test_a_handler_closes_the_connection_that_its_thread_asks(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """As one of SIGTERM may, in the middle of whatever the main thread does, also with a lock in its hands."""
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         other = Waiter(connection) if step == "send" else None
         planted(link_of(connection)._dealer if step == "wait" else frames_io, step, connection.close, monkeypatch)
         began = time.monotonic()

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging import liveness
 from kvframework.messaging.endpoint import EndpointFiles, ipc_path
+from kvframework.messaging.liveness import LivenessServer
 from kvframework.messaging.liveness_client import LivenessLink
 from tests.messaging.lab import Lab, RawClient, Text, Work, ask, connected, make_server
 from tests.waiting import wait_until
@@ -70,10 +76,10 @@ def test_a_crowd_of_half_open_connections_keeps_nobody_out(lab: Lab) -> None:
     try:
         with connected(lab.endpoint) as connection:
             assert lab.server.sessions[0].local
-            assert ask(connection, "ECHO", "on").result(5)
+            assert ask(connection, "ECHO", "on").result(20)
             crowd += [dialled(lab) for _ in range(10)]
             wait_until(lambda: lab.server.counters["liveness_refused"] >= 9)
-            assert ask(connection, "ECHO", "on").result(5)
+            assert ask(connection, "ECHO", "on").result(20)
     finally:
         for sock in crowd:
             sock.close()
@@ -102,6 +108,36 @@ def test_a_session_lives_as_long_as_its_last_liveness_socket(lab: Lab) -> None:
         second.close()
         wait_until(lambda: len(lab.work.ended) == 1, timeout=1)
         assert raw.ask(6, "test.ECHO", Text("x"))[1].code == "protocol.hello_required"
+
+
+def test_who_is_heard_beside_an_end_is_not_taken_for_who_ended(tmp_path: Path) -> None:
+    """Newcomers get the numbers of descriptors that an end gives back, in the round that still names them."""
+    sessions = {name * 16: SimpleNamespace(local=False, liveness=None) for name in (b"a", b"b")}
+    counters = dict.fromkeys(["liveness_refused"], 0)
+    path = str(tmp_path / "live")
+    server = LivenessServer(path, arena_fd=None, find=sessions.get, clock=time.monotonic, counters=counters)  # type: ignore[arg-type]
+    command = f"import socket; s = socket.socket(1); s.connect({path!r}); s.send(b'a' * 16); input()"
+    hole = os.open(os.devnull, os.O_RDONLY)  # so that the process's descriptor comes before its socket's
+    with subprocess.Popen([sys.executable, "-S", "-c", command], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: not server.serve() and server._half_open)
+        os.close(hole)
+        wait_until(lambda: not server.serve() and sessions[b"a" * 16].local)
+        (ended,) = server._live
+        with socket.socket(socket.AF_UNIX) as newcomer:
+            newcomer.connect(path)
+            wait_until(lambda: not server.serve() and server._half_open)
+            process.kill()
+            process.wait()
+            newcomer.send(b"b" * 16)
+            (watched,), (heard,) = server._processes, server._half_open
+            epoll = server._epoll
+            server._epoll = mock.Mock(wraps=epoll)
+            server._epoll.poll = lambda *_: [(fd, select.EPOLLIN) for fd in (ended, heard, watched)]
+            assert server.serve() == [sessions[b"a" * 16]]
+            server._epoll = epoll
+            assert sessions[b"b" * 16].local
+            assert server.serve() == []
+    server.close()
 
 
 def test_a_session_without_a_liveness_socket_ends_when_it_is_silent(endpoint: str) -> None:

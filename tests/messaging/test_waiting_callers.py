@@ -48,21 +48,21 @@ def test_an_answer_and_every_kind_of_failure(lab: Lab) -> None:
 
 
 def test_the_deadline_is_kept_and_the_server_in_doubt_until_it_answers(lab: Lab) -> None:
-    with connected(lab.endpoint, ping_interval_s=0.05) as connection:
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
             waiting(connection, "DEFERRED", "a", timeout=0.1)
         assert 0.1 <= time.monotonic() - began < 1.0
-        assert connection.wait_up(5)
+        assert connection.wait_up(20)
         assert waiting(connection, "ECHO", "on") == "on"
 
 
 def test_what_comes_too_late_is_given_to_whom_it_was_promised(lab: Lab) -> None:
     late: list[object] = []
-    with connected(lab.endpoint, ping_interval_s=0.05) as connection:
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
         with pytest.raises(DeadlineExceeded):
             connection.ask("test.DEFERRED", Text("a"), timeout=0.1, on_late=late.append)
-        assert connection.wait_up(5)
+        assert connection.wait_up(20)
         lab.work.resolve("a")
         wait_until(lambda: late == [Text("a")], what="the late answer")
 
@@ -75,13 +75,13 @@ def test_many_threads_wait_send_and_get_their_own(lab: Lab) -> None:
         for number in range(150):
             text = f"{seed}.{number}." + "x" * chance.choice((0, 10, 100_000))
             if chance.random() < 0.3:
-                assert ask(connection, "ECHO", text).result(5).text == text
+                assert ask(connection, "ECHO", text).result(20).text == text
             else:
                 assert waiting(connection, "ECHO", text) == text
             if chance.random() < 0.1:
                 time.sleep(chance.random() * 0.005)
 
-    with connected(lab.endpoint, ping_interval_s=0.01) as connection:
+    with connected(lab.endpoint, ping_every_s=0.01) as connection:
         together([lambda seed=seed: work(connection, seed) for seed in range(8)], 60)
         assert connection.state == "up"
 
@@ -89,7 +89,7 @@ def test_many_threads_wait_send_and_get_their_own(lab: Lab) -> None:
 def test_who_receives_leaves_and_others_still_get_theirs(lab: Lab) -> None:
     """The first caller receives for the second as well, until it has its own answer."""
     got: list[str] = []
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
 
         def second() -> None:
             wait_until(lambda: len(lab.work.open) == 1, what="the first request")
@@ -107,7 +107,7 @@ def test_who_receives_leaves_and_others_still_get_theirs(lab: Lab) -> None:
 
 def test_what_another_thread_takes_from_who_waits_wakes_it(lab: Lab) -> None:
     """As the I/O thread does, when a heartbeat is due."""
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         done = threading.Event()
 
         def take() -> None:
@@ -144,7 +144,7 @@ def test_the_end_of_the_server_ends_every_wait(lab: Lab) -> None:
 
 def test_a_connection_is_closed_while_a_caller_waits_also_by_what_it_receives(lab: Lab) -> None:
     by: list[str] = []
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
 
         def wait_for_nothing() -> None:
             with pytest.raises(ServerGone):
@@ -171,7 +171,7 @@ def test_a_connection_is_closed_while_a_caller_waits_also_by_what_it_receives(la
 
 def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> None:
     late: list[object] = []
-    with connected(lab.endpoint, ping_interval_s=0.05) as connection:
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
 
         def interrupt() -> None:
             wait_until(lambda: lab.work.open, what="the request")
@@ -186,9 +186,9 @@ def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> 
 
 
 def test_a_server_that_knows_the_session_no_more(lab: Lab) -> None:
-    with connected(lab.endpoint, ping_interval_s=60) as connection:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
         lab.server._table.end(lab.server.sessions[0])
         with pytest.raises(HelloRequired):
             waiting(connection, "ECHO")
-        assert connection.wait_up(5)
+        assert connection.wait_up(20)
         assert waiting(connection, "ECHO", "on") == "on"

@@ -79,7 +79,7 @@ def test_the_kernel_tells_the_server_who_connects(server: ServerProcess) -> None
         os.chmod(os.path.dirname(path), 0o700)
     assert refused(server) > before
     with KVClient(server.endpoint) as client:
-        assert client.wait_up(10)
+        assert client.wait_up(20)
         assert client.arena() is not None
 
 

@@ -83,7 +83,7 @@ def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvframework.messaging.client._CLOSE_S", 0.1)
     monkeypatch.setattr("kvframework.messaging.dial.socket.getaddrinfo", resolve)
     client = KVClient("tcp://cache.example:5555")
-    assert asked.wait(20)
+    assert asked.wait(60)
     thread = client._connection._thread
     closing = threading.Thread(target=client.close)
     closing.start()

@@ -107,8 +107,10 @@ def test_connections_that_say_nothing_cost_others_nothing(server: RemoteServer) 
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (in_use + 20, before[1]))
         try:
             for _ in range(60):
-                strangers.enter_context(socket.create_connection((host, int(port)), timeout=5))
-            wait_until(lambda: len(descriptors(pid)) >= in_use + 20)
+                # Once the server holds newcomers off, the kernel says nothing to them.
+                with contextlib.suppress(TimeoutError):
+                    strangers.enter_context(socket.create_connection((host, int(port)), timeout=0.2))
+            wait_until(lambda: len(descriptors(pid)) > in_use)
             for _ in range(20):
                 assert inside.call("PING", m.Empty())
         finally:
@@ -167,7 +169,7 @@ def test_a_server_elsewhere_names_no_socket_of_this_machine(tmp_path: Path) -> N
                 1, b"boot", bytes(16), 256, "sha256", HASHER, (), (), liveness=str(tmp_path / "trap"),
             )  # fmt: skip
             router.send_multipart([identity, *join(split(frames).request_id, "HELLO", reply)])
-            assert connection.wait_up(10)
+            assert connection.wait_up(20)
             with pytest.raises(BlockingIOError):
                 trap.accept()
 

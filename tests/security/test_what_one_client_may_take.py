@@ -136,11 +136,11 @@ def test_half_of_the_sessions_are_for_local_clients() -> None:
     table = SessionTable(lambda: 0.0, max_sessions=8)
     hello = m.Hello("c", 1)
     remote = [table.open(b"r%d" % number, hello, remote=True) for number in range(4)]
-    with pytest.raises(errors.ProtocolError, match="4 client sessions are open over TCP"):
+    with pytest.raises(errors.ServerFull, match="4 client sessions are open over TCP"):
         table.open(b"r4", hello, remote=True)
     for number in range(4):
         table.open(b"l%d" % number, hello)
-    with pytest.raises(errors.ProtocolError, match="8 client sessions are open"):
+    with pytest.raises(errors.ServerFull, match="8 client sessions are open"):
         table.open(b"l4", hello)
     table.end(remote[0])
     table.open(b"r5", hello, remote=True)

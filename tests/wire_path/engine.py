@@ -7,6 +7,7 @@ import torch
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 
 BLOCK, CHUNK = 16, 256
+PATIENCE_S = 30.0
 AXES = ["plane", "block", "token", "head", "dim"]
 
 
@@ -34,11 +35,11 @@ class Engine:
 
     def store(self, request: RequestHashes, blocks: list[int]) -> bool:
         self.last = self.worker.submit_store(request, 0, len(blocks) * BLOCK, [blocks])
-        return self.last.result(0)
+        return self.last.result(PATIENCE_S)
 
     def retrieve(self, request: RequestHashes, blocks: list[int], skip: int = 0) -> bool:
         future = self.worker.submit_retrieve(request, 0, len(blocks) * BLOCK, [blocks], skip_first_n_tokens=skip)
-        return future.result(0)
+        return future.result(PATIENCE_S)
 
     def tokens(self, blocks: list[int]) -> torch.Tensor:
         """[layers, planes, tokens, heads, dim] of the blocks."""

@@ -11,7 +11,7 @@ from tests.wire_path.engine import Engine
 
 
 def main(endpoint: str, instance_id: str, fill: str, wide: str) -> None:
-    with KVClient(endpoint, control_timeout_s=5.0, connect_timeout_s=20.0) as client:
+    with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=20.0) as client:
         engine = Engine(client, int(instance_id), path="wire", wide=int(wide))
         for tensor in engine.kv.values():
             tensor.fill_(float(fill))

@@ -42,7 +42,7 @@ def sessions(server: RemoteServer) -> int:
 
 def test_a_client_with_admitted_keys_is_served(server: RemoteServer) -> None:
     with server.connect() as client:
-        assert client.wait_up(10)
+        assert client.wait_up(20)
         assert client.request("PING", m.Empty(), m.Pong).boot_id == client.boot_id
         with server.local() as watcher:
             local = [session["local"] for session in watcher.status()["messaging"]["sessions"]]
@@ -60,7 +60,7 @@ def test_without_keys_nothing_is_ever_answered(server: RemoteServer) -> None:
         assert "kvframework keys" in caught.value.hint
     assert sessions(server) == before
     with server.connect() as admitted:
-        assert admitted.wait_up(10)
+        assert admitted.wait_up(20)
 
 
 def test_a_client_that_is_not_admitted_is_counted_and_never_answered(server: RemoteServer) -> None:
@@ -68,7 +68,7 @@ def test_a_client_that_is_not_admitted_is_counted_and_never_answered(server: Rem
     before = refused(server)
     stranger = server.keys.add("stranger", admitted=False)
     with server.connect() as admitted, KVClient(server.tcp, curve=stranger, connect_timeout_s=0.1) as client:
-        assert admitted.wait_up(10)
+        assert admitted.wait_up(20)
         wait_until(lambda: client._connection.why_down is not None)
         with pytest.raises(ServerGone) as caught:
             _ = client.hello
@@ -84,20 +84,20 @@ def test_a_client_does_not_talk_to_another_server(server: RemoteServer, tmp_path
     with KVClient(server.tcp, curve=wrong) as client:
         assert not client.wait_up(1.5)
     with server.connect() as admitted:
-        assert admitted.wait_up(10)
+        assert admitted.wait_up(20)
 
 
 def test_clients_are_added_and_removed_while_the_server_runs(server: RemoteServer) -> None:
     assert server.keys is not None
     keys = server.keys.add("late")
     with server.connect("late") as client:
-        assert client.wait_up(10)
+        assert client.wait_up(20)
     (server.keys.clients / "late.public").unlink()
     with KVClient(server.tcp, curve=keys) as client:
         assert not client.wait_up(1.5)
     (server.keys.clients / "broken.public").write_text("nonsense")
     with server.connect() as client:
-        assert client.wait_up(10), "one bad file keeps out only its owner"
+        assert client.wait_up(20), "one bad file keeps out only its owner"
     (server.keys.clients / "broken.public").unlink()
 
 
@@ -107,9 +107,9 @@ def test_the_environment_names_the_keys(server: RemoteServer, monkeypatch: pytes
     monkeypatch.setenv(SERVER_VARIABLE, str(keys.server_public))
     monkeypatch.setenv(SECRET_VARIABLE, str(keys.client_secret))
     with KVClient(server.tcp) as client:
-        assert client.wait_up(10)
+        assert client.wait_up(20)
     with KVClient(server.process.endpoint) as client:
-        assert client.wait_up(10), "keys are for tcp:// only"
+        assert client.wait_up(20), "keys are for tcp:// only"
     shown = run("status", "--endpoint", server.tcp)
     assert shown.returncode == 0, shown.stderr
     monkeypatch.delenv(SECRET_VARIABLE)
@@ -125,7 +125,7 @@ def test_a_server_that_listens_on_tcp_alone() -> None:
     thread.start()
     try:
         with KVClient(endpoint) as client:
-            assert client.wait_up(10)
+            assert client.wait_up(20)
             assert client.hello.liveness == ""
     finally:
         server.stop()
@@ -222,5 +222,5 @@ def test_a_stalled_handshake_keeps_nobody_waiting(server: RemoteServer) -> None:
     host, _, port = server.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as silent, server.connect() as client:
         silent.sendall(b"\xff\0\0")
-        assert client.wait_up(10)
-        wait_until(lambda: client.usable, 5)
+        assert client.wait_up(20)
+        wait_until(lambda: client.usable)

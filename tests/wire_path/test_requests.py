@@ -173,7 +173,7 @@ def test_a_lapsed_lease_sends_nothing_and_says_so(client: WireClient) -> None:
     key = key_for(client.register(), TOKENS)
     store(client, key, [0, 1, 2, 3], *(fill(n) for n in range(4)))
     plan = client.prepare_retrieve(key)
-    wait_until(lambda: client.status()["l1"]["pins"] == 0, 5, "the end of the lease")
+    wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the end of the lease")
     assert client.call("RETRIEVE_CPU_CHUNKS", m.RetrieveCpuChunks(plan.lease, pack_indices([0]))).held is False
     assert client.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease)).held is False
 

@@ -30,7 +30,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RemoteServer]:
 def client(server: RemoteServer) -> Iterator[KVClient]:
     clear(server)
     with server.connect() as connected:
-        assert connected.wait_up(10)
+        assert connected.wait_up(20)
         yield connected
 
 
@@ -55,8 +55,8 @@ def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteS
 def test_wire_and_arena_hold_the_same_objects(server: RemoteServer, client: KVClient) -> None:
     remote = Engine(client)
     assert remote.store(remote.request(TOKENS), BLOCKS)
-    with KVClient(server.process.endpoint, control_timeout_s=5.0) as mapped:
-        assert mapped.wait_up(10)
+    with KVClient(server.process.endpoint, deadline_scale=20.0) as mapped:
+        assert mapped.wait_up(20)
         local = Engine(mapped, 2, path="arena")
         assert local.retrieve(local.request(TOKENS), OTHERS)
         assert torch.equal(local.tokens(OTHERS), remote.tokens(BLOCKS))
@@ -122,15 +122,16 @@ def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.Mon
 
 
 def test_a_restarted_server_is_found_again(server: RemoteServer) -> None:
-    with remote_server() as own, own.connect() as client:
+    with remote_server() as own, own.connect(deadline_scale=1.0) as client:
+        assert client.wait_up(30)
         engine = Engine(client)
         boot = client.boot_id
         assert engine.store(engine.request(TOKENS), BLOCKS)
         own.process.kill9()
-        wait_until(lambda: not client.usable, 5, "the client to notice")
+        wait_until(lambda: not client.usable, 30, "the client to notice")
         assert engine.store(engine.request(TOKENS), BLOCKS) is False
         own.process.start()
-        wait_until(lambda: client.usable, 10, "the client to come back")
+        wait_until(lambda: client.usable, 30, "the client to come back")
         assert client.boot_id != boot
         assert engine.retrieve(engine.request(TOKENS), OTHERS) is False
         assert engine.store(engine.request(TOKENS), BLOCKS)
@@ -144,7 +145,7 @@ def test_a_broken_connection_takes_its_registration_along(server: RemoteServer) 
         engine = Engine(client, 77)
         session = client.hello.session
         client._connection._link.close()  # type: ignore[union-attr]
-        wait_until(lambda: client.usable and client.hello.session != session, 10, "another session")
+        wait_until(lambda: client.usable and client.hello.session != session, what="another session")
         assert engine.store(engine.request([7] * 256), BLOCKS[:16])
         with server.local() as watcher:
             assert watcher.status()["non_gpu_instance_ids"] == [77]

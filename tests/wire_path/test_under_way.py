@@ -76,7 +76,7 @@ def worker(proxy: StallingProxy, instance_id: int = 50, fill: float = 1.0) -> It
     started = Worker(proxy.endpoint, instance_id, fill)
     try:
         started.tell()
-        wait_until(proxy.stalled.is_set, 10, "the middle of the store")
+        wait_until(proxy.stalled.is_set, what="the middle of the store")
         yield started
     finally:
         started.process.kill()
@@ -84,9 +84,9 @@ def worker(proxy: StallingProxy, instance_id: int = 50, fill: float = 1.0) -> It
 
 
 @contextmanager
-def engine_at(endpoint: str, instance_id: int = 1) -> Iterator[Engine]:
-    with KVClient(endpoint, control_timeout_s=5.0) as client:
-        assert client.wait_up(10)
+def engine_at(endpoint: str, instance_id: int = 1, scale: float = 4.0) -> Iterator[Engine]:
+    with KVClient(endpoint, deadline_scale=scale) as client:
+        assert client.wait_up(20)
         yield Engine(client, instance_id, blocks=128, wide=WIDE)
 
 
@@ -97,7 +97,7 @@ def test_kill_9_in_the_middle_of_a_store_publishes_nothing(server: RemoteServer,
             dying.signal(signal.SIGKILL)
             proxy.release()
             assert other.scheduler.lookup(request).hit_tokens == 0
-            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], 10, "the end of the dead worker")
+            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], what="the end of the dead worker")
         assert other.scheduler.lookup(request).hit_tokens == 0
         wait_until(lambda: held(watcher) == (0, 0, 0, 0))
         assert watcher.status()["l1"]["objects"] == 0
@@ -115,7 +115,7 @@ def test_a_stopped_worker_holds_up_nobody_and_may_go_on(server: RemoteServer, wa
             assert other.scheduler.lookup(request).hit_tokens == 0
             wait_until(lambda: held(watcher) == (0, 0, 0, 0))
             assert other.store(request, BLOCKS), "the keys are free for another writer"
-            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], 10, "the end of its session")
+            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], what="the end of its session")
             stopped.signal(signal.SIGCONT)
             assert stopped.heard() in ("True", "False")
         assert other.retrieve(request, OTHERS)
@@ -129,7 +129,7 @@ def test_control_is_answered_while_bulk_stands_still(server: RemoteServer, watch
         results: list[bool] = []
         thread = threading.Thread(target=lambda: results.append(engine.store(engine.request(TOKENS), BLOCKS)))
         thread.start()
-        wait_until(proxy.stalled.is_set, 10, "the middle of the store")
+        wait_until(proxy.stalled.is_set, what="the middle of the store")
         for _ in range(20):
             assert engine.client.request("PING", m.Empty(), m.Pong)
             assert engine.scheduler.lookup(engine.request(TOKENS)).hit_tokens == 0
@@ -148,9 +148,9 @@ def test_a_retrieve_that_outlives_its_pins_is_false(server: RemoteServer, watche
         results: list[bool] = []
         thread = threading.Thread(target=lambda: results.append(engine.retrieve(engine.request(TOKENS), OTHERS)))
         thread.start()
-        wait_until(proxy.stalled.is_set, 10, "the middle of the retrieve")
+        wait_until(proxy.stalled.is_set, what="the middle of the retrieve")
         assert watcher.status()["l1"]["pins"] >= 4
-        wait_until(lambda: watcher.status()["l1"]["counters"]["lapsed"], 10, "the lapse of the pins")
+        wait_until(lambda: watcher.status()["l1"]["counters"]["lapsed"], what="the lapse of the pins")
         watcher.call("CLEAR", m.Clear())
         proxy.release()
         thread.join(20)
@@ -165,7 +165,7 @@ def test_the_server_stops_cleanly_while_it_sends(server: RemoteServer) -> None:
         results: list[bool] = []
         thread = threading.Thread(target=lambda: results.append(engine.retrieve(engine.request(TOKENS), OTHERS)))
         thread.start()
-        wait_until(proxy.stalled.is_set, 10, "the middle of the retrieve")
+        wait_until(proxy.stalled.is_set, what="the middle of the retrieve")
         assert server.process.stop() == 0
         proxy.release()
         thread.join(20)
@@ -175,15 +175,15 @@ def test_the_server_stops_cleanly_while_it_sends(server: RemoteServer) -> None:
 
 
 def test_a_stopped_server_is_a_miss_within_a_moment(server: RemoteServer) -> None:
-    with engine_at(server.tcp) as engine:
+    with engine_at(server.tcp, scale=0.5) as engine:
         assert engine.store(engine.request([7] * 256), BLOCKS[:16])
         server.process.sigstop()
         try:
             assert engine.store(engine.request(TOKENS), BLOCKS) is False
-            wait_until(lambda: not engine.client.usable, 5, "the client to notice")
+            wait_until(lambda: not engine.client.usable, what="the client to notice")
         finally:
             server.process.sigcont()
-        wait_until(lambda: engine.client.usable, 10, "the client to come back")
+        wait_until(lambda: engine.client.usable, what="the client to come back")
         assert engine.store(engine.request(TOKENS), BLOCKS)
         assert engine.retrieve(engine.request(TOKENS), OTHERS)
         assert torch.equal(engine.tokens(OTHERS), engine.tokens(BLOCKS))

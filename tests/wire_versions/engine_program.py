@@ -63,19 +63,19 @@ class Engine:
         assert self._request is not None
         end = self._request.hashed_tokens
         key = CacheKey("m", 1, 0, self._namespace, 0, end, "r", digests=self._request.digests(end))
-        plan = self._client.prepare_store(key, 1)
+        plan = self._client.prepare_store(key, 1).result()
         arena = self._client.arena()
         if plan.lease and arena is not None:
             for place in plan.ranges:
                 arena[place.offset : place.offset + place.length] = b"k" * place.length
-            self._client.commit_store(plan.lease)
+            self._client.commit_store(plan.lease).result()
 
 
 def main(endpoint: str) -> None:
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", force=True)
     become()
     connection.TELL_AGAIN_S = 1.0
-    with KVClient(endpoint, name="engine of another release", connect_timeout_s=0.2, control_timeout_s=2.0) as client:
+    with KVClient(endpoint, name="engine of another release", connect_timeout_s=0.2, deadline_scale=20.0) as client:
         engine = Engine(client)
         while not select.select([sys.stdin], [], [], 0.1)[0]:
             print(json.dumps(engine.look()), flush=True)

@@ -41,7 +41,7 @@ class OtherServer(ServerProcess):
     def status_command(self, *options: str) -> str:
         """What `kvframework status` of this release prints."""
         command = [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", self.endpoint, *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         return done.stdout + done.stderr
 
     def status(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class OtherEngine:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         finally:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._reader.join(10)
             self._log.close()
 

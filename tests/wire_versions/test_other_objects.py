@@ -16,7 +16,7 @@ from tests.wire_path.engine import Engine
 
 
 def test_the_instance_is_not_registered() -> None:
-    with OtherServer(Release(other_objects=True)) as server, KVClient(server.endpoint, control_timeout_s=2.0) as client:
+    with OtherServer(Release(other_objects=True)) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
         with pytest.raises(VersionMismatch, match="makes other objects of this layout"):
             Engine(client)
         wait_until(lambda: not server.status()["instances"], what="the end of the instance")

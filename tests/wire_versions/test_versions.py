@@ -79,7 +79,7 @@ def test_those_who_share_none_are_refused_everywhere_until_one_is_replaced(
 def test_an_engine_that_cannot_use_a_server_tells_the_server_why(release: Release, code: str, fact: str) -> None:
     with OtherServer(release) as server, OtherEngine(server.endpoint, TODAY) as engine:
         engine.wait_log(f"cannot be used: [{code}]")
-        wait_until(lambda: f"refuses this server: [{code}]" in server.log, 20, "a word in the server's log")
+        wait_until(lambda: f"refuses this server: [{code}]" in server.log, what="a word in the server's log")
         assert fact in engine.log
         assert fact in server.log
         assert engine.seen.get("hit", 0) == 0
@@ -93,7 +93,7 @@ def test_an_engine_that_cannot_use_a_server_tells_the_server_why(release: Releas
 def test_a_request_that_the_server_does_not_know_is_told_on_both_sides() -> None:
     with OtherServer(Release(lacks=("LOOKUP",))) as server, OtherEngine(server.endpoint, NEWER) as engine:
         engine.wait_log("LOOKUP failed, taken as a miss: [protocol.unknown_request]")
-        wait_until(lambda: engine.seen.get("failures", 0) > 2, 20, "failures are counted")
+        wait_until(lambda: engine.seen.get("failures", 0) > 2, what="failures are counted")
         assert "was refused 'LOOKUP': [protocol.unknown_request]" in server.log
         [refused] = refusals(server, engine.pid, "LOOKUP")
         assert refused["count"] > 2
@@ -105,7 +105,7 @@ def test_an_error_that_nobody_knows_yet_is_a_miss_with_its_text() -> None:
     with OtherServer(strange) as server, OtherEngine(server.endpoint, TODAY) as engine:
         engine.wait_log("LOOKUP failed, taken as a miss: [remote]")
         engine.wait_log("(tomorrow.strange)")
-        wait_until(lambda: engine.seen.get("failures", 0) > 2, 20, "failures are counted")
+        wait_until(lambda: engine.seen.get("failures", 0) > 2, what="failures are counted")
         assert engine.seen["usable"]
 
 

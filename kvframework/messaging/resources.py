@@ -1,0 +1,78 @@
+"""What this process may still take of the kernel: descriptors and threads. Server and client.
+
+libzmq ends the process when it gets none, so they are counted before it asks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+
+from kvframework.errors import OutOfResources
+
+# Twice the descriptors of a further connection: the engine's other threads may take some of what was counted.
+FOR_A_CONNECTION = 16
+
+_OPEN = "/proc/self/fd"
+_NO_LIMIT = 1 << 30
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
+def descriptor_limit() -> int:
+    """The soft limit of now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+
+def descriptors_in_use() -> int:
+    """One call of the kernel that opens nothing; before Linux 6.2 a listing of the directory. 0 where /proc is not
+    mounted."""
+    try:
+        return os.stat(_OPEN).st_size or len(os.listdir(_OPEN)) - 1
+    except FileNotFoundError:
+        return 0
+    except OSError:  # not even one for the directory
+        return descriptor_limit()
+
+
+def as_out_of_resources(error: Exception) -> OutOfResources | None:
+    """What an error of the kernel, of ZMQ or of `threading` means, if it is that something has run out."""
+    if getattr(error, "errno", None) in _RUN_OUT or isinstance(error, MemoryError):
+        return OutOfResources(f"this process has run out of something: {error}")
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return OutOfResources(f"this process gets no more threads: {error}")
+    return None
+
+
+def need(*, descriptors: int, threads: int = 0) -> None:
+    """Raises `OutOfResources` if fewer than these are left. Descriptors are counted, so no other thread misses them
+    meanwhile; threads are started and end at once, since no count tells of every limit on them."""
+    limit = descriptor_limit()
+    if limit - descriptors_in_use() < descriptors:
+        raise OutOfResources(
+            f"fewer than {descriptors} of this process's {limit} descriptors are free",
+            hint="raise the limit: ulimit -n, LimitNOFILE under systemd",
+        )
+    if threads:
+        _need_threads(threads)
+
+
+def _need_threads(count: int) -> None:
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait, name="kvf-room", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise OutOfResources(
+            f"this process gets no more threads: {error}",
+            hint="raise the limit: ulimit -u, TasksMax under systemd, --pids-limit of the container",
+        ) from None
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()

@@ -1,0 +1,114 @@
+"""The table of a client's deadlines: how long each kind of call waits for its answer, by the way to the server. Pure.
+
+docs/deadlines.md shows it. A deadline fits what its call is worth: a LOOKUP stands in the way of a scheduler, a store
+is work that is done already, and bytes take as long as they take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+
+from kvframework.errors import ConfigFieldError
+
+SCALE_VARIABLE = "KVFRAMEWORK_DEADLINE_SCALE"
+SHORTEST_SCALE, LONGEST_SCALE = 0.1, 100.0
+HINT = f"on a busy node, raise deadline_scale: KVClient(deadline_scale=...), the engine's option or ${SCALE_VARIABLE}"
+
+
+@dataclass(frozen=True)
+class ClientDeadlines:
+    """Seconds, but for `bulk_bytes_per_s`.
+
+    `engine_s` is how long an engine's thread waits for an answer to anything but a lookup: after it the call goes on
+    without that thread, until its own deadline. A PING that is unanswered for `silent_s` puts the server in doubt;
+    after `gone_s` it counts as gone, but only where there is no liveness socket to tell (over TCP).
+    """
+
+    engine_s: float = 0.05
+    lookup_s: float = 0.1
+    load_s: float = 1.0
+    store_s: float = 2.0
+    release_s: float = 5.0
+    setup_s: float = 5.0
+    bulk_s: float = 5.0
+    bulk_bytes_per_s: float = 20e6
+    transfer_s: float = 30.0
+    lending_s: float = 45.0
+    hello_s: float = 1.0
+    ping_every_s: float = 0.2
+    silent_s: float = 0.8
+    gone_s: float = 10.0
+
+    def of(self, request: str) -> float:
+        """What a request of this name waits for; of a plugin's, `setup_s`."""
+        return float(getattr(self, KINDS.get(request, "setup_s")))
+
+    def of_bulk(self, nbytes: int) -> float:
+        """What a request waits for that moves so many bytes over the wire."""
+        return self.bulk_s + nbytes / self.bulk_bytes_per_s
+
+    def scaled(self, scale: float) -> ClientDeadlines:
+        """Those that wait for a server's loop, longer or shorter. Those that have to outlast a deadline of the server's
+        own stay, and so does the pace of PINGs."""
+        return dataclasses.replace(self, **{name: getattr(self, name) * scale for name in SCALED})
+
+
+LOCAL = ClientDeadlines()
+TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
+# The requests of each kind; those of no kind are setup. STORE_CPU_CHUNKS is the question, bytes take `of_bulk`.
+KINDS = {
+    "LOOKUP": "lookup_s",
+    "QUERY_PREFETCH_STATUS": "lookup_s",
+    "FREE_LOOKUP_LOCKS": "release_s",
+    "END_SESSION": "release_s",
+    "ABORT": "release_s",
+    "PREPARE_RETRIEVE": "load_s",
+    "COMMIT_RETRIEVE": "load_s",
+    "PREPARE_STORE": "store_s",
+    "COMMIT_STORE": "store_s",
+    "STORE_CPU_CHUNKS": "store_s",
+    "STORE": "transfer_s",
+    "RETRIEVE": "transfer_s",
+    "UNREGISTER_KV_CACHE": "transfer_s",
+}
+SCALED = (
+    "engine_s",
+    "lookup_s",
+    "load_s",
+    "store_s",
+    "release_s",
+    "setup_s",
+    "bulk_s",
+    "hello_s",
+    "silent_s",
+    "gone_s",
+)
+
+
+def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
+    """The table for the way to `endpoint`. `scale` None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. Raises
+    `ConfigFieldError`."""
+    table = TCP if endpoint.startswith("tcp://") else LOCAL
+    if scale is not None:
+        return table.scaled(_checked(scale, scale, "deadline_scale"))
+    text = os.environ.get(SCALE_VARIABLE) or "1"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    return table.scaled(_checked(value, text, f"${SCALE_VARIABLE}"))
+
+
+def _checked(scale: float, given: object, where: str) -> float:
+    """`scale`, if it is one. Callers are not all type-checked."""
+    if isinstance(scale, (int, float)) and SHORTEST_SCALE <= scale <= LONGEST_SCALE:
+        return scale
+    raise ConfigFieldError(
+        f"{given!r} is no scale of deadlines",
+        where=where,
+        available=f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}",
+        hint="1 is the default, 2 makes deadlines twice as long",
+    )

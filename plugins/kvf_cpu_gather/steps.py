@@ -1,0 +1,169 @@
+"""A transfer as steps between answers of the server: in the engine's thread as long as these are there at once, else
+in a thread of its own. Engine side.
+
+A transfer is a generator that yields each future it waits for, and goes on with what that one has. It touches the
+engine's memory between two yields only: while it waits, it can be cancelled at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+from kvframework.api import MessagingFuture
+from kvframework.errors import Cancelled
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Steps = Generator[MessagingFuture[Any], Any, R]
+# What a transfer returned or failed with, as the result and the detail of its future.
+Ended = Callable[[Any, BaseException | None], tuple[bool, object]]
+
+
+def unless_cancelled() -> Steps[None]:
+    """Between a copy and what makes it known: what was cancelled meanwhile ends here, since its blocks may have been
+    written by others."""
+    yield MessagingFuture.resolved(None)
+
+
+class Course:
+    """One transfer under way. `borrowed` is what must live until `future` is resolved."""
+
+    def __init__(self, steps: Steps[Any], ended: Ended, borrowed: object) -> None:
+        self.future: MessagingFuture[bool] = MessagingFuture(self.cancel)
+        self._steps = steps
+        self._ended = ended
+        self._borrowed = borrowed
+        self._lock = threading.Lock()
+        self._takes_steps = False
+        self._is_cancelled = False
+        self._awaited: MessagingFuture[Any] | None = None
+
+    def cancel(self) -> None:
+        """Ends it before its next step. Waits for nothing."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._takes_steps or self.future.query():
+                return
+            self._takes_steps = True
+        self._end(None, Cancelled("the transfer was cancelled"))
+
+    def go_on(self) -> MessagingFuture[Any] | None:
+        """Takes steps as long as the answers are there. What it waits for then; None once its future is resolved."""
+        while True:
+            with self._lock:
+                if self._takes_steps or self.future.query():
+                    return None  # somebody cancels it
+                self._takes_steps = True
+            try:
+                awaited = self._awaited = self._step()
+                here = awaited.query()
+            except StopIteration as end:
+                self._end(end.value, None)
+                return None
+            except Exception as error:  # noqa: BLE001 - whatever fails, the engine goes on without the cache
+                self._end(None, error)
+                _forget_frames(error)
+                return None
+            except BaseException as error:
+                self._end(None, error)
+                raise
+            with self._lock:
+                is_cancelled = self._takes_steps = self._is_cancelled
+            if is_cancelled:
+                self._end(None, Cancelled("the transfer was cancelled"))
+                return None
+            if not here:
+                return awaited
+
+    def _step(self) -> MessagingFuture[Any]:
+        awaited = self._awaited
+        if awaited is None:
+            return next(self._steps)
+        error = awaited.exception()
+        return self._steps.throw(error) if error is not None else self._steps.send(awaited.result(0))
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        with contextlib.suppress(Exception):
+            self._steps.close()  # gives back what it has reserved
+        value, detail = self._ended(result, error)
+        self._borrowed = self._awaited = None
+        self.future.set_result(value, detail)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The frames refer to the future that failed with the error, and so to themselves: until the cycle was collected it
+    would keep the engine's tensors, and the arena mapped."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+class Courses:
+    """The transfers of one instance, and the thread that takes their steps once an answer did not come at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: set[Course] = set()
+        self._ready: queue.SimpleQueue[Course | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, steps: Steps[Any], ended: Ended, borrowed: object, *, here: bool) -> MessagingFuture[bool]:
+        """`here`: the calling thread takes the first steps; else it never waits and never copies. The future has what
+        `ended` says. Raises `RuntimeError` if there can be no further thread."""
+        course = Course(steps, ended, borrowed)
+        awaited = course.go_on() if here else None
+        if course.future.query():
+            return course.future
+        with self._lock:
+            self._under_way.add(course)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="kvf-gather", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    self._under_way.discard(course)
+                    course.cancel()
+                    raise
+                self._thread = thread
+        course.future.add_done_callback(lambda _: self._forget(course))
+        self._continue(course, awaited)
+        return course.future
+
+    def close(self) -> None:
+        """Cancels what is under way, and waits for a copy that has begun. May be used again."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            courses = list(self._under_way)
+        for course in courses:
+            course.cancel()
+        if thread is not None:
+            self._ready.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (course := self._ready.get()) is not None:
+            try:
+                awaited = course.go_on()
+            except BaseException:
+                log.exception("a transfer ended its thread's work")
+            else:
+                if awaited is not None:
+                    self._continue(course, awaited)
+                del awaited
+            del course  # and with it what it borrows
+
+    def _continue(self, course: Course, awaited: MessagingFuture[Any] | None) -> None:
+        if awaited is None:
+            self._ready.put(course)
+        else:
+            awaited.add_done_callback(lambda _: self._ready.put(course))
+
+    def _forget(self, course: Course) -> None:
+        with self._lock:
+            self._under_way.discard(course)
