@@ -54,6 +54,14 @@ class RangeAllocator:
             length += after
         self._insert(offset, length)
 
+    def free_at(self, offset: int) -> int:
+        """The length of the free range that begins here, 0 if none does."""
+        return self._length_at.get(offset, 0)
+
+    def free_before(self, offset: int) -> int:
+        """The length of the free range that ends here, 0 if none does."""
+        return offset - self._start_of_end.get(offset, offset)
+
     @property
     def largest_free(self) -> int:
         return self._by_size[-1][0] if self._by_size else 0

@@ -46,13 +46,14 @@ def seal(
 
 
 def unseal(
-    header: Buffer, key: PackedKey, place: memoryview, *, layout: bytes = UNTOLD_LAYOUT
+    header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNTOLD_LAYOUT
 ) -> tuple[str, memoryview]:
-    """The codec's name, and the beginning of `place` that holds the packed bytes, of a value that was read into both.
+    """The codec's name, and the beginning of `place` that holds the packed bytes, of a value of which `received` bytes
+    were read into both: what lies behind them is older.
 
     `place` is as long as the object; no packed form is longer. Raises `Damaged`.
     """
-    if memoryview(header).nbytes != HEADER_BYTES:
+    if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
         raise Damaged("no envelope")
     fields = bytes(header)[: _FIELDS.size]
     magic, version, reserved, namespace, told, name, object_bytes, size = _FIELDS.unpack(fields)
@@ -66,6 +67,8 @@ def unseal(
         raise Damaged("another object layout")
     if object_bytes != place.nbytes or size > place.nbytes:
         raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")
+    if received != HEADER_BYTES + size:
+        raise Damaged(f"{received - HEADER_BYTES} of {size} bytes behind the header")
     packed = place[:size]
     if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != _checksum(key, fields, [packed]):
         raise Damaged("wrong checksum")

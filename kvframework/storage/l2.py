@@ -8,8 +8,10 @@ tier to make room, which may take `SCAN_S`.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
@@ -21,6 +23,7 @@ from kvframework.storage.tier_calls import TierCalls
 from kvframework.storage.tier_room import Watermarks, oldest
 
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound="int | Outcome")
 
 SCAN_S = 60.0
 CHECK_EVERY_S = 5.0
@@ -65,6 +68,9 @@ class L2Store:
         self._clock = clock
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
+        # Bytes that are being written.
+        self._taken = 0
+        self._room = threading.Lock()
 
     @property
     def state(self) -> str:
@@ -103,6 +109,7 @@ class L2Store:
 
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
         outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
+        self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
                 yield from self._discard(key, "it is none that was stored here")
@@ -116,7 +123,14 @@ class L2Store:
         """
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
-        outcomes = yield from self._each("get_into", keys, lambda at: self._tier.get_into(keys, parts, deadline=at))
+
+        def receive(deadline: float) -> list[int | Outcome]:
+            answers = self._tier.get_into(keys, parts, deadline=deadline)
+            if Outcome.FOUND in answers:
+                raise TierError("the tier does not tell how many bytes it received", where=self.name)
+            return answers
+
+        outcomes = yield from self._each("get_into", keys, receive)
         good = []
         for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
             good.append((yield from self._open(key, header, view, outcome)))
@@ -140,8 +154,14 @@ class L2Store:
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
-            number = yield from self._make_room([sum(part.nbytes for part in each) for each in parts[rest]])
-            stored += yield from self._put_together(keys[rest][:number], values[rest][:number], parts[rest][:number])
+            sizes = [sum(part.nbytes for part in each) for each in parts[rest]]
+            number, taken = yield from self._make_room(sizes)
+            try:
+                stored += yield from self._put_together(
+                    keys[rest][:number], values[rest][:number], parts[rest][:number]
+                )
+            finally:
+                self._give_back(taken)
         return stored
 
     def _put_together(
@@ -200,13 +220,13 @@ class L2Store:
             **self._calls.status(),
         }
 
-    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: Outcome) -> Steps[bool]:
-        if outcome is not Outcome.FOUND:
+    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> Steps[bool]:
+        if isinstance(outcome, Outcome):
             if outcome is Outcome.DAMAGED:
                 yield from self._discard(key, "it is none that was stored here")
             return False
         try:
-            name, packed = unseal(header, key, place, layout=self._layout_of(key[:16]))
+            name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
             if name == NO_CODEC:
                 return True
             codec = self._codecs.get(name)
@@ -241,31 +261,42 @@ class L2Store:
     def _keeps_room(self) -> bool:
         return self.capabilities >= {"capacity", "scan"}
 
-    def _make_room(self, sizes: Sequence[int]) -> Steps[int]:
-        """Deletes what was used longest ago, if values of `sizes` would fill the tier beyond its high watermark; how
-        many of them, the first ones, may be written now."""
+    def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
+        """Deletes what was used longest ago, if values of `sizes`, and what other writers are writing, would fill the
+        tier beyond its high watermark. How many of them, the first ones, may be written now, and the bytes that are
+        taken for them until `_give_back`."""
         if not self._keeps_room:
-            return len(sizes)
+            return len(sizes), 0
         usage = yield from self._ask_usage()
         number = self._watermarks.at_once(usage, sizes)
-        excess = self._watermarks.excess(usage, sizes[:number])
-        if not excess:
-            return number
-        leaving = yield from self._calls.call(
-            "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
-        )
-        for first in range(0, len(leaving), DELETE_AT_ONCE):
-            self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
-        return number
+        taken = sum(sizes[:number])
+        with self._room:
+            excess = self._watermarks.excess(
+                TierUsage(usage.used_bytes + self._taken, usage.capacity_bytes), sizes[:number]
+            )
+            self._taken += taken
+        try:
+            if excess:
+                leaving = yield from self._calls.call(
+                    "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
+                )
+                for first in range(0, len(leaving), DELETE_AT_ONCE):
+                    self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
+        except BaseException:
+            self._give_back(taken)
+            raise
+        return number, taken
+
+    def _give_back(self, taken: int) -> None:
+        with self._room:
+            self._taken -= taken
 
     def _ask_usage(self) -> Steps[TierUsage]:
         self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
 
-    def _each(
-        self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[Outcome]]
-    ) -> Steps[list[Outcome]]:
-        def checked(deadline: float) -> list[Outcome]:
+    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+        def checked(deadline: float) -> list[R]:
             outcomes = operation(deadline)
             if len(outcomes) != len(keys):
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)

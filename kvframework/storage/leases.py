@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,12 +17,14 @@ from kvframework.errors import LeaseUnknown, RequestError
 
 INTERNAL_OWNER = 0
 MAX_LEASES_PER_OWNER = 4096
+# What one client's end unpins at once is bounded so: some 50 ms. 128 lookups of the largest size.
+MAX_PINS_PER_OWNER = 1 << 22
 NO_DEADLINE = math.inf
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StoredObject:
-    """A readable object."""
+    """A readable object, equal to itself only: the same key may be stored again."""
 
     key: PackedKey
     offset: int
@@ -65,6 +68,7 @@ class LeaseBook:
         self.writes: dict[str, WriteLease] = {}
         self.pins: dict[str, PinLease] = {}
         self._of: dict[int, set[str]] = {}
+        self._pinned: Counter[int] = Counter()
         self._boot = secrets.token_hex(4)
         self._count = itertools.count(1)
 
@@ -76,21 +80,36 @@ class LeaseBook:
         return lease
 
     def open_pin(self, owner: int, request_id: str, deadline: float, objects: list[StoredObject]) -> PinLease:
-        """Raises `RequestError` if the owner holds too many leases."""
+        """Raises `RequestError` if the owner holds too many leases or pins."""
+        pinned = self._pinned[owner] + len(objects)
+        if owner != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+            raise RequestError(
+                f"the client would hold {pinned} pins", available=f"at most {MAX_PINS_PER_OWNER} at once",
+                hint="free the tickets of requests that have ended",
+            )  # fmt: skip
         lease = PinLease(self._new_id(owner), owner, request_id, deadline, objects)
+        self._pinned[owner] = pinned
         self.pins[lease.id] = lease
         self._of.setdefault(owner, set()).add(lease.id)
         return lease
+
+    def lapse(self, lease: PinLease) -> list[StoredObject]:
+        """The lease holds nothing any more, but is remembered; what it held."""
+        objects, lease.objects, lease.held = lease.objects, [], False
+        self._pinned[lease.owner] -= len(objects)
+        return objects
 
     def close(self, lease: Lease) -> None:
         if isinstance(lease, WriteLease):
             del self.writes[lease.id]
         else:
             del self.pins[lease.id]
+            self._pinned[lease.owner] -= len(lease.objects)
         owned = self._of[lease.owner]
         owned.discard(lease.id)
         if not owned:
             del self._of[lease.owner]
+            del self._pinned[lease.owner]
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
         """Raises `LeaseUnknown` unless it is this owner's."""

@@ -1,23 +1,26 @@
-"""Owns how one load goes: which tier is asked for what, what is worth loading, and what is done about what was lost.
+"""How one load goes: which tier is asked for what, what is worth loading, and what is done about what was lost.
 
-As steps: every call to a tier, and whatever may wait, is one. What they reserve and pin ends with them.
+As steps: every call to a tier is one. Two more say how to go on: `AskNext` before the calls to a tier, so that a thread
+of this tier takes them, and `WaitForWriters`, which needs no thread. What they reserve and pin ends with them.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from kvframework.api import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import PinLease
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
-from kvframework.storage.steps import Steps, do
+from kvframework.storage.steps import Step, Steps, do
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
@@ -36,9 +39,27 @@ class LoadTarget(Protocol):
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...
 
-    def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None: ...
+    def any_writing(self, keys: Sequence[PackedKey]) -> bool: ...
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
+
+
+@dataclass(frozen=True)
+class AskNext:
+    """The next calls are to this tier."""
+
+    store: L2Store
+
+
+@dataclass(frozen=True)
+class WaitForWriters:
+    """The load goes on once others have ended writing `keys`, or after `timeout_s`."""
+
+    keys: Sequence[PackedKey]
+    timeout_s: float
+
+
+LoadSteps = Generator[Step | AskNext | WaitForWriters, Any, R]
 
 
 class LoadTask(PrefetchTask):
@@ -63,7 +84,7 @@ class LoadTask(PrefetchTask):
         _call(call)
 
     def call_back(self) -> None:
-        """Runs the callbacks; whoever adds one from now on has it run at once."""
+        """Runs the callbacks; one that is added from now on runs at once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks or [], None
         for call in callbacks:
@@ -81,7 +102,7 @@ class Loader:
         self._target = target
         self._stores = stores
 
-    def load(self, task: LoadTask, on_done: Callable[[], None]) -> Steps[None]:
+    def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
         """`on_done` runs once, whatever happens, while what was chosen and could be had is pinned."""
         pins: list[PinLease] = []
         try:
@@ -95,7 +116,7 @@ class Loader:
             self._target.unpin_internal(pins)
             task.done = True
 
-    def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> Steps[None]:
+    def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
         """Asks the tiers for a namespace's record; `on_done` runs once, whatever happens."""
         record = None
         try:
@@ -104,7 +125,7 @@ class Loader:
             log.exception("a record was not read")
         yield from do(on_done, record)
 
-    def _load_into(self, task: LoadTask, pins: list[PinLease]) -> Steps[None]:
+    def _load_into(self, task: LoadTask, pins: list[PinLease]) -> LoadSteps[None]:
         available = yield from do(self._target.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
@@ -126,13 +147,16 @@ class Loader:
                     available[index] = False
                 worth = set(task.select(available))
 
-    def _locate(self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]) -> Steps[dict[int, L2Store]]:
+    def _locate(
+        self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]
+    ) -> LoadSteps[dict[int, L2Store]]:
         """The first of `stores` that says it has each."""
         source: dict[int, L2Store] = {}
         for store in stores:
             ask = [index for index in missing if index not in source]
             if not ask or task.cancelled:
                 break
+            yield AskNext(store)
             try:
                 found = yield from store.contains_steps([task.keys[index] for index in ask])
             except TierError:
@@ -142,8 +166,9 @@ class Loader:
 
     def _load_from(
         self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]
-    ) -> Steps[Sequence[int]]:
+    ) -> LoadSteps[Sequence[int]]:
         """Loads a batch from `store`, and what it could not give after all from those behind it; the lost ones."""
+        yield AskNext(store)
         yield from self._load_batch(task, store, batch, pins)
         held = {lease.objects[0].key for lease in pins}
         lost = [index for index in batch if task.keys[index] not in held]
@@ -158,13 +183,15 @@ class Loader:
                 still_lost += yield from self._load_from(task, other, again, pins)
         return still_lost
 
-    def _load_batch(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> Steps[None]:
+    def _load_batch(
+        self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]
+    ) -> LoadSteps[None]:
         """Loads a batch and adds what is then here to `pins`, also what another task or a client wrote meanwhile."""
         elsewhere = yield from self._fetch(task, store, batch, pins)
         if not elsewhere:
             return
         keys = [task.keys[index] for index in elsewhere]
-        yield from do(self._target.wait_written, keys, store.timeout_s)
+        yield WaitForWriters(keys, store.timeout_s)
         written = yield from do(self._target.pin_present, keys)
         pins += written
         here = {lease.objects[0].key for lease in written}
@@ -202,9 +229,10 @@ class Loader:
                 view.release()
         return elsewhere
 
-    def _record(self, namespace: bytes) -> Steps[NamespaceRecord | None]:
+    def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self._stores:
             value = bytearray(RECORD_BYTES)
+            yield AskNext(store)
             try:
                 found = yield from store.get_steps([record_key(namespace)], [memoryview(value)])
             except TierError:

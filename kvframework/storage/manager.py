@@ -1,4 +1,4 @@
-"""Owns L1 as a whole: arena, object table, eviction, and the way to and from L2.
+"""L1 as a whole: arena, object table, eviction, and the way to and from L2.
 
 Thread-safe: one lock around the object table, held for microseconds and never during I/O. Called from the serving
 thread and from the storage threads.
@@ -6,13 +6,16 @@ thread and from the storage threads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
+from kvframework.bounded import call_within
 from kvframework.storage.allocator import RangeAllocator
 from kvframework.storage.l2 import L2Store
 from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
@@ -20,20 +23,30 @@ from kvframework.storage.loading import LoadTask
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 from kvframework.storage.objects import ObjectTable, Reservation
 from kvframework.storage.prefetch import Prefetcher
-from kvframework.storage.threads import StorageThreads
+from kvframework.storage.threads import Controller, StorageThreads
 from kvframework.storage.tiers import AttachedTier, Tiers
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # What a call to a tier may take beyond its timeout before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
+# What the arena's plugin has at least for its end.
+ARENA_END_S = 0.2
+# Work on many objects holds the lock for as many at a time, a few milliseconds, and leaves it for so long between.
+AT_ONCE = 512
+TURN_S = 0.001
+# Objects that one tick evicts: as many as the serving thread can spare the time for.
+EVICT_AT_ONCE = 2048
 
 COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'. Without
-    `threads` nothing happens in the background: a simulation drives `controllers` itself."""
+    `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the number of
+    its threads."""
 
     def __init__(
         self,
@@ -54,13 +67,17 @@ class StorageManager:
         self._arena = memory.view()
         self.clock = clock
         self._high, self._low = high_watermark, low_watermark
-        self._written = threading.Condition(self.lock)
-        self._closing = False
+        # The last tick has not come down to the low watermark.
+        self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
-        self._prefetcher = Prefetcher(self, self._tiers.stores)
-        self.controllers = (*self._tiers.writebacks, self._prefetcher)
-        self._threads = StorageThreads(self._tiers.writebacks, self._prefetcher) if threads else None
+        # Only for who holds the lock, and for as long: the objects are the table's.
+        self.row = self._table.row
+        self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
+        writing = [(writeback, tier.writes) for writeback, tier in zip(self._tiers.writebacks, tiers, strict=True)]
+        loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
+        self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
+        self._threads = StorageThreads(self.controllers) if threads else None
         memory.start(self._on_ready)
 
     @property
@@ -75,6 +92,10 @@ class StorageManager:
     @property
     def capacity(self) -> int:
         return int(self._memory.capacity)
+
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self._tiers.stores)
 
     @property
     def ready_bytes(self) -> int:
@@ -121,17 +142,17 @@ class StorageManager:
 
     def commit(self, lease_id: str, *, owner: int) -> int:
         """Publishes a lease and queues its objects for L2; the number published, 0 if the lease had expired."""
-        with self._written:
+        with self.lock:
             objects = self._table.commit(lease_id, owner=owner, now=self.clock())
-            self._written.notify_all()
+            self._writers_ended()
             self.counters["stored"] += len(objects)
             self._tiers.committed([stored.key for stored in objects])
             return len(objects)
 
     def abort(self, lease_id: str, *, owner: int) -> int:
-        with self._written:
+        with self.lock:
             freed = self._table.abort(lease_id, owner=owner)
-            self._written.notify_all()
+            self._writers_ended()
             self.counters["aborted"] += freed
             return freed
 
@@ -139,15 +160,25 @@ class StorageManager:
 
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         with self.lock:
-            return [key in self._table for key in keys]
+            return self._table.which(keys)
 
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        """Pins all keys or none, see `ObjectTable.pin`."""
+        """Pins all keys, or none and returns None if one is missing. A use of each."""
+        with self.lock:
+            objects = self._table.find(keys)
+            if objects is None:
+                return None
+            return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+
+    def pin_objects(
+        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
+    ) -> PinLease:
+        """Pins what `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
         with self.lock:
             deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-            lease = self._table.pin(keys, owner=owner, request_id=request_id, deadline=deadline)
-            if lease is not None and self._tiers.watches_uses:
-                self._tiers.used(keys)
+            lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline)
+            if self._tiers.watches_uses:
+                self._tiers.used([stored.key for stored in objects])
             return lease
 
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
@@ -174,8 +205,8 @@ class StorageManager:
         storage thread while what the task chose and could get is still pinned, also after a failure or a cancel. None
         if there is no tier, too much is under way, or the manager is closed.
         """
-        by_group = [group.nbytes for group in layout_desc.groups]
-        sizes = [by_group[int.from_bytes(key[36:40], "little")] for key in keys]
+        by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
+        sizes = [by_group[key[36:40]] for key in keys]
         task = LoadTask(keys, sizes, select or (lambda available: range(len(available))))
         return task if self._prefetcher.submit(task, on_done) else None
 
@@ -195,57 +226,76 @@ class StorageManager:
 
     def withdraw(self, owner: int, request_id: str | None = None) -> int:
         """Ends what a client that lives claims (for one of its requests), see `ObjectTable.withdraw`."""
-        with self._written:
+        with self.lock:
             ended = self._table.withdraw(owner, request_id)
-            self._written.notify_all()
+            self._writers_ended()
             return ended
 
     def end_owner(self, owner: int) -> int:
         """Ends all leases of a client that is gone; the number ended."""
-        with self._written:
+        with self.lock:
             ended = self._table.end_owner(owner)
-            self._written.notify_all()
+            self._writers_ended()
             return ended
 
     def clear(self, *, l2: bool = False) -> tuple[int, int]:
-        """Drops what nobody uses: (objects dropped, objects still in use). With `l2` queues nothing and deletes the
-        dropped objects in every tier, blocking; raises `TierError`, after all were asked, if one failed."""
+        """Drops what was here when it was called and nobody uses at its turn: (objects dropped, objects in use).
+
+        What is stored meanwhile stays, also where it has the name of something that was dropped. Blocks, but not the
+        others: takes the lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every
+        tier; raises `TierError`, after all were asked, if one failed.
+        """
         with self.lock:
-            dropped, in_use = self._table.clear()
+            objects = self._table.objects()
+        dropped: list[StoredObject] = []
+        in_use = 0
+        for part in self._in_turns(objects):
+            gone, used = self._table.drop_unused(part)
+            dropped += gone
+            in_use += used
         if l2:
             self._tiers.delete([stored.key for stored in dropped])
         return len(dropped), in_use
 
     def tick(self) -> None:
         """To be called every 100 ms or so: expires leases, and above the high watermark evicts down to the low one,
-        but not what a write policy has to write before."""
-        with self._written:
+        but not what a write policy has to write before. What is more than one call may do is done by the next ones."""
+        with self.lock:
             self._table.expire(self.clock())
-            self._written.notify_all()
-            if self._high < 1.0 and self._table.used_bytes > self._high * self.capacity:
+            self._table.tell_uses()
+            self._writers_ended()
+            above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
+            if above or self._lowering:
                 victims = self._candidates()
                 kept = self._tiers.leaving(victims)
-                self._table.evict(key for key in victims if key not in kept)
+                going = [key for key in victims if key not in kept]
+                self._table.evict(going[:EVICT_AT_ONCE])
+                self._lowering = len(going) > EVICT_AT_ONCE
 
-    def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
+    def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
         """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
-        stops all threads within `end_s` (None: the longest timeout of a tier) and frees the arena. Idempotent; not to
+        stops all threads and frees the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not to
         be called from a storage thread.
 
         A thread that a tier does not let go, or a copy that a transport has not ended, keeps the arena mapped, since it
-        may still write there.
+        may still write there. If the process ends right afterwards, memory that ends with it is left to the kernel.
         """
         self._tiers.drain(drain_s)
         self._tiers.stop()
         self._prefetcher.stop()
-        with self._written:
-            self._closing = True
-            self._written.notify_all()
-        self._tiers.close()
         longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
-        deadline = time.monotonic() + (CLOSE_GRACE_S + longest if end_s is None else end_s)
+        end_s = CLOSE_GRACE_S + longest if end_s is None else end_s
+        deadline = time.monotonic() + end_s
+        # The calls in flight of a tier that closes end after that.
+        self._tiers.close(end_s / 2)
         if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
             log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
+            return
+        if process_ends:
+            with contextlib.suppress(BufferError):  # a transport's, see `L1Memory.leave`
+                self._arena.release()
+            if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
+                log.error("the end of the arena takes too long")
             return
         try:
             self._arena.release()
@@ -281,13 +331,19 @@ class StorageManager:
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
         """One pin for each of `keys` that is here; no use in the eyes of the policy."""
-        with self.lock:
-            leases = [self._pin_internal(key) for key in keys]
+        leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+    def hold(self, objects: list[StoredObject]) -> PinLease:
+        """Pins objects that the caller has just found, for the server itself; no use in the eyes of the policy."""
         with self.lock:
-            for lease in leases:
+            return self._table.pin_objects(
+                objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False
+            )
+
+    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+        for part in self._in_turns(leases):
+            for lease in part:
                 self._table.unpin(lease.id, owner=INTERNAL_OWNER, now=self.clock())
 
     def bytes_of(self, lease: PinLease) -> memoryview:
@@ -304,13 +360,13 @@ class StorageManager:
 
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
         """Publishes and pins a loaded object, or frees its place."""
-        with self._written:
+        with self.lock:
             if not good:
                 self._table.abort(lease_id, owner=INTERNAL_OWNER)
-                self._written.notify_all()
+                self._writers_ended()
                 return None
             objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self.clock())
-            self._written.notify_all()
+            self._writers_ended()
             self.counters["loaded"] += len(objects)
             return self._pin_internal(objects[0].key)
 
@@ -318,13 +374,26 @@ class StorageManager:
         """Tells the tiers what came from one of them."""
         self._tiers.loaded(keys, source)
 
-    def wait_written(self, keys: Sequence[PackedKey], timeout_s: float) -> None:
-        """Waits until none of `keys` is being written by anybody, at most `timeout_s` and until `close`."""
-        with self._written:
-            self._written.wait_for(lambda: self._closing or not self._table.any_writing(keys), timeout_s)
+    def any_writing(self, keys: Sequence[PackedKey]) -> bool:
+        """Whether one of `keys` is reserved and not published; `Prefetcher.writers_ended` follows its end."""
+        with self.lock:
+            return self._table.any_writing(keys)
+
+    def _writers_ended(self) -> None:
+        """Under the lock."""
+        self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
+
+    def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Parts of `items`, each to be handled while this holds the lock; between two of them others get it."""
+        for first in range(0, len(items), AT_ONCE):
+            if first:
+                # Who only releases a lock has it again before a thread that waits is awake.
+                time.sleep(TURN_S)
+            with self.lock:
+                yield items[first : first + AT_ONCE]
 
     def _candidates(self) -> list[PackedKey]:
         """What is to leave above the high watermark."""

@@ -1,4 +1,4 @@
-"""Owns what is known of each namespace: model, world size and object layout; in memory, and its record in L2.
+"""What is known of each namespace: model, world size, object layout, order of layers; in memory, and its record in L2.
 
 A record in L2 lets a scheduler ask for a prompt before any worker has registered. It has a fixed length, so that it
 can be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
@@ -8,24 +8,46 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvframework.api import MemoryLayoutDesc, Message, ObjectKey, PackedKey
+from kvframework.api import LAYER_ORDER_BYTES, MemoryLayoutDesc, Message, ObjectKey, PackedKey
 from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
 
 RECORD_BYTES = 8192
 MAX_NAMESPACES = 4096
+# As many as leave room for a model's name and many layer groups.
+MAX_ORDERS = 64
 _SALT = b"kvf/namespace/1\0"
 _RANK = 0xFFFFFFFF
+_NATURAL: Mapping[int, bytes] = {}
+
+
+class RankOrder(Message, frozen=True):
+    """The order in which one rank's objects hold their layers, where it is not that of their names, see
+    `kvframework.engine.layer_order`. 16 bytes."""
+
+    rank: int
+    order: bytes
 
 
 class NamespaceRecord(Message, frozen=True):
+    """`orders` is of the ranks that a server has seen, those beyond `MAX_ORDERS` left out."""
+
     model_name: str
     world_size: int
     desc: MemoryLayoutDesc
+    orders: Annotated[tuple[RankOrder, ...], Meta(max_length=MAX_ORDERS)] = ()
+
+    @property
+    def meaning(self) -> tuple[str, int, MemoryLayoutDesc]:
+        """What is the same for all of a namespace."""
+        return self.model_name, self.world_size, self.desc
 
 
 class NamespaceRecords:
@@ -35,6 +57,8 @@ class NamespaceRecords:
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
         self._fingerprints: dict[bytes, bytes] = {}
+        # By namespace and rank; b"" is left out. The inner maps are never changed, so they are read without the lock.
+        self._orders: dict[bytes, Mapping[int, bytes]] = {}
         self._learned: set[bytes] = set()
         self._held: Counter[bytes] = Counter()
         self._lock = threading.Lock()
@@ -46,6 +70,19 @@ class NamespaceRecords:
         with self._lock:
             return self._records.get(namespace)
 
+    def orders(self, namespace: bytes) -> Mapping[int, bytes]:
+        """By rank: the order of its layers, where it is not that of their names."""
+        return self._orders.get(namespace, _NATURAL)
+
+    def order(self, namespace: bytes, rank: int | None, order: bytes) -> None:
+        """The order of the layers of a rank (None: of all), of a namespace that is known. From now on no other's
+        objects are found."""
+        with self._lock:
+            orders = {} if rank is None else {**self.orders(namespace)}
+            if rank is not None:
+                orders[rank] = order
+            self._set_orders(namespace, {rank: order for rank, order in orders.items() if order})
+
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
         """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if the record is too
         long.
@@ -55,9 +92,10 @@ class NamespaceRecords:
         with self._lock:
             known = self._records.get(namespace)
             doubtful = namespace in self._learned
-            if known is not None and learned and (doubtful or known == record):
+            same = known is not None and known.meaning == record.meaning
+            if known is not None and learned and (doubtful or same):
                 return
-            if known is not None and known != record and not doubtful:
+            if known is not None and not same and not doubtful:
                 raise NamespaceMismatch(
                     f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
                     f"shapes {[group.shape for group in known.desc.groups]}",
@@ -70,9 +108,12 @@ class NamespaceRecords:
             if len(self._records) >= MAX_NAMESPACES:
                 oldest = next((each for each in self._records if each not in self._held), next(iter(self._records)))
                 del self._records[oldest], self._fingerprints[oldest]
+                self._orders.pop(oldest, None)
                 self._learned.discard(oldest)
             (self._learned.add if learned else self._learned.discard)(namespace)
             self._records[namespace] = record
+            if learned or not same:
+                self._set_orders(namespace, {each.rank: each.order for each in record.orders})
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 
     def hold(self, namespace: bytes) -> None:
@@ -96,7 +137,18 @@ class NamespaceRecords:
         record = self.get(namespace)
         if record is None:
             return None
-        return record_key(namespace), memoryview(_encoded(record))
+        orders = [RankOrder(rank, order) for rank, order in sorted(self.orders(namespace).items())]
+        value = _encoded(msgspec.structs.replace(record, orders=tuple(orders[:MAX_ORDERS])))
+        if len(value) > RECORD_BYTES:
+            # Then ranks in another order are found once they are registered.
+            value = _encoded(msgspec.structs.replace(record, orders=()))
+        return record_key(namespace), memoryview(value)
+
+    def _set_orders(self, namespace: bytes, orders: Mapping[int, bytes]) -> None:
+        if orders:
+            self._orders[namespace] = orders
+        else:
+            self._orders.pop(namespace, None)
 
 
 def record_key(namespace: bytes) -> PackedKey:
@@ -119,6 +171,8 @@ def _plausible(record: NamespaceRecord) -> bool:
         record.world_size >= 1
         and record.desc.chunk_tokens >= 1
         and 1 <= len(groups) <= MAX_GROUPS
+        and all(0 <= each.rank < record.world_size and len(each.order) == LAYER_ORDER_BYTES for each in record.orders)
+        and len({each.rank for each in record.orders}) == len(record.orders)
         and all(
             min(group.shape, default=0) >= 1 and group.window >= 0 and group.nbytes <= MAX_OBJECT_BYTES
             for group in groups

@@ -13,15 +13,26 @@ owner's end, since a stopped writer may wake up and write.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvframework.api import EvictionPolicy, PackedKey
 from kvframework.storage.allocator import RangeAllocator, rounded
 from kvframework.storage.leases import LeaseBook, PinLease, StoredObject, WriteLease
+from kvframework.storage.rows import ObjectRows
+from kvframework.storage.window import choose_window
 
 # How long the owner of a lapsed pin lease may still ask for its end, and be told that it did not hold.
 REMEMBER_LAPSED_S = 600.0
+# Objects that one `expire` unpins, give or take a lease: about a millisecond.
+UNPIN_AT_ONCE = 1 << 16
+# Uses that the policy is told in one go: a millisecond or two. And batches of uses that may wait for it.
+TELL_AT_ONCE = 1 << 13
+MOST_UNTOLD = 16
+
+_key_of = attrgetter("key")
 
 
 @dataclass(slots=True)
@@ -54,9 +65,13 @@ class ObjectTable:
         self.quarantines = 0
         self.lapses = 0
         self._policy = policy
-        self._objects: dict[PackedKey, StoredObject] = {}
+        self._objects = ObjectRows()
+        # The objects of a row by their digests.
+        self.row = self._objects.row
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
+        # Uses too many to be told at once, the oldest batch first, each as the policy is to be told.
+        self._untold: deque[list[StoredObject]] = deque()
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -97,20 +112,22 @@ class ObjectTable:
         lease = self._leases.open_write(owner, request_id, deadline)
         result = Reservation(lease)
         # What this very request needs is pushed out neither by itself nor by others, until it is stored.
-        lease.present = [self._objects[key] for key, _ in items if key in self._objects]
+        here = [self._objects.get(key) for key, _ in items]
+        lease.present = [stored for stored in here if stored is not None]
         self._pin(lease.present)
         try:
             for index, (key, nbytes) in enumerate(items):
-                if key in self._objects:
+                if here[index] is not None:
                     result.present += 1
                 elif key in self._writing:
                     result.in_flight += 1
                 else:
-                    offset = self._place(nbytes) if rounded(nbytes) <= room else None
+                    length = rounded(nbytes)
+                    offset = self._place(length) if length <= room else None
                     if offset is None:
                         self._count_unplaced(items[index:], result)
                         break
-                    room -= rounded(nbytes)
+                    room -= length
                     lease.items.append((key, offset, nbytes))
                     result.placed.append((index, offset))
                     self._writing[key] = lease
@@ -140,7 +157,8 @@ class ObjectTable:
         objects = []
         for key, offset, nbytes in lease.items:
             del self._writing[key]
-            self._objects[key] = stored = StoredObject(key, offset, nbytes)
+            stored = StoredObject(key, offset, nbytes)
+            self._objects.add(stored)
             objects.append(stored)
         present = self._let_go(lease)
         # Last chunk first, so that a policy that goes by recency lets go of a prefix from its end.
@@ -157,19 +175,35 @@ class ObjectTable:
 
     # reading
 
+    def find(self, keys: Sequence[PackedKey]) -> list[StoredObject] | None:
+        """All of `keys`, None if one is missing."""
+        found = [stored for stored in map(self._objects.get, keys) if stored is not None]
+        return found if len(found) == len(keys) else None
+
+    def which(self, keys: Sequence[PackedKey]) -> list[bool]:
+        """Which of `keys` are readable."""
+        return self._objects.which(keys)
+
     def pin(
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease | None:
-        """Pins all of `keys`, or none and returns None if one is missing. Counts as a use of each if `touch`."""
-        self._make_room(owner)
-        objects = [self._objects.get(key) for key in keys]
-        found = [stored for stored in objects if stored is not None]
-        if len(found) != len(objects):
+        """Pins all of `keys`, or none and returns None if one is missing. Counts as a use of each if `touch`; the
+        policy is told of more than `TELL_AT_ONCE` by and by (`tell_uses`), while most of them are pinned anyway."""
+        found = self.find(keys)
+        if found is None:
             return None
-        lease = self._leases.open_pin(owner, request_id, deadline, found)
+        return self.pin_objects(found, owner=owner, request_id=request_id, deadline=deadline, touch=touch)
+
+    def pin_objects(
+        self, objects: list[StoredObject], *, owner: int, request_id: str, deadline: float, touch: bool = True
+    ) -> PinLease:
+        """Pins objects that are here, in the order of a prompt; the lease owns the list. Raises `RequestError` if the
+        owner holds too many leases or pins."""
+        self._make_room(owner)
+        lease = self._leases.open_pin(owner, request_id, deadline, objects)
+        self._pin(objects)
         if touch:
-            self._touch(found)
-        self._pin(found)
+            self._touch(objects)
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
@@ -186,15 +220,29 @@ class ObjectTable:
     # time and ends
 
     def expire(self, now: float) -> None:
-        """Quarantines write leases and lapses pin leases whose deadline has passed; forgets what lapsed long ago."""
+        """Quarantines write leases and lapses pin leases whose deadline has passed; forgets what lapsed long ago.
+
+        Unpins no more than `UNPIN_AT_ONCE` objects; the leases that are left over lapse in the next calls, or when
+        they are asked for.
+        """
         for write in self._leases.writes.values():
             if now >= write.deadline:
                 self._quarantine(write)
+        unpinned = 0
         for pins in list(self._leases.pins.values()):
-            if now >= pins.deadline:
+            if now >= pins.deadline and unpinned < UNPIN_AT_ONCE:
+                unpinned += len(pins.objects)
                 self._lapse(pins)
             if now >= pins.deadline + REMEMBER_LAPSED_S:
                 self._drop_pin_lease(pins)
+
+    def tell_uses(self) -> None:
+        """Tells the policy some of the uses that it has not been told yet, `TELL_AT_ONCE` at most."""
+        if self._untold:
+            batch = self._untold.popleft()
+            if len(batch) > TELL_AT_ONCE:
+                self._untold.appendleft(batch[TELL_AT_ONCE:])
+            self._tell(batch[:TELL_AT_ONCE])
 
     def end_owner(self, owner: int) -> int:
         """Ends all leases of an owner that is gone: it writes and reads no more. The number ended."""
@@ -218,16 +266,21 @@ class ObjectTable:
                 self._drop_pin_lease(lease)
                 ended += 1
             elif not lease.quarantined:
-                self._quarantine(lease)
+                self._quarantine(lease, late=False)
                 ended += 1
         return ended
 
-    def clear(self) -> tuple[list[StoredObject], int]:
-        """Drops every object that is not pinned: (dropped, number still in use)."""
-        dropped = [stored for stored in self._objects.values() if not stored.pins]
+    def objects(self) -> list[StoredObject]:
+        """All readable objects as of now, in no order."""
+        return list(self._objects)
+
+    def drop_unused(self, objects: Iterable[StoredObject]) -> tuple[list[StoredObject], int]:
+        """Drops those of `objects` that are still here and not pinned: (dropped, number that is pinned)."""
+        here = [stored for stored in objects if self._objects.get(stored.key) is stored]
+        dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
             self._remove(stored)
-        return dropped, len(self._objects)
+        return dropped, len(here) - len(dropped)
 
     def drop(self, key: PackedKey) -> bool:
         """Drops one object unless it is pinned or absent."""
@@ -241,13 +294,11 @@ class ObjectTable:
         """What the policy would evict so that at most `used_bytes` are used: nothing that is pinned."""
         keys: list[PackedKey] = []
         excess = self.used_bytes - used_bytes
-        for key in self._policy.victims() if excess > 0 else ():
-            stored = self._objects.get(key)
-            if stored is not None and not stored.pins:
-                keys.append(key)
-                excess -= rounded(stored.length)
-                if excess <= 0:
-                    break
+        for stored in self._victims() if excess > 0 else ():
+            keys.append(stored.key)
+            excess -= rounded(stored.length)
+            if excess <= 0:
+                break
         return keys
 
     def evict(self, keys: Iterable[PackedKey]) -> None:
@@ -260,19 +311,26 @@ class ObjectTable:
         writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
         return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
 
-    def _place(self, nbytes: int) -> int | None:
-        offset = self.allocator.allocate(nbytes)
-        while offset is None:
-            victims = self.candidates(self.used_bytes - rounded(nbytes))
-            if rounded(nbytes) > self.allocator.limit or not victims:
-                return None
-            self.evict(victims)
-            offset = self.allocator.allocate(nbytes)
-        self.used_bytes += rounded(nbytes)
+    def _place(self, length: int) -> int | None:
+        offset = self.allocator.allocate(length)
+        if offset is None and length <= self.allocator.limit:
+            for stored in choose_window(length, self._victims(), self._objects, self.allocator):
+                self._remove(stored)
+                self.evictions += 1
+            offset = self.allocator.allocate(length)
+        if offset is not None:
+            self.used_bytes += length
         return offset
 
+    def _victims(self) -> Iterator[StoredObject]:
+        """What may be evicted, in the policy's order."""
+        for key in self._policy.victims():
+            stored = self._objects.get(key)
+            if stored is not None and not stored.pins:
+                yield stored
+
     def _remove(self, stored: StoredObject) -> None:
-        del self._objects[stored.key]
+        self._objects.remove(stored)
         self._free(stored.offset, stored.length)
         self._policy.on_remove(stored.key)
         self._on_remove(stored.key)
@@ -290,24 +348,35 @@ class ObjectTable:
             else:
                 result.dropped += 1
 
-    def _touch(self, objects: Sequence[StoredObject]) -> None:
-        for stored in reversed(objects):
-            self._policy.on_access(stored.key)
+    def _touch(self, objects: list[StoredObject]) -> None:
+        if len(objects) <= TELL_AT_ONCE:
+            self._policy.on_access_many(list(map(_key_of, reversed(objects))))
+            return
+        if len(self._untold) == MOST_UNTOLD:
+            self._tell(self._untold.popleft())
+        self._untold.append(objects[::-1])
 
-    def _pin(self, objects: Iterable[StoredObject]) -> None:
+    def _tell(self, used: Sequence[StoredObject]) -> None:
+        """What has left meanwhile is none of the policy's business."""
+        here = [stored.key for stored in used if self._objects.get(stored.key) is stored]
+        for first in range(0, len(here), TELL_AT_ONCE):
+            self._policy.on_access_many(here[first : first + TELL_AT_ONCE])
+
+    def _pin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:
             stored.pins += 1
-            self.pins += 1
+        self.pins += len(objects)
 
-    def _unpin(self, objects: Iterable[StoredObject]) -> None:
+    def _unpin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:
             stored.pins -= 1
-            self.pins -= 1
+        self.pins -= len(objects)
 
-    def _quarantine(self, lease: WriteLease) -> None:
+    def _quarantine(self, lease: WriteLease, *, late: bool = True) -> None:
+        """`late`: its deadline is over; else its writer gave it up, which is no trouble."""
         if not lease.quarantined:
             lease.quarantined = True
-            self.quarantines += 1
+            self.quarantines += late
             self._let_go(lease)
             for key, _, nbytes in lease.items:
                 del self._writing[key]
@@ -315,10 +384,8 @@ class ObjectTable:
 
     def _lapse(self, lease: PinLease) -> None:
         if lease.held:
-            lease.held = False
             self.lapses += 1
-            self._unpin(lease.objects)
-            lease.objects = []
+            self._unpin(self._leases.lapse(lease))
 
     def _let_go(self, lease: WriteLease) -> list[StoredObject]:
         """Unpins what was there before a lease; returns it."""

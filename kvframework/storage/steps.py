@@ -1,8 +1,8 @@
-"""Owns how a controller's work is cut into steps: a generator that yields what is to be done next and goes on with what
-came of it. Pure.
+"""How a controller's work is cut into steps: a generator that yields what is to be done next and goes on with what came
+of it. Pure.
 
-Whoever drives it decides when a step is taken. A storage thread takes one after the other (`run`); a simulation
-interleaves the steps of many, under a clock of its own.
+Its driver decides when a step is taken. A storage thread takes one after the other (`run`); a simulation interleaves
+the steps of many, under a clock of its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Owns the storage threads: one for each tier's write-back, a few for loads. Each takes its controller's steps, one
-after the other; all decisions are the controllers'."""
+"""The storage threads: each tier's, for its write-back and for its loads. Each takes its controller's steps, one after
+the other; all decisions are the controllers'."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvframework.storage.steps import Steps, run
 
 log = logging.getLogger(__name__)
 
-LOADS_AT_ONCE = 2
-
 
 class Controller(Protocol):
-    """What has work for a thread. `changed` is notified whenever there may be some, and when `closing` turns True."""
+    """What has work for threads. `changed` is notified whenever there may be some, and when `closing` turns True."""
 
     name: str
     changed: threading.Condition
-    closing: bool
+
+    @property
+    def closing(self) -> bool:
+        """Threads that find nothing to do end."""
 
     def wait_s(self) -> float:
         """Seconds until there is something to do; infinite if that depends on others."""
@@ -32,16 +33,14 @@ class Controller(Protocol):
 
 
 class StorageThreads:
-    """Started at once; each ends after its controller has been told to close and has nothing to do any more."""
+    """Started at once; each ends once its controller closes and has nothing to do any more."""
 
-    def __init__(self, writebacks: Sequence[Controller], prefetcher: Controller) -> None:
-        loads = LOADS_AT_ONCE if writebacks else 0
+    def __init__(self, controllers: Iterable[tuple[Controller, int]]) -> None:
+        """Each controller with the number of its threads."""
         self._threads = [
-            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}{suffix}", daemon=True)
-            for controller, suffix in [
-                *((writeback, "") for writeback in writebacks),
-                *((prefetcher, f"-{number}") for number in range(loads)),
-            ]
+            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
+            for controller, count in controllers
+            for number in range(count)
         ]
         for thread in self._threads:
             thread.start()

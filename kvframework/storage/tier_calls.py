@@ -1,4 +1,5 @@
-"""Owns the calls of one tier: which of them may pass, their deadlines, what each proves, how long they took.
+"""The calls of one tier: which of them may pass, their deadlines, what each proves, how long they took, and which of
+them do not end.
 
 Two circuits: `put` has its own, since a store that cannot be written any more (full, read-only) may be read for long.
 Thread-safe; no call is made under the lock.
@@ -11,7 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.storage.breaker import Breaker
@@ -29,6 +30,15 @@ COUNTERS = (
     "hits", "misses", "read_failed", "bytes_read", "stored", "store_failed", "bytes_written", "evicted", "errors",
     "bugs", "refused", "corrupt", "codec_failed", "foreign_codec", "write_dropped", "write_lost", "write_given_up",
 )  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One that is under way. `number` is its circuit's."""
+
+    name: str
+    number: int
+    began: float
+    deadline: float
 
 
 class CircuitOpen(TierError):
@@ -49,6 +59,7 @@ class TierCalls:
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
         self._latencies: dict[str, Latencies] = {}
+        self._pending: dict[int, Call] = {}
         self._closed = False
         # Bugs of the plugin whose traceback is in the log: calls and what they raised.
         self._told_bugs: set[tuple[str, type[Exception]]] = set()
@@ -76,28 +87,37 @@ class TierCalls:
 
     def status(self) -> dict[str, object]:
         with self._lock:
-            worst = self._worst()
+            worst, now = self._worst(), self._clock()
+            late = min(self._pending.values(), key=lambda call: call.deadline, default=None)
+            overdue_s = max(now - late.deadline, 0.0) if late else 0.0
             return {
                 "state": worst.state,
-                "state_s": round(self._clock() - worst.since, 1),
+                "state_s": round(now - worst.since, 1),
                 "circuits": {name: breaker.state for name, breaker in self._circuits.items()},
                 "last_error": self.last_error,
+                "pending_calls": len(self._pending),
+                "oldest_call_s": round(max((now - call.began for call in self._pending.values()), default=0.0), 1),
+                "overdue_call": late.name if late and overdue_s else "",
+                "overdue_s": round(overdue_s, 1),
                 "latency_ms": {name: latencies.describe() for name, latencies in self._latencies.items()},
                 **self.counters,
             }
 
     def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
         """One step: the operation, which gets its deadline. Raises `TierError`, `CircuitOpen` if it was not tried."""
-        began, number = self._begin(name)
+        call = self._begin(name, timeout_s or self._timeout_s)
         try:
-            result = yield from do(operation, began + (timeout_s or self._timeout_s))
+            result = yield from do(operation, call.deadline)
         except Exception as error:
             failure = error if isinstance(error, TierError) else self._failure_of(name, error)
-            self._failed(name, number, failure)
+            self._failed(name, call.number, failure)
             if failure is error:
                 raise
             raise failure from error
-        self._succeeded(name, number, began)
+        finally:
+            with self._lock:
+                del self._pending[id(call)]
+        self._succeeded(name, call.number, call.began)
         return result
 
     def presume_writable(self) -> None:
@@ -115,7 +135,7 @@ class TierCalls:
         """Of two of the same state the one that has been in it for longer."""
         return max(self._circuits.values(), key=lambda breaker: (STATES.index(breaker.state), -breaker.since))
 
-    def _begin(self, name: str) -> tuple[float, int]:
+    def _begin(self, name: str, timeout_s: float) -> Call:
         with self._lock:
             now = self._clock()
             if self._closed:
@@ -124,7 +144,9 @@ class TierCalls:
             if number is None:
                 self.counters["refused"] += 1
                 raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
-            return now, number
+            call = Call(name, number, now, now + timeout_s)
+            self._pending[id(call)] = call
+            return call
 
     def _failed(self, name: str, number: int, error: Exception) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Owns all L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
+"""All L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
 
 Events come from the serving thread and the storage threads; none of them blocks but `delete` and `drain`.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import PackedKey
+from kvframework.bounded import call_within
 from kvframework.errors import TierError
 from kvframework.storage.l2 import DELETE_AT_ONCE, L2Store
 from kvframework.storage.namespaces import NamespaceRecords
@@ -22,12 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttachedTier:
-    """One `[[l2]]`: a store and how it is written to. `promote`: it also gets what a later tier had."""
+    """One `[[l2]]`: a store and how it is written to and read. `promote`: it also gets what a later tier had. `loads`
+    and `writes` are how many loads and batches of the write-back call it at once."""
 
     store: L2Store
     policy: WritePolicy = field(default_factory=AtOnce)
     write_queue: int = 1024
     promote: bool = True
+    loads: int = 2
+    writes: int = 1
 
 
 class Tiers:
@@ -40,6 +44,7 @@ class Tiers:
         records: NamespaceRecords,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
         self.writebacks = [
             WriteBack(
@@ -93,7 +98,10 @@ class Tiers:
             raise failure
 
     def status(self) -> list[dict[str, object]]:
-        return [{**writeback.store.status(), **writeback.status()} for writeback in self.writebacks]
+        return [
+            {**tier.store.status(), **writeback.status(), "loads": tier.loads, "writes": tier.writes}
+            for tier, writeback in zip(self.attached, self.writebacks, strict=True)
+        ]
 
     def drain(self, timeout_s: float) -> None:
         """Waits for what is on its way, up to `timeout_s`."""
@@ -107,7 +115,8 @@ class Tiers:
         for writeback in self.writebacks:
             writeback.stop()
 
-    def close(self) -> None:
-        """Closes the tiers, which ends their calls in flight."""
-        for store in self.stores:
-            store.close()
+    def close(self, timeout_s: float) -> None:
+        """Closes the tiers, which ends their calls in flight; waits for that up to `timeout_s`."""
+        late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
+        if late:
+            log.error("the end of %s takes too long", " and ".join(late))

@@ -1,14 +1,15 @@
-"""Owns what is on its way to one L2 tier: which objects wait, are being sent, or were refused and wait to be tried
-again. A pure state machine: no I/O, no clock, no lock (the write-back serialises calls).
+"""What is on its way to one L2 tier: which objects wait, are being sent, or were refused and wait to be tried again. A
+pure state machine: no I/O, no clock, no lock (the write-back serialises calls).
 
 Each object that was taken on ends in one way: written, lost (it left L1 before), or given up. What is offered beyond
-the bound is dropped.
+the bound is dropped. Several batches may be under way; an object is in one of them at most, so that no two writers
+ever send the same key.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvframework.api import PackedKey
@@ -21,21 +22,34 @@ MAX_REFUSALS = 3
 REFUSED_PAUSE_S = 0.5
 
 
+class Batch:
+    """The keys that one writer has taken, in their order."""
+
+    def __init__(self, keys: Sequence[PackedKey]) -> None:
+        self.keys = keys
+
+
 class WriteQueue:
-    """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`."""
+    """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
+
+    `bound` is how many objects may wait. What a batch could not send waits again beyond it, so never more are pending
+    than the bound and the batches under way.
+    """
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None]) -> None:
         self.policy = policy
         self._bound = bound
         self._count = count
         self._waiting: OrderedDict[PackedKey, None] = OrderedDict()
-        # Taken for a batch and not settled; in its order.
-        self._sending: dict[PackedKey, None] = {}
+        # Taken for a batch and not settled; each batch's in its order.
+        self._sending: dict[PackedKey, Batch] = {}
         # When each may be sent again, the soonest first; and how often it was refused.
         self._refused: dict[PackedKey, float] = {}
         self._refusals: dict[PackedKey, int] = {}
         self._at_once = BATCH_OBJECTS
-        self._attempts = 0
+        # Of what was in batches that failed as a whole: how many may go together, and how often each failed alone.
+        self._most: dict[PackedKey, int] = {}
+        self._attempts: Counter[PackedKey] = Counter()
 
     @property
     def pending(self) -> int:
@@ -72,33 +86,47 @@ class WriteQueue:
         if self.policy.removed(key):
             self._waiting.pop(key, None)
             self._sending.pop(key, None)
-            self._forget_refusals(key)
+            self._forget_failures(key)
             self._count(write_lost=1)
 
-    def take(self, now: float) -> list[PackedKey]:
+    def take(self, now: float) -> Batch:
         """The next batch; until each of it is settled it is being sent."""
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
-        batch = [self._waiting.popitem(last=False)[0] for _ in range(min(len(self._waiting), self._at_once))]
-        self._sending = dict.fromkeys(batch)
+        keys: list[PackedKey] = []
+        most = self._at_once
+        for key in self._waiting:
+            most = min(most, self._most.get(key, most))
+            if len(keys) >= most:
+                break
+            keys.append(key)
+        batch = Batch(keys)
+        for key in keys:
+            del self._waiting[key]
+            self._sending[key] = batch
         return batch
 
-    def found(self, keys: Sequence[PackedKey]) -> None:
-        """What of the batch is in L1, and pinned from here on."""
-        gone = self._sending.keys() - set(keys)
-        for key in gone:
-            self._forget_refusals(key)
-        self._count(write_lost=len(gone))
-        # Also what was lost and stored again since it was taken.
-        self._sending = dict.fromkeys(keys)
-        for key in keys:
+    def found(self, batch: Batch, keys: Sequence[PackedKey]) -> list[PackedKey]:
+        """`keys` of the batch are in L1, and pinned from here on; those of them that are to be sent: not what was lost
+        since it was taken, stored again, and taken by another."""
+        here = set(keys)
+        lost = [key for key in self._unsettled(batch) if key not in here]
+        for key in lost:
+            del self._sending[key]
+            self._forget_failures(key)
+        self._count(write_lost=len(lost))
+        mine = [key for key in keys if self._sending.get(key, batch) is batch]
+        for key in mine:
+            # Also what was lost and stored again since it was taken.
             self._waiting.pop(key, None)
+            self._sending[key] = batch
+        return mine
 
     def answered(self, keys: Sequence[PackedKey], stored: Sequence[bool], now: float) -> None:
         """The tier said what became of each. Told while they are pinned: what may be evicted and counts as unwritten
         would be sent again, or counted as lost."""
-        self._at_once, self._attempts = min(self._at_once * 2, BATCH_OBJECTS), 0
+        self._at_once = min(self._at_once * 2, BATCH_OBJECTS)
         given_up = 0
         for key, ok in zip(keys, stored, strict=True):
             refusals = 0 if ok else self._refusals.get(key, 0) + 1
@@ -112,35 +140,46 @@ class WriteQueue:
         self._count(write_given_up=given_up)
 
     def failed(self, keys: Sequence[PackedKey]) -> bool:
-        """The tier failed as a whole. Smaller batches fit a slow tier's deadline. True for one object that failed so
-        often that it is to be given up, since it keeps all others waiting, unless the tier fails at everything."""
+        """The tier failed at all of these as a whole. Smaller batches fit a slow tier's deadline, and part what can
+        never be written from what can, whatever other writers do. True for one object that failed alone so often that
+        it is to be given up, unless the tier fails at everything."""
         self._at_once = max(self._at_once // 2, 1)
         if len(keys) > 1:
+            self._most.update(dict.fromkeys(keys, len(keys) // 2))
             return False
-        self._attempts = (self._attempts + 1) % MAX_ATTEMPTS
-        return self._attempts == 0
+        self._attempts[keys[0]] += 1
+        return self._attempts[keys[0]] % MAX_ATTEMPTS == 0
 
-    def give_up(self, keys: Iterable[PackedKey] | None = None) -> None:
-        """These would never get there; None: the batch met a bug, and would meet it again."""
-        for key in list(self._sending if keys is None else keys):
+    def give_up(self, keys: Iterable[PackedKey]) -> None:
+        """These would never get there."""
+        for key in keys:
             self._settle(key)
             self._count(write_given_up=1)
 
-    def put_back(self) -> None:
+    def give_up_batch(self, batch: Batch) -> None:
+        """It met a bug, and would meet it again."""
+        self.give_up(self._unsettled(batch))
+
+    def put_back(self, batch: Batch) -> None:
         """The batch is over; what of it is not settled is sent next."""
-        for key in reversed(self._sending):
+        for key in reversed(self._unsettled(batch)):
+            del self._sending[key]
             self._waiting[key] = None
             self._waiting.move_to_end(key, last=False)
-        self._sending = {}
 
     def _holds(self, key: PackedKey) -> bool:
         return key in self._waiting or key in self._refused or key in self._sending
 
+    def _unsettled(self, batch: Batch) -> list[PackedKey]:
+        return [key for key, taken in self._sending.items() if taken is batch]
+
     def _settle(self, key: PackedKey) -> None:
         del self._sending[key]
-        self._forget_refusals(key)
+        self._forget_failures(key)
         self.policy.written([key])
 
-    def _forget_refusals(self, key: PackedKey) -> None:
+    def _forget_failures(self, key: PackedKey) -> None:
         self._refused.pop(key, None)
         self._refusals.pop(key, None)
+        self._most.pop(key, None)
+        self._attempts.pop(key, None)

@@ -1,8 +1,9 @@
-"""Owns the way of objects from L1 to one L2 tier: events go into its queue, batches come out and are sent.
+"""The way of objects from L1 to one L2 tier: events go into its queue, batches come out and are sent.
 
 Which objects go, and when, is the write policy's; what waits is in `write_queue.py`. Only what is being sent is pinned;
 what waits may be evicted and is then counted as lost. A full queue drops new objects with a count, so a slow or dead
-tier never delays a STORE. Driven by one storage thread (`threads.py`). Lock order: the storage lock, then `changed`.
+tier never delays a STORE. Driven by one or several storage threads (`threads.py`), each with a batch of its own. Lock
+order: the storage lock, then `changed`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvframework.storage.namespaces import NamespaceRecords, record_key
 from kvframework.storage.steps import Steps, do
 from kvframework.storage.tier_calls import CircuitOpen
 from kvframework.storage.write_policy import AtOnce, WritePolicy
-from kvframework.storage.write_queue import WriteQueue
+from kvframework.storage.write_queue import Batch, WriteQueue
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,13 @@ class WriteBack:
         self._policy = policy or AtOnce()
         self._queue = WriteQueue(self._policy, queue, store.count)
         self._clock = clock
+        # When each namespace's record was last put, or began to be.
         self._record_put: dict[bytes, float] = {}
         self._touches: dict[PackedKey, None] = {}
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
+        # Touches and checks are the work of one thread at a time.
+        self._aside = False
 
     @property
     def pending(self) -> int:
@@ -128,27 +132,46 @@ class WriteBack:
             self.closing = True
             self.changed.notify_all()
 
-    # driven by a storage thread
+    # driven by storage threads
 
     def wait_s(self) -> float:
         """Seconds until there is something to do that a circuit lets through."""
         now = self._clock()
         with self.changed:
-            waits = [max(self._idle_work_at - now, 0.0)]
-            sending_s = self._queue.wait_s(now)
-            if sending_s < math.inf:
-                waits.append(max(sending_s, self.store.wait_s()))
-            if self._touching:
-                waits.append(self.store.wait_s("touch"))
-            return min(waits)
+            return min(self._sending_s(now), math.inf if self._aside else self._aside_s(now))
 
     def poll(self) -> Steps[None] | None:
-        """What is to be done now, to the end before the next is asked for; None if nothing is."""
-        return None if self.closing or self.wait_s() > 0 else self._turn()
+        """What is to be done now, None if nothing is. It is this caller's: several may be under way."""
+        now = self._clock()
+        with self.changed:
+            if self.closing:
+                return None
+            batch = self._queue.take(now) if self._sending_s(now) <= 0 else None
+            aside = not self._aside and self._aside_s(now) <= 0
+            self._aside |= aside
+            return self._turn(batch, aside) if batch is not None or aside else None
 
-    def _turn(self) -> Steps[None]:
-        if self._queue.wait_s(self._clock()) <= 0 and self.store.wait_s() <= 0:
-            yield from self._send_batch()
+    def _sending_s(self, now: float) -> float:
+        waiting_s = self._queue.wait_s(now)
+        return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s())
+
+    def _aside_s(self, now: float) -> float:
+        idle_s = max(self._idle_work_at - now, 0.0)
+        return min(idle_s, self.store.wait_s("touch")) if self._touching else idle_s
+
+    def _turn(self, batch: Batch | None, aside: bool) -> Steps[None]:
+        try:
+            if batch is not None:
+                yield from self._send_batch(batch)
+            if aside and not self.closing:
+                yield from self._work_aside()
+        finally:
+            if aside:
+                with self.changed:
+                    self._aside = False
+                    self.changed.notify_all()
+
+    def _work_aside(self) -> Steps[None]:
         if self._touching and self.store.wait_s("touch") <= 0:
             yield from self._send_touches()
         elif self._clock() >= self._idle_work_at:
@@ -163,25 +186,26 @@ class WriteBack:
             self._queue.offer(keys)
             self.changed.notify_all()
 
-    def _send_batch(self) -> Steps[None]:
-        with self.changed:
-            keys = self._queue.take(self._clock())
+    def _send_batch(self, batch: Batch) -> Steps[None]:
         leases: list[PinLease] = []
         try:
-            leases = yield from do(self._source.pin_present, keys)
+            leases = yield from do(self._source.pin_present, batch.keys)
             with self.changed:
-                self._queue.found([lease.objects[0].key for lease in leases])
+                mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
+            others = [lease for lease in leases if lease.objects[0].key not in mine]
+            leases = [lease for lease in leases if lease.objects[0].key in mine]
+            self._source.unpin_internal(others)
             answered = True
             while leases and answered and not self.closing:
                 answered = yield from self._send_group(_take_bytes(leases))
         except Exception:
             with self.changed:
-                self._queue.give_up()
+                self._queue.give_up_batch(batch)
             raise
         finally:
             self._source.unpin_internal(leases)
             with self.changed:
-                self._queue.put_back()
+                self._queue.put_back(batch)
                 self.changed.notify_all()
 
     def _send_group(self, group: Sequence[PinLease]) -> Steps[bool]:
@@ -215,11 +239,21 @@ class WriteBack:
 
     def _put_record(self, namespace: bytes) -> Steps[None]:
         """The namespace's record goes along, unless it did a moment ago."""
+        record = self._records.encoded(namespace)
         now = self._clock()
-        self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
-        record = None if namespace in self._record_put else self._records.encoded(namespace)
-        if record and (yield from self.store.put_steps([record[0]], [record[1]]))[0]:
+        with self.changed:
+            self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
+            if record is None or namespace in self._record_put:
+                return
+            # At once, so that no two writers put it: the older one might come last.
             self._record_put[namespace] = now
+        stored = False
+        try:
+            stored = (yield from self.store.put_steps([record[0]], [record[1]]))[0]
+        finally:
+            if not stored:
+                with self.changed:
+                    self._record_put.pop(namespace, None)
 
     def _collect_touches(self) -> None:
         """What is to be kept from being forgotten by the tier: the objects that are used and their namespaces'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 
 from kvframework.api import EvictionPolicy, PackedKey
 
@@ -21,6 +21,10 @@ class Lru(EvictionPolicy):
 
     def on_access(self, key: PackedKey) -> None:
         self._order.move_to_end(key)
+
+    def on_access_many(self, keys: Sequence[PackedKey]) -> None:
+        # All of it without a step of the interpreter.
+        deque(map(self._order.move_to_end, keys), maxlen=0)
 
     def on_remove(self, key: PackedKey) -> None:
         del self._order[key]

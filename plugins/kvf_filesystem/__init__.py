@@ -38,5 +38,7 @@ def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
             probe=_probe,
             create=_create,
             diagnose=_diagnose,
+            loads=4,
+            writes=2,
         )
     ]

@@ -27,8 +27,8 @@ def look(root: Root, key: PackedKey) -> Outcome:
     return Outcome.FOUND if stat.S_ISREG(found.st_mode) else Outcome.DAMAGED
 
 
-def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> Outcome:
-    """Fills `parts` (of bytes, none empty) with the value: FOUND, MISSING, FAILED or DAMAGED.
+def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> int | Outcome:
+    """Fills `parts` (of bytes, none empty) with the value: its bytes, or MISSING, FAILED or DAMAGED.
 
     Raises `OSError` for what is not this file's fault, and what `check` raises.
     """
@@ -48,7 +48,7 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
         if nbytes is None or nbytes > sum(part.nbytes for part in parts):
             return Outcome.DAMAGED
         whole = _read(fd, trimmed(parts, nbytes), nbytes, root.direct_reads, check)
-        return Outcome.FOUND if whole else Outcome.DAMAGED
+        return nbytes if whole else Outcome.DAMAGED
     finally:
         os.close(fd)
 

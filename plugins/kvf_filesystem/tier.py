@@ -72,7 +72,7 @@ class FilesystemTier(Tier):
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
+    ) -> list[int | Outcome]:
         _check_lengths(keys, parts)
         return self._each(
             lambda root, index, limit: load(root, keys[index], _flat(parts[index]), limit.check), len(keys), deadline

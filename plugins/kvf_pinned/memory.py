@@ -98,6 +98,11 @@ class MemfdArena(L1Memory):
         except BufferError:
             raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
 
+    def leave(self) -> None:
+        """Nothing outlives the process. To unmap a large arena takes seconds, and meanwhile the process can neither map
+        memory nor start a thread."""
+        self._stop.set()
+
     def _place(self, choice: Choice) -> None:
         """Before anything is resident: a page stays where it was made."""
         try:

@@ -63,7 +63,7 @@ class RedisTier(Tier):
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
+    ) -> list[int | Outcome]:
         with _borrowed(keys, parts) as values:
             readings = [
                 Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
@@ -75,7 +75,7 @@ class RedisTier(Tier):
                 self._try([piece for each in waiting for piece in each.rest()], deadline)
                 waiting = [each for each in waiting if each.torn()]
                 self._try([each.first for each in waiting], deadline)
-            return [each.outcome for each in readings]
+            return [each.received for each in readings]
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float

@@ -49,7 +49,7 @@ class Writing:
 
 
 class Reading:
-    """First run `first`, then what `rest` gives, and all that again while it is `torn`; then see `outcome`. A value
+    """First run `first`, then what `rest` gives, and all that again while it is `torn`; then see `received`. A value
     with pieces that hold less than `least` bytes is forged."""
 
     def __init__(self, key: bytes, value: Borrowed, *, least: int = 1) -> None:
@@ -64,8 +64,13 @@ class Reading:
         self._others: list[Get] = []
 
     @property
-    def outcome(self) -> Outcome:
-        return self.first.outcome
+    def received(self) -> int | Outcome:
+        """Bytes of the whole value that came, without trailers, or why there are none."""
+        if self.first.outcome is not Outcome.FOUND:
+            return self.first.outcome
+        if self._trailer is None:
+            return self.first.nbytes
+        return self.first.nbytes - TRAILER_BYTES + sum(piece.nbytes - TRAILER_BYTES for piece in self._others)
 
     def rest(self) -> list[Get]:
         """The other pieces, once the first has been read. They are received over its trailer."""

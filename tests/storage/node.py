@@ -36,6 +36,8 @@ class Node:
         low_watermark: float = 0.9,
         write_policy: str = "at_once",
         promote: bool = True,
+        loads: int = 2,
+        writes: int = 1,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.tiers = [MemoryTier()] if tiers is None else list(tiers)
@@ -52,7 +54,10 @@ class Node:
             )
             for tier in self.tiers
         ]
-        attached = [AttachedTier(store, WRITE_POLICIES[write_policy](), write_queue, promote) for store in self.stores]
+        attached = [
+            AttachedTier(store, WRITE_POLICIES[write_policy](), write_queue, promote, loads=loads, writes=writes)
+            for store in self.stores
+        ]
         options = {} if clock is None else {"clock": clock}
         self.manager = StorageManager(
             self.memory,

@@ -19,10 +19,13 @@ payloads = st.binary(max_size=200)
 keys = st.binary(min_size=72, max_size=72)
 
 
-def opened(header: bytes, key: bytes, place: bytes, layout: bytes = LAYOUT) -> tuple[str, bytes] | None:
-    """Codec and packed bytes, None for what is damaged."""
+def opened(
+    header: bytes, key: bytes, place: bytes, layout: bytes = LAYOUT, *, stale: int = 0
+) -> tuple[str, bytes] | None:
+    """Codec and packed bytes, None for what is damaged. The last `stale` bytes of `place` were there before."""
+    received = len(header) + len(place) - stale
     try:
-        codec, packed = unseal(header, key, memoryview(bytearray(place)), layout=layout)
+        codec, packed = unseal(header, key, memoryview(bytearray(place)), received=received, layout=layout)
     except Damaged:
         return None
     return codec, bytes(packed)
@@ -45,8 +48,19 @@ def test_what_a_codec_packed_lies_at_the_beginning_of_its_place(
 ) -> None:
     size = len(packed) + more
     header = seal(key, [packed[:3], packed[3:]], object_bytes=size, codec="some-codec", layout=LAYOUT)
-    assert opened(header, key, packed + stale[:more]) == ("some-codec", packed)
-    assert opened(header, key, packed + stale[:more] + b"x") is None, "an object of another size"
+    assert opened(header, key, packed + stale[:more], stale=more) == ("some-codec", packed)
+    assert opened(header, key, packed + stale[:more] + b"x", stale=more + 1) is None, "an object of another size"
+
+
+@given(keys, payloads, st.sampled_from(["none", "some-codec"]), st.data())
+def test_no_other_length_passes_even_if_older_bytes_complete_it(
+    key: bytes, packed: bytes, codec: str, data: st.DataObject
+) -> None:
+    more = 0 if codec == "none" else data.draw(st.integers(0, 50))
+    place = packed + bytes(more)
+    header = seal(key, [packed], object_bytes=len(place), codec=codec, layout=LAYOUT)
+    stale = data.draw(st.integers(-10, HEADER_BYTES + len(place)))
+    assert (opened(header, key, place, stale=stale) is not None) == (stale == more)
 
 
 def test_every_flipped_bit_is_damage() -> None:

@@ -113,12 +113,48 @@ def test_what_unpacks_to_something_else_is_deleted() -> None:
     assert (store.counters["corrupt"], tier.values) == (1, {})
 
 
+@pytest.mark.parametrize("codec", ["none", "zlib"])
+@pytest.mark.parametrize("lost", [1, 40, 900])
+def test_a_truncated_value_is_damage_though_older_bytes_complete_it(codec: str, lost: int) -> None:
+    """The tier lost its end, and the place still holds it from before; so it is for packed bytes, too."""
+    tier, value = MemoryTier(), os.urandom(1000) + bytes(2000)
+    store = store_of(tier, codec)
+    store.put(K[:1], [memoryview(value)])
+    whole = tier.values[K[0]]
+    tier.values[K[0]] = whole[:-lost]
+    place = bytearray(whole[HEADER_BYTES:].ljust(len(value), b"\0"))
+    assert store.get_into(K[:1], [memoryview(place)]) == [False]
+    assert (store.counters["corrupt"], tier.values) == (1, {}), "counted, and not found again"
+
+
+def test_a_value_behind_which_there_is_more_is_damage() -> None:
+    tier = MemoryTier()
+    store = store_of(tier, "zlib")
+    store.put(K[:1], [memoryview(bytes(1000))])
+    tier.values[K[0]] += b"more"
+    assert read(store, K[0], 1000) is None
+    assert (store.counters["corrupt"], tier.values) == (1, {})
+
+
+def test_a_tier_that_does_not_tell_the_length_is_refused() -> None:
+    class Old(MemoryTier):
+        def get_into(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[int | Outcome]:
+            super().get_into(keys, parts, deadline=deadline)
+            return [Outcome.FOUND] * len(keys)
+
+    store = store_of(Old({K[0]: in_envelope(K[0], b"value")}))
+    with pytest.raises(TierError, match="how many bytes it received"):
+        read(store, K[0], 5)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DAMAGED])
 def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> None:
     class Answering(MemoryTier):
         def get_into(
             self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-        ) -> list[Outcome]:
+        ) -> list[int | Outcome]:
             return [outcome] * len(keys)
 
     tier = Answering({K[0]: in_envelope(K[0], b"value")})
@@ -128,6 +164,41 @@ def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> N
     assert store.counters["corrupt"] == (outcome is Outcome.DAMAGED)
     assert store.counters["read_failed"] == (outcome is Outcome.FAILED)
     assert store.counters["misses"] == 0, "missing is another answer"
+
+
+def test_two_writers_do_not_take_the_same_room() -> None:
+    """Each asks how full the tier is before either has written."""
+
+    class Small(MemoryTier):
+        capabilities = frozenset({"capacity", "scan"})
+
+        def usage(self, *, deadline: float) -> TierUsage:
+            return TierUsage(sum(map(len, self.values.values())), 10_000)
+
+        def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+            yield from [TierEntry(key, len(value), number) for number, (key, value) in enumerate(self.values.items())]
+
+    tier = Small({K[number]: bytes(1000) for number in range(6)})
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.7))
+    value = memoryview(bytes(2000 - HEADER_BYTES))
+    first, second = (store.put_steps([key], [value]) for key in K[6:8])
+    step = next(first)
+    usage = step()
+    put_first = first.send(usage)
+    # The second one's turn: the first has room, and has written nothing yet.
+    step = next(second)
+    answer = step()
+    step = second.send(answer)
+    while not any(key == K[7] for name, keys in tier.calls if name == "put" for key in keys):
+        answer = step()
+        try:
+            step = second.send(answer)
+        except StopIteration:
+            break
+    put_first()
+    assert sum(map(len, tier.values.values())) <= 9000
+    assert store.counters["evicted"] == 3
+    first.close()
 
 
 def test_damage_that_shows_without_reading_is_deleted_too() -> None:
@@ -314,3 +385,13 @@ def test_quantiles_are_right_to_a_tenth(seconds: list[float], q: float) -> None:
     low = ranked[max(int(q * len(ranked)) - 1, 0)]
     high = ranked[min(int(q * len(ranked)) + 1, len(ranked) - 1)]
     assert low * 0.9 <= latencies.quantile_ms(q) / 1e3 <= high * 1.1
+
+
+def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:
+    tier = MemoryTier()
+    store = store_of(tier)
+    store.put(K[:1], [memoryview(b"value")])
+    assert store.contains(K[:3]) == [True, False, False]
+    assert (store.counters["hits"], store.counters["misses"]) == (0, 2)
+    assert read(store, K[0], 5) == b"value"
+    assert (store.counters["hits"], store.counters["misses"]) == (1, 2)

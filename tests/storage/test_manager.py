@@ -56,6 +56,22 @@ def test_above_the_high_watermark_it_evicts_down_to_the_low_one(make_node: Calla
     assert node.l1("used_bytes") == 4 * ALIGNMENT
 
 
+def test_a_tick_evicts_so_many_and_the_next_one_goes_on(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "EVICT_AT_ONCE", 2)
+    node = make_node(tiers=[], units=8, high_watermark=0.75, low_watermark=0.25)
+    node.write(K[:7])
+    left = []
+    for _ in range(4):
+        node.manager.tick()
+        left.append(node.present(K[:7]))
+    assert left == [5, 3, 2, 2]
+    node.write(K[7:11])
+    node.manager.tick()
+    assert node.present(K[:11]) == 6, "not above the high watermark"
+
+
 def test_pins_hold_against_the_watermark(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[], units=8, high_watermark=0.5, low_watermark=0.0)
     node.write(K[:8])
@@ -219,3 +235,10 @@ def test_a_tier_that_fails_to_close_keeps_nothing_from_ending(
     monkeypatch.setattr(node.tier, "close", fail)
     node.manager.close()
     assert node.memory.closed
+
+
+def test_memory_that_knows_no_end_of_its_own_with_the_process_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node([])
+    node.manager.close(process_ends=True)
+    assert node.memory.closed
+    assert not caplog.records

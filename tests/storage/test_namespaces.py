@@ -11,14 +11,18 @@ from kvframework.api import DTYPE_BYTES, GroupDesc, MemoryLayoutDesc, ObjectKey
 from kvframework.errors import NamespaceMismatch, RequestError
 from kvframework.storage.namespaces import (
     MAX_NAMESPACES,
+    MAX_ORDERS,
     RECORD_BYTES,
     NamespaceRecord,
     NamespaceRecords,
+    RankOrder,
     decode_record,
     record_key,
 )
 
 NAMESPACE = b"n" * 16
+ORDER, OTHER = bytes(range(16)), bytes(range(1, 17))
+DESC = MemoryLayoutDesc(16, (GroupDesc((1,), "int8"),))
 groups = st.builds(
     GroupDesc,
     shape=st.lists(st.integers(1, 16), min_size=1, max_size=4).map(tuple),
@@ -27,10 +31,14 @@ groups = st.builds(
     # 256, 65536 and their like end in zero bytes.
     window=st.sampled_from([0, 1, 256, 4096, 65536, 1 << 24, 1 << 32]),
 )
+orders = st.dictionaries(st.integers(0, 63), st.binary(min_size=16, max_size=16).filter(any), max_size=MAX_ORDERS).map(
+    lambda orders: tuple(RankOrder(rank, order) for rank, order in sorted(orders.items()))
+)
 records = st.builds(
     NamespaceRecord,
     model_name=st.text(max_size=40),
-    world_size=st.integers(1, 64),
+    world_size=st.just(64),
+    orders=orders,
     desc=st.builds(
         MemoryLayoutDesc, chunk_tokens=st.integers(1, 4096), groups=st.lists(groups, min_size=1, max_size=4).map(tuple)
     ),
@@ -81,6 +89,10 @@ def test_random_bytes_are_no_record(value: bytes) -> None:
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1 << 40,), "int8"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "complex7"),))),
         NamespaceRecord("m", 1, MemoryLayoutDesc(16, (GroupDesc((1,), "int8", window=-1),))),
+        NamespaceRecord("m", 1, DESC, orders=(RankOrder(1, ORDER),)),
+        NamespaceRecord("m", 1, DESC, orders=(RankOrder(-1, ORDER),)),
+        NamespaceRecord("m", 1, DESC, orders=(RankOrder(0, ORDER), RankOrder(0, ORDER))),
+        NamespaceRecord("m", 1, DESC, orders=(RankOrder(0, ORDER + b"+"),)),
     ],
 )
 def test_a_record_of_objects_that_cannot_be_is_a_miss(value: NamespaceRecord) -> None:
@@ -137,3 +149,46 @@ def test_what_came_from_l2_gives_way_to_what_an_engine_registers() -> None:
         with pytest.raises(NamespaceMismatch):
             known.add(NAMESPACE, record("another"), learned=learned)
     assert known.get(NAMESPACE) == record("llama")
+
+
+def test_orders_of_layers_are_of_ranks_and_travel_with_the_record() -> None:
+    known, other = NamespaceRecords(), NamespaceRecords()
+    known.add(NAMESPACE, NamespaceRecord("m", 3, DESC))
+    known.order(NAMESPACE, 0, b"")
+    known.order(NAMESPACE, 1, ORDER)
+    known.order(NAMESPACE, 2, OTHER)
+    assert known.orders(NAMESPACE) == {1: ORDER, 2: OTHER}
+    found = known.encoded(NAMESPACE)
+    assert found is not None
+    record = decode_record(bytes(found[1]))
+    assert record is not None
+    other.add(NAMESPACE, record, learned=True)
+    assert other.orders(NAMESPACE) == {1: ORDER, 2: OTHER}
+    other.add(NAMESPACE, NamespaceRecord("m", 3, DESC))
+    other.order(NAMESPACE, 1, b"")
+    assert other.orders(NAMESPACE) == {2: OTHER}, "what another server knows of the other ranks stays"
+    other.order(NAMESPACE, None, b"")
+    assert other.orders(NAMESPACE) == {}
+
+
+def test_what_came_from_l2_with_another_meaning_leaves_no_order() -> None:
+    known = NamespaceRecords()
+    known.add(NAMESPACE, NamespaceRecord("forged", 1, DESC, orders=(RankOrder(0, ORDER),)), learned=True)
+    known.add(NAMESPACE, NamespaceRecord("m", 1, DESC))
+    assert known.orders(NAMESPACE) == {}
+
+
+def test_more_orders_than_a_record_holds_are_left_out() -> None:
+    known = NamespaceRecords()
+    for name, kept in (("m", MAX_ORDERS), ("m" * (RECORD_BYTES - 500), 0)):
+        known = NamespaceRecords()
+        known.add(NAMESPACE, NamespaceRecord(name, 4096, DESC))
+        for rank in range(1000):
+            known.order(NAMESPACE, rank, ORDER)
+        found = known.encoded(NAMESPACE)
+        assert found is not None
+        assert found[1].nbytes == RECORD_BYTES
+        record = decode_record(bytes(found[1]))
+        assert record is not None
+        assert len(record.orders) == kept
+        assert len(known.orders(NAMESPACE)) == 1000

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.leases import MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
+from kvframework.storage.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
 from kvframework.storage.objects import REMEMBER_LAPSED_S, ObjectTable
 from tests.storage.memory import OrderedLru, packed_key
 
@@ -113,7 +113,7 @@ def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
         case _:
             table.end_owner(1)
     assert table.pins == 0
-    assert (table.clear()[1], len(table)) == (0, 0)
+    assert (table.drop_unused(table.objects())[1], len(table)) == (0, 0)
 
 
 def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
@@ -198,6 +198,91 @@ def test_a_client_can_not_hold_leases_without_bound() -> None:
     assert table.pins == 1
 
 
+def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end would unpin all of them at once."""
+    monkeypatch.setattr("kvframework.storage.leases.MAX_PINS_PER_OWNER", 10)
+    table = make_table()
+    store(table, K[:4])
+    first = table.pin(K[:4], owner=1, request_id="", deadline=5.0)
+    second = table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert first is not None
+    assert second is not None
+    with pytest.raises(RequestError, match="12 pins"):
+        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert table.pin(K[:4], owner=2, request_id="", deadline=NO_DEADLINE)
+    assert table.pin(K[:4] * 3, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE)
+    table.expire(5.0)
+    assert table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE), "what has lapsed does not count"
+    table.unpin(first.id, owner=1, now=6.0)
+    with pytest.raises(RequestError):
+        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+    table.unpin(second.id, owner=1, now=6.0)
+    assert table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+
+
+def test_pins_lapse_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick never unpins all that a thousand lookups pinned. Asked for, a lease has lapsed at its deadline."""
+    monkeypatch.setattr("kvframework.storage.objects.UNPIN_AT_ONCE", 3)
+    table = make_table()
+    store(table, K[:2])
+    leases = [table.pin(K[:2], owner=1, request_id="", deadline=5.0) for _ in range(5)]
+    assert leases[4] is not None
+    left = []
+    for _ in range(3):
+        table.expire(5.0)
+        left.append(table.pins)
+    assert left == [6, 2, 0]
+    table.pin(K[:2], owner=1, request_id="", deadline=6.0)
+    late = table.pin(K[:2], owner=1, request_id="", deadline=6.0)
+    assert late is not None
+    assert table.pinned(late.id, owner=1, now=6.0) is None
+
+
+class Told(OrderedLru):
+    """Remembers how many uses it was told of at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    def on_access_many(self, keys: Sequence[PackedKey]) -> None:
+        self.batches.append(len(keys))
+        super().on_access_many(keys)
+
+
+def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the end it knows what it would have been told at once; what has left meanwhile it is not told."""
+    monkeypatch.setattr("kvframework.storage.objects.TELL_AT_ONCE", 4)
+    policy = Told()
+    table = make_table(units=12, policy=policy)
+    store(table, K[:12])
+    policy.batches = []
+    lease = table.pin(K[:10], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert lease is not None
+    assert policy.batches == []
+    table.unpin(lease.id, owner=1, now=0.0)
+    assert table.drop(K[9])
+    assert table.drop(K[3])
+    store(table, K[3:4])
+    policy.batches = []
+    for _ in range(4):
+        table.tell_uses()
+    assert policy.batches == [3, 3, 2], "and the one that was stored again is another"
+    assert list(policy.order) == [K[11], K[10], K[3], *K[8:3:-1], *K[2::-1]]
+
+
+def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframework.storage.objects.TELL_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.objects.MOST_UNTOLD", 3)
+    policy = Told()
+    table = make_table(policy=policy)
+    store(table, K[:4])
+    policy.batches = []
+    for _ in range(5):
+        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert policy.batches == [2, 2, 2, 2], "each that comes has an older one told"
+
+
 def test_ending_one_request_leaves_the_others_of_its_client() -> None:
     table = make_table()
     store(table, K[:1])
@@ -220,6 +305,7 @@ def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
     assert table.quarantined_bytes > 0
     assert table.commit(mine.lease.id, owner=1, now=0.0) == []
     assert table.quarantined_bytes == 0
+    assert table.quarantines == 0, "no writer was late"
 
 
 def test_lapsed_pins_do_not_keep_a_client_from_new_ones() -> None:
@@ -257,6 +343,30 @@ def test_a_policy_that_raises_leaves_nothing_reserved() -> None:
 class Forgetful(OrderedLru):
     def victims(self) -> Iterator[PackedKey]:
         return iter([K[11], *self.order])
+
+
+def test_a_policy_that_raises_takes_no_pin_of_others() -> None:
+    class Broken(OrderedLru):
+        broken = False
+
+        def on_access_many(self, keys: Sequence[PackedKey]) -> None:
+            if self.broken:
+                raise RuntimeError("a bug")
+            super().on_access_many(keys)
+
+    table = make_table(policy=(policy := Broken()))
+    keys = [packed_key(0)]
+    store(table, keys)
+    held = table.pin(keys, owner=1, request_id="", deadline=NO_DEADLINE)
+    assert held is not None
+    policy.broken = True
+    with pytest.raises(RuntimeError):
+        table.pin(keys, owner=2, request_id="", deadline=1.0)
+    table.expire(2.0)
+    assert table.pins == 1
+    assert not table.drop(keys[0]), "it is being read"
+    table.unpin(held.id, owner=1, now=2.0)
+    assert table.drop(keys[0])
 
 
 def test_a_policy_that_offers_a_key_that_is_not_here_does_no_harm() -> None:

@@ -211,6 +211,76 @@ def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: Call
     node.assert_idle()
 
 
+def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:30])], timeout_s=60.0)
+    stuck = node.manager.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    assert stuck.lease is not None
+    waiting = [node.load_in_background(K[:1]) for _ in range(20)]
+    wait_until(lambda: len(node.tier.asked("contains")) == 20, what="all to wait for the writer")
+    for number in range(1, 11):
+        assert node.load(K[number : number + 1]).loaded == 1
+    assert not any(task.done for task in waiting)
+    waiting[0].cancel()
+    node.manager.abort(stuck.lease.id, owner=OWNER)
+    wait_until(lambda: all(task.done for task in waiting), what="the writer's end to wake them")
+    assert node.read(K[:1])
+    assert sum(task.loaded for task in waiting) == 1, "one took the writer's place, the others saw it"
+    node.assert_idle()
+
+
+def test_a_load_does_not_wait_for_a_writer_for_ever(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])], timeout_s=0.2)
+    stuck = node.manager.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    assert stuck.lease is not None
+    assert node.load(K[:4]).loaded == 3
+    node.manager.abort(stuck.lease.id, owner=OWNER)
+    node.assert_idle()
+
+
+def test_loads_that_wait_end_with_the_manager(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:1])], timeout_s=60.0)
+    stuck = node.manager.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    assert stuck.lease is not None
+    done: list[int] = []
+    for _ in range(5):
+        node.load_in_background(K[:1], lambda: done.append(1))
+    wait_until(lambda: len(node.tier.asked("contains")) == 5)
+    node.manager.close()
+    assert len(done) == 5
+    assert node.manager.status()["prefetch"] == {"in_flight": 0, "refused": 0}
+
+
+def test_a_slow_tier_holds_up_no_load_that_asks_another(make_node: Callable[..., Node]) -> None:
+    """All threads of the first tier receive; what the second one holds comes meanwhile."""
+    slow, quick = filled(K[:2]), filled(K[2:20])
+    node = make_node(tiers=[slow, quick], timeout_s=60.0)
+    quick.stall("get")
+    tasks = [node.load_in_background(K[number : number + 1]) for number in range(2, 20)]
+    wait_until(lambda: len(slow.asked("contains")) == 18, what="the first tier to be asked by all")
+    slow.stall("get")
+    held = [node.load_in_background(K[number : number + 1]) for number in range(2)]
+    wait_until(lambda: slow.stalled == 2, what="both threads of the first tier to be held")
+    quick.resume()
+    wait_until(lambda: all(task.done for task in tasks))
+    assert sum(task.loaded for task in tasks) == 18
+    slow.resume()
+    wait_until(lambda: all(task.done for task in held))
+    assert node.read(K[:20])
+    node.assert_idle()
+
+
+@pytest.mark.parametrize("loads", [1, 5])
+def test_as_many_loads_as_told_call_a_tier_at_once(make_node: Callable[..., Node], loads: int) -> None:
+    node = make_node(tiers=[filled(K[:20])], timeout_s=60.0, loads=loads)
+    node.tier.stall("get")
+    tasks = [node.load_in_background(K[number : number + 1]) for number in range(20)]
+    wait_until(lambda: node.tier.stalled == loads, what="the threads to be held")
+    assert node.manager.status()["l2"][0]["pending_calls"] == loads  # type: ignore[index]
+    node.tier.resume()
+    wait_until(lambda: all(task.done for task in tasks))
+    assert node.read(K[:20])
+
+
 def test_an_error_in_on_done_or_select_ends_only_its_own_task(
     make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvframework.api import PackedKey
+from kvframework.api import Outcome, PackedKey
+from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l2 import DELETE_AT_ONCE, L2Store
 from kvframework.storage.leases import PinLease, StoredObject
@@ -28,7 +29,7 @@ def wait_written(tier: MemoryTier, keys: list[PackedKey]) -> None:
     wait_until(lambda: set(keys) <= tier.values.keys(), what="the write-back")
     for key in keys:
         value = tier.values[key]
-        unseal(value[:HEADER_BYTES], key, memoryview(value[HEADER_BYTES:]))
+        unseal(value[:HEADER_BYTES], key, memoryview(value[HEADER_BYTES:]), received=len(value))
         assert value[HEADER_BYTES:] == content(key, SIZE)
 
 
@@ -215,6 +216,51 @@ def test_a_batch_is_bounded(node: Node) -> None:
     assert max(len(keys) for name, keys in node.tier.calls if name == "put") == BATCH_OBJECTS
 
 
+def test_several_writers_write_everything_once(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=200, timeout_s=60.0, writes=3)
+    node.manager.records.add(NAMESPACE, NamespaceRecord("llama", 1, DESC))
+    node.tier.stall("put")
+    for number in range(150):
+        node.write(K[number : number + 1])
+    wait_until(lambda: node.tier.stalled == 3, what="the three of them to be held")
+    node.tier.resume()
+    wait_written(node.tier, K[:150])
+    node.assert_idle()
+    assert sorted(node.tier.asked("put")) == sorted([*K[:150], record_key(NAMESPACE)]), "each once"
+    assert node.manager.status()["l2"][0]["writes"] == 3  # type: ignore[index]
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_what_can_never_be_written_is_given_up_beside_other_writers(
+    make_node: Callable[..., Node], writes: int
+) -> None:
+    """A whole batch fails for one value of it; what the others write meanwhile must not make it part of one again."""
+
+    class Choosy(MemoryTier):
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            if K[7] in keys:
+                raise TierError("not this one")
+            return super().put(keys, parts, deadline=deadline)
+
+    node = make_node(tiers=[Choosy()], units=200, writes=writes)
+    node.write(K[:40])
+    for number in range(40, 150):
+        node.write(K[number : number + 1])
+    wait_written(node.tier, [key for key in K[:150] if key != K[7]])
+    wait_until(lambda: node.store_counters["write_given_up"] == 1, what="it to be given up")
+    node.assert_idle()
+
+
+def test_closing_drains_several_writers(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=200, writes=3)
+    node.tier.slow_s = 0.001
+    node.write(K[:150])
+    node.manager.close(30.0)
+    assert set(K[:150]) <= node.tier.values.keys()
+
+
 def test_the_namespaces_record_goes_along_once(node: Node) -> None:
     record = NamespaceRecord("llama", 1, DESC)
     node.manager.records.add(NAMESPACE, record)
@@ -262,7 +308,7 @@ def test_clearing_with_l2_deletes_in_batches_that_each_have_their_time(make_node
 
 def test_namespaces_of_long_ago_are_forgotten() -> None:
     """Nothing is in the background here: every step is taken by the test."""
-    now = time.monotonic()
+    now = float(int(time.monotonic()))  # so that its sums are exact
     tier = MemoryTier()
     store = L2Store(tier, timeout_s=5.0, clock=lambda: now)
     records = NamespaceRecords()

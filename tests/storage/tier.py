@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 from kvframework.storage.envelope import seal
+
+T = TypeVar("T", bound="int | Outcome")
 
 
 def in_envelope(key: PackedKey, value: bytes) -> bytes:
@@ -61,16 +64,16 @@ class MemoryTier(Tier):
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
-        def get(index: int) -> Outcome:
-            value = self.values.get(keys[index])
-            if value is None or keys[index] in self.lost:
+    ) -> list[int | Outcome]:
+        def get(index: int) -> int | Outcome:
+            whole = value = self.values.get(keys[index])
+            if whole is None or value is None or keys[index] in self.lost:
                 return Outcome.MISSING
             if len(value) > sum(part.nbytes for part in parts[index]):
                 return Outcome.DAMAGED
             for part in parts[index]:
                 part[: len(value)], value = value[: part.nbytes], value[part.nbytes :]
-            return Outcome.FOUND
+            return len(whole)
 
         return self._answer("get", keys, deadline, get)
 
@@ -105,9 +108,7 @@ class MemoryTier(Tier):
             self.closed = True
             self._changed.notify_all()
 
-    def _answer(
-        self, operation: str, keys: Sequence[PackedKey], deadline: float, one: Callable[[int], Outcome]
-    ) -> list[Outcome]:
+    def _answer(self, operation: str, keys: Sequence[PackedKey], deadline: float, one: Callable[[int], T]) -> list[T]:
         self.calls.append((operation, tuple(keys)))
         with self._changed:
             self._changed.wait_for(lambda: self.closed, self.slow_s)

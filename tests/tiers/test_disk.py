@@ -59,7 +59,7 @@ def test_a_server_killed_in_mid_write_back_finds_what_it_wrote(
                 # Counted with them: the record of the namespace.
                 assert found >= written - 1, f"kill {number}: {written} written, {left} left, {found} found"
                 assert count(engine.client, "corrupt") == count(engine.client, "errors") == 0
-                wait_until(lambda: not list(folder.glob("??/.*.tmp")), 20, "the end of temporary files")
+                wait_until(lambda: not list(folder.glob("??/.*.tmp")), what="the end of temporary files")
                 engine.client.call("CLEAR", m.Clear(l2=True))
                 await_rest(engine.client)
 
@@ -104,7 +104,7 @@ def test_a_disk_that_becomes_read_only_is_read_and_written_again_later() -> None
         engine.store(kept)
         await_written(engine.client)
         os.kill(server.pid, signal.SIGUSR1)
-        wait_until(lambda: not _is_open(server.pid, disk / "kv" / MARKER), 20, "the marker to be let go")
+        wait_until(lambda: not _is_open(server.pid, disk / "kv" / MARKER), what="the marker to be let go")
         remount(disk, "ro")
         try:
             assert engine.store(lost).stored == len(lost)

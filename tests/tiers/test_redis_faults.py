@@ -159,9 +159,9 @@ def test_a_damaged_namespace_record_is_a_miss(redis: RedisServer, nodes: list[Se
         client.set(record, value[:100] + bytes([value[100] ^ 1]) + value[101:])
         assert here.settled(here.look_up(own)).hit_tokens == 768
         reply = unregistered.lookup(here.key(own))
-        wait_until(lambda: count(unregistered, "corrupt") == 1, 20, "the damage to be counted")
+        wait_until(lambda: count(unregistered, "corrupt") == 1, what="the damage to be counted")
         assert reply.hit_tokens == 0
-        assert not client.exists(record)
+        wait_until(lambda: not client.exists(record), what="the end of the damaged record")
         with Engine(nodes[1].endpoint, instance_id=2) as there:
             assert there.load(own) == len(own), "who registers needs no record"
 
