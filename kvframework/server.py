@@ -56,10 +56,10 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-# From `stop` to the end. What requests in flight do not need of it, and the tiers to end, is for what goes to L2.
+# From the signal to the end. What requests in flight, transports and the storage's end leave of it is for what goes to
+# L2.
 STOP_S = 3.5
 GRACE_S = 1.0
-TIERS_END_S = 0.75
 
 
 class Server:
@@ -116,8 +116,9 @@ class Server:
         """Binds the sockets. Raises `EndpointError`; after it, `serve_forever` must be called."""
         self._messages.bind()
 
-    def serve_forever(self) -> None:
-        """Serves until `stop`, then closes everything, within `STOP_S` seconds."""
+    def serve_forever(self, *, process_ends: bool = False) -> None:
+        """Serves until `stop`, then closes everything, within `STOP_S` seconds. `process_ends`: right afterwards, so
+        the arena is left to the kernel, which takes a second for some gigabytes."""
         log.info(
             "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
             kvframework.__version__, os.getpid(), self.engine.boot_id.hex()[:8], ByteSize(self.engine.storage.capacity),
@@ -130,19 +131,21 @@ class Server:
         try:
             self._messages.serve_forever()
         finally:
-            self.close()
+            self.close(process_ends=process_ends)
             log.info("stopped")
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Ends `serve_forever`; requests in flight get `grace_s` seconds. Safe from any thread and from a signal
-        handler, also before `serve_forever`."""
-        self._stop_by = time.monotonic() + STOP_S
-        self._messages.stop(grace_s)
+    def stop(self, since: float | None = None) -> None:
+        """Ends `serve_forever` within `STOP_S` seconds from `since`, of the monotonic clock (None: now); requests in
+        flight get `GRACE_S` of them. Safe from any thread and from a signal handler, also before `serve_forever`."""
+        now = time.monotonic()
+        late = 0.0 if since is None else now - since
+        self._stop_by = now + STOP_S - late
+        self._messages.stop(max(GRACE_S - late, 0.0))
 
-    def close(self) -> None:
+    def close(self, *, process_ends: bool = False) -> None:
         """For a server that does not serve any more (or never did): what is on its way to L2 gets the time left."""
-        left = STOP_S if self._stop_by is None else self._stop_by - time.monotonic()
-        self.engine.close(max(left - TIERS_END_S, 0.0), TIERS_END_S)
+        by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
+        self.engine.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
         """Removes the endpoint's files, for a process that ends at once. Safe from any thread."""
@@ -194,7 +197,14 @@ class Server:
             layout_of=records.layout_of,
             watermarks=Watermarks(keys.high_watermark, keys.low_watermark),
         )
-        return AttachedTier(store, WRITE_POLICIES[keys.write_policy](), keys.write_queue, keys.promote)
+        return AttachedTier(
+            store,
+            WRITE_POLICIES[keys.write_policy](),
+            keys.write_queue,
+            keys.promote,
+            loads=keys.loads or provider.loads,
+            writes=keys.writes or provider.writes,
+        )
 
     def _handlers(self) -> dict[str, Handler[Any]]:
         handlers = {handler.spec.name: handler for handler in self.engine.handlers()}
@@ -216,6 +226,7 @@ class Server:
         sessions: Sequence[Any] = self._messages.sessions
         return {
             "counters": dict(self._messages.counters),
+            "descriptors": self._messages.descriptors(),
             "sessions": [
                 {
                     "session_id": s.session_id,

@@ -157,8 +157,11 @@ class ChunkTransfers:
                 f"{lent} bytes are on their way to this client, {size} more were asked for", where="objects",
                 available=f"at most {MAX_LENT_BYTES}", hint="receive what comes before asking for more",
             )  # fmt: skip
-        # The client's own pins lapse, however slowly it reads.
-        pins = self._storage.pin_present([place.key for place in places])
+        with self._storage.lock:
+            if self._storage.pinned(payload.lease, owner=client.session_id) is None:
+                return m.ChunksSent(False)
+            # The client's own pins lapse, however slowly it reads.
+            pins = [self._storage.hold(places)]
         views = self._lent.lend(client.session_id, [(place.offset, place.length) for place in places], pins)
         return Reply(m.ChunksSent(True), views)
 

@@ -29,7 +29,7 @@ from kvframework.api import (
 from kvframework.engine.block_ids import blocks_of_transfer, one_block_each
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver
-from kvframework.engine.transfers import grid_of, outcome_of, pinned_ranges, placed_ranges
+from kvframework.engine.transfers import grid_of, outcome_of, pin_whole, pinned_ranges, placed_ranges
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.storage.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
@@ -94,9 +94,7 @@ class ServerDrivenTransfers:
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
-        wanted = grid.needed(grid.chunks)
-        keys = [grid.flat[index] for index in wanted]
-        lease = self._storage.pin(keys, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
+        lease = pin_whole(self._storage, grid, INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return m.TransferReply(False, reason="not all objects are in L1")
@@ -105,7 +103,7 @@ class ServerDrivenTransfers:
             self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
             return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
 
-        job = self._job(context, payload, pinned_ranges(grid, wanted, lease.objects), blocks, is_store=False)
+        job = self._job(context, payload, pinned_ranges(grid, lease.objects), blocks, is_store=False)
         return _run(context, job, finish)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> MessagingFuture[Message]:

@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import kvframework
 from kvframework.api import (
@@ -26,9 +27,11 @@ from kvframework.api import (
     ServerContext,
     ServerTransport,
 )
+from kvframework.bounded import call_within
 from kvframework.config import ServerConfig
 from kvframework.engine.chunks import ChunkTransfers
-from kvframework.engine.contexts import Contexts, own_context
+from kvframework.engine.client_losses import ClientLosses
+from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.copies import ServerDrivenTransfers
 from kvframework.engine.lookups import Lookups
 from kvframework.engine.registration import AttachedTransport, Registrations
@@ -42,6 +45,11 @@ from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
+
+# A copier that is killed ends within a second, unless its driver holds it in the kernel.
+TRANSPORTS_END_S = 1.2
+# For the calls in flight of the tiers, the storage threads and the arena.
+STORAGE_END_S = 0.75
 
 
 class CacheEngine(EngineServices):
@@ -65,7 +73,7 @@ class CacheEngine(EngineServices):
         self.hasher = hasher
         self._transports = transports
         self._layouts = layouts
-        self._resolver = KeyResolver(hasher)
+        self._resolver = KeyResolver(hasher, storage.records.orders)
         self._registrations = Registrations(
             self.contexts,
             storage,
@@ -78,6 +86,7 @@ class CacheEngine(EngineServices):
         self._chunks = ChunkTransfers(
             self.contexts, storage, self._resolver, chunk_size=config.chunk_size, workers=config.workers
         )
+        self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
             storage,
@@ -87,6 +96,7 @@ class CacheEngine(EngineServices):
             messaging=messaging_status,
             tickets=lambda: len(self._lookups),
             lookups=self._lookups.status,
+            losses=self._losses.status,
         )
         self._account = Account(time.monotonic())
         self._parts = (
@@ -109,7 +119,7 @@ class CacheEngine(EngineServices):
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         """The handlers of every core request that the message server does not answer itself."""
         own: list[Handler] = [  # type: ignore[type-arg]
-            Handler(REQUESTS["PING"], lambda _client, _payload, _buffers: m.Pong(self.boot_id)),
+            Handler(REQUESTS["PING"], self._ping),
             Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
             Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
             Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
@@ -137,6 +147,7 @@ class CacheEngine(EngineServices):
         instances = self._registrations.end_session(client)
         tickets = self._lookups.end_session(client.session_id)
         leases = self.storage.end_owner(client.session_id)
+        self._losses.end_session(client.session_id)
         if instances or tickets or leases:
             log.info(
                 "client %s (process %d) is gone: %d instances, %d tickets and %d leases end",
@@ -154,18 +165,27 @@ class CacheEngine(EngineServices):
             if grown:
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
-    def close(self, drain_s: float = 0.0, end_s: float | None = None) -> None:
-        """After the last request: closes contexts, transports and storage; see `StorageManager.close`. A transport that
-        fails at it is logged."""
-        for context in list(self.contexts.values()):
-            if context.memory is not None:
-                _close(context.memory, f"instance {context.instance_id}")
+    def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
+        """After the last request: closes contexts, transports and storage. A transport that fails at it is logged.
+
+        With `by`, of the monotonic clock, all of it has ended or is left to the process's end by then, and what is on
+        its way to L2 has the time that the others leave; without, L2 gets nothing more. See `StorageManager.close`.
+        """
+        contexts = list(self.contexts.values())
         self.contexts.clear()
-        for name, transport in self._transports.items():
-            if transport.server is not None:
-                _close(transport.server, f"transport {name}")
-        self._chunks.close()
-        self.storage.close(drain_s, end_s)
+        closing = {
+            f"transport {name}": partial(_close_transport, name, transport.server, contexts)
+            for name, transport in self._transports.items()
+            if transport.server is not None
+        }
+        late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
+        if late:
+            log.error("the end of %s takes too long", " and ".join(late))
+        if by is None:
+            self.storage.close(process_ends=process_ends)
+            return
+        left = max(by - time.monotonic(), 0.0)
+        self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
 
     # EngineServices, for the request handlers of plugins
 
@@ -178,10 +198,10 @@ class CacheEngine(EngineServices):
         return context
 
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        desc = self.layout_desc(key.namespace)
-        if desc is None:
-            raise RequestError(f"namespace {key.namespace.hex()} is not registered", hint="register an instance first")
-        return self._resolver.resolve(key, desc).by_row()
+        return self._resolver.resolve(key, self._known_desc(key.namespace)).by_row()
+
+    def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        return self._resolver.prefixes(namespace, cache_salt, ranks, len(self._known_desc(namespace).groups))
 
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
         record = self.storage.records.get(namespace)
@@ -197,6 +217,16 @@ class CacheEngine(EngineServices):
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
         return self.storage.submit_prefetch_task(keys, layout_desc, select=select)
+
+    def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
+        self._losses.heard(client, payload.lost)
+        return m.Pong(self.boot_id)
+
+    def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
+        desc = self.layout_desc(namespace)
+        if desc is None:
+            raise RequestError(f"namespace {namespace.hex()} is not registered", hint="register an instance first")
+        return desc
 
     def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
         if not payload.namespace:
@@ -214,6 +244,13 @@ class CacheEngine(EngineServices):
         # What has just been read over the wire counts as in use for a moment longer.
         self._chunks.settle()
         return m.Cleared(*self.storage.clear(l2=payload.l2))
+
+
+def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:
+    for context in contexts:
+        if context.transport == name and context.memory is not None:
+            _close(context.memory, f"instance {context.instance_id}")
+    _close(transport, f"transport {name}")
 
 
 def _close(part: ServerContext | ServerTransport, what: str) -> None:

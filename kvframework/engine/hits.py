@@ -16,15 +16,15 @@ def window_chunks(window: int, chunk_tokens: int) -> int:
     return -(-window // chunk_tokens)
 
 
-def hit_chunks(rows: Sequence[Sequence[bool]], windows: Sequence[int]) -> int:
-    """The longest usable prefix in chunks. `rows[r][c]`: object c of row r is there; `windows[r]` in chunks, 0:
-    full."""
+def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
+    """The longest usable prefix in chunks. `rows[r][c]` is true if object c of row r is there; `windows[r]` in chunks,
+    0: full."""
     if not rows:
         return 0
     bound = len(rows[0])
     for row, window in zip(rows, windows, strict=True):
         if not window:
-            bound = min(bound, _prefix(row))
+            bound = min(bound, prefix_chunks(row))
     if not any(windows):
         return bound
     usable = [_usable_ends(row, window) for row, window in zip(rows, windows, strict=True) if window]
@@ -39,14 +39,12 @@ def needed_chunks(end: int, window: int) -> range:
     return range(max(end - window, 0) if window else 0, end)
 
 
-def _prefix(row: Sequence[bool]) -> int:
-    for index, there in enumerate(row):
-        if not there:
-            return index
-    return len(row)
+def prefix_chunks(row: Sequence[object]) -> int:
+    """The chunks before the first that is missing."""
+    return len(row) if all(row) else list(map(bool, row)).index(False)
 
 
-def _usable_ends(row: Sequence[bool], window: int) -> list[bool]:
+def _usable_ends(row: Sequence[object], window: int) -> list[bool]:
     run = 0
     ends = [True]
     for index, there in enumerate(row, start=1):

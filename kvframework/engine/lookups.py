@@ -16,6 +16,7 @@ from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
 from kvframework.errors import BadRange, LeaseUnknown, NamespaceMismatch
 from kvframework.storage.loading import LoadTask
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.objects import UNPIN_AT_ONCE
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 
@@ -34,6 +35,7 @@ class Ticket:
     hit_tokens: int = 0
     pending: bool = False
     pins: str = ""
+    objects: int = 0
     task: LoadTask | None = None
     deadline: float = 0.0
     ended: bool = False
@@ -84,7 +86,7 @@ class Lookups:
             lease = self._storage.pin(keys, owner=owner, request_id=request_id, lease_s=self._ticket_s)
             if lease is None:
                 return ""
-            ticket = Ticket(secrets.token_hex(8), owner, request_id, pins=lease.id, counted=True)
+            ticket = Ticket(secrets.token_hex(8), owner, request_id, pins=lease.id, objects=len(keys), counted=True)
             ticket.deadline = self._storage.clock() + self._ticket_s
             self._tickets[ticket.id] = ticket
             return ticket.id
@@ -108,11 +110,17 @@ class Lookups:
             return len(ending)
 
     def expire(self) -> None:
-        """Ends tickets whose time is over, so that a client that forgets them leaves nothing behind."""
+        """Ends tickets whose time is over, so that a client that forgets them leaves nothing behind; the rest at the
+        next tick once `UNPIN_AT_ONCE` objects are unpinned."""
         now = self._storage.clock()
+        unpinned = 0
         with self._storage.lock:
             for ticket in [t for t in self._tickets.values() if not t.pending and now >= t.deadline]:
+                # Its pins lapse as they end, so that their number cannot be asked for.
+                unpinned += ticket.objects
                 self._end(ticket)
+                if unpinned >= UNPIN_AT_ONCE:
+                    break
 
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply:
         key = payload.key
@@ -193,7 +201,7 @@ class Lookups:
 
     def _may_load(self, ticket: Ticket) -> bool:
         """Else it is answered with what L1 has: one client does not keep the others from L2."""
-        return self._loading[ticket.owner] < MAX_LOADS
+        return self._storage.has_tiers and self._loading[ticket.owner] < MAX_LOADS
 
     def _load_begun(self, ticket: Ticket) -> None:
         if ticket.pending:
@@ -207,16 +215,16 @@ class Lookups:
             del self._loading[ticket.owner]
 
     def _pin(self, ticket: Ticket, grid: KeyGrid) -> int:
-        """Pins the hit of what L1 holds now under the ticket, in place of what it pinned before; the chunks."""
-        hit = grid.hit(self._storage.which_present(grid.flat))
+        """Pins the hit of what L1 holds now under the ticket, in place of what it pinned before; the chunks. The lock
+        is held."""
+        hit, objects = grid.find(self._storage.row)
         before, ticket.pins = ticket.pins, ""
         ticket.deadline = self._storage.clock() + self._ticket_s
+        ticket.objects = len(objects)
         if hit:
-            lease = self._storage.pin(
-                [grid.flat[index] for index in grid.needed(hit)],
-                owner=ticket.owner, request_id=ticket.request_id, lease_s=self._ticket_s,
-            )  # fmt: skip
-            ticket.pins = lease.id if lease else ""
+            ticket.pins = self._storage.pin_objects(
+                objects, owner=ticket.owner, request_id=ticket.request_id, lease_s=self._ticket_s
+            ).id
         if before:
             self._unpin(ticket.owner, before)
         ticket.hit_tokens = hit * grid.desc.chunk_tokens

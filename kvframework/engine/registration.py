@@ -21,6 +21,7 @@ from kvframework.api import (
     validate_layout,
 )
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
+from kvframework.engine.layer_order import first_difference, layer_order
 from kvframework.engine.resolve import MAX_TEXT, MAX_WORLD_SIZE
 from kvframework.errors import (
     AlreadyRegistered,
@@ -39,7 +40,7 @@ from kvframework.wire.table import REQUESTS
 log = logging.getLogger(__name__)
 
 # Fields of an instance's description that tell why two namespaces differ.
-TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "forms")
+TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "mla", "forms")
 
 MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
@@ -203,6 +204,7 @@ class Registrations:
         self, context: RegisteredContext, client: ClientInfo, handles: Sequence[bytes]
     ) -> m.Registered | MessagingFuture[Message]:
         desc = context.get_layout_desc(self._chunk_size)
+        self._check_layers(context)
         record = NamespaceRecord(context.model_name, context.world_size, desc)
         self._storage.records.add(context.namespace, record)
         server = self._transports[context.transport].server
@@ -211,6 +213,7 @@ class Registrations:
         self._tell_apart(context)
         self._contexts[context.instance_id] = context
         self._storage.records.hold(context.namespace)
+        self._storage.records.order(context.namespace, context.rank, layer_order(context.layout))
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
             context.instance_id, context.model_name, context.rank, context.world_size, context.layout.format,
@@ -218,6 +221,21 @@ class Registrations:
         )  # fmt: skip
         opened = context.memory.opened() if context.memory is not None else None
         return _answer_after(opened, m.Registered(context.namespace, desc))
+
+    def _check_layers(self, context: RegisteredContext) -> None:
+        """Instances of one namespace and rank hold the same layers in the same places, or would read each other's."""
+        for other in self._contexts.values():
+            if other.namespace != context.namespace:
+                continue
+            if context.rank != other.rank and context.rank is not None and other.rank is not None:
+                continue
+            difference = first_difference(context.layout, other.layout)
+            if difference:
+                raise NamespaceMismatch(
+                    difference, where=f"layers of instance {context.instance_id}",
+                    available=f"the order of instance {other.instance_id} (process {other.pid}), which is registered",
+                    hint="list both engines' layers alike, or give one another revision",
+                )  # fmt: skip
 
     def _tell_apart(self, context: RegisteredContext) -> None:
         """Two namespaces of one model share nothing. Untold, that looks like a cache without hits."""
@@ -234,7 +252,7 @@ class Registrations:
         log.info(
             "instance %d shares nothing with instance %d of the same model %s: %s",
             context.instance_id, other.instance_id, context.model_name,
-            "; ".join(differing) or "another revision, quantisation, packing or kind of weights",
+            "; ".join(differing) or "what they say of revision, quantisation, packing or hasher differs",
         )  # fmt: skip
 
     def _end(self, context: RegisteredContext) -> None:

@@ -13,6 +13,7 @@ import kvframework
 from kvframework.api import ClientInfo, Handler, ServerTransport
 from kvframework.engine.contexts import Contexts
 from kvframework.engine.trouble import problems
+from kvframework.log_form import log_status
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
@@ -33,6 +34,7 @@ class StatusReport:
         messaging: Callable[[], Mapping[str, object]],
         tickets: Callable[[], int],
         lookups: Callable[[], Mapping[str, int]],
+        losses: Callable[[], Mapping[str, object]],
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -42,6 +44,7 @@ class StatusReport:
         self._messaging = messaging
         self._tickets = tickets
         self._lookups = lookups
+        self._losses = losses
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -74,5 +77,10 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """The storage's and the message server's part of the document."""
-        return {**self._storage.status(), "messaging": self._messaging()}
+        """What clients lost, and the storage's, the message server's and the log's part of the document."""
+        return {
+            "losses": self._losses(),
+            **self._storage.status(),
+            "messaging": self._messaging(),
+            "log": log_status(),
+        }

@@ -11,7 +11,7 @@ from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrieveP
 from kvframework.engine.contexts import Contexts, RegisteredContext, own_context
 from kvframework.engine.resolve import KeyGrid, KeyResolver, check_key
 from kvframework.errors import TransportMismatch
-from kvframework.storage.leases import StoredObject
+from kvframework.storage.leases import PinLease, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import Reservation
 from kvframework.wire import messages as m
@@ -83,17 +83,13 @@ class EngineDrivenTransfers:
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> RetrievePlan:
         grid = self._grid(client, payload)
-        wanted = grid.needed(grid.chunks)
-        lease = self._storage.pin(
-            [grid.flat[index] for index in wanted],
-            owner=client.session_id,
-            request_id=payload.key.request_id,
-            lease_s=self._retrieve_lease_s,
+        lease = pin_whole(
+            self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
         )
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return RetrievePlan(False, reason="not all objects are in L1")
-        return RetrievePlan(True, lease.id, pinned_ranges(grid, wanted, lease.objects), self._retrieve_lease_s)
+        return RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)
@@ -126,12 +122,23 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
     )
 
 
-def pinned_ranges(grid: KeyGrid, wanted: Sequence[int], objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
-    """Where each of the pinned `objects` lies (`grid` of one rank); `wanted` are their indices, in the same order."""
+def pin_whole(
+    storage: StorageManager, grid: KeyGrid, owner: int, *, request_id: str, lease_s: float | None
+) -> PinLease | None:
+    """Pins what a hit of the whole key uses, None if any of it is missing."""
+    with storage.lock:
+        objects = grid.whole(storage.row)
+        if objects is None:
+            return None
+        return storage.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+
+
+def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
+    """Where each of the `objects` lies that `pin_whole` pinned (`grid` of one rank)."""
     count = len(grid.desc.groups)
     return tuple(
         ArenaRange(index // count, index % count, stored.offset, stored.length)
-        for index, stored in zip(wanted, objects, strict=True)
+        for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)
     )
 
 

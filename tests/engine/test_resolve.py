@@ -54,6 +54,17 @@ def test_a_salt_separates(resolver: KeyResolver) -> None:
     assert ObjectKey.unpack(salted[0]).salt == salt_digest("tenant")
 
 
+def test_an_order_of_layers_separates_its_rank_only() -> None:
+    orders = {b"n" * 16: {1: bytes(range(16))}}
+    ordered = KeyResolver(Sha256(), lambda namespace: orders.get(namespace, {}))
+    plain = KeyResolver(Sha256())
+    for salt in ("", "tenant"):
+        rows, others = (each.resolve(key(worker_id=None, cache_salt=salt), DESC).by_row() for each in (ordered, plain))
+        assert rows[0, 0] == others[0, 0]
+        assert not set(rows[1, 0]) & set(others[1, 0])
+        assert rows[1, 1] == ordered.resolve(key(cache_salt=salt), DESC).by_row()[1, 1]
+
+
 def test_sizes_follow_the_layer_groups(resolver: KeyResolver) -> None:
     assert [size for _, size in resolver.resolve(key(), DESC).sized()[:3]] == [256, 96, 256]
 

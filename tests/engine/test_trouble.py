@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvframework.engine.trouble import EVERY_S, Account, problems, trouble
+from kvframework.engine.trouble import (
+    EVERY_S,
+    L1_TROUBLE,
+    L2_TROUBLE,
+    LOSSES,
+    MEANING,
+    MESSAGING_TROUBLE,
+    Account,
+    problems,
+    trouble,
+)
 
 
 def document(**parts: Any) -> dict[str, Any]:
@@ -25,6 +35,8 @@ def tier(**fields: Any) -> dict[str, Any]:
         "state_s": 3.0,
         "circuits": {"read": "closed", "write": "closed"},
         "last_error": "",
+        "overdue_call": "",
+        "overdue_s": 0.0,
         "hits": 5,
         "corrupt": 0,
         **fields,
@@ -48,9 +60,60 @@ def test_a_tier_whose_circuit_is_not_closed() -> None:
     assert "down for reads and writes" in problem["fact"]
 
 
+def test_a_tier_whose_call_does_not_end() -> None:
+    assert problems(document(l2=[tier(overdue_call="put", overdue_s=0.3)])) == [], "a little late"
+    hung = tier(overdue_call="put", overdue_s=33.1)
+    assert problems(document(l2=[tier(), hung])) == [
+        {"where": "l2.1", "fact": "a put to redis goes on, 33 s after its deadline"}
+    ]
+
+
 def test_memory_that_is_not_there() -> None:
     (problem,) = problems(document(l1={"ready_bytes": 1 << 20, "capacity_bytes": 4 << 20, "counters": {}}))
     assert problem == {"where": "l1", "fact": "1.0 MiB of 4.0 MiB are resident"}
+
+
+def lost(**fields: Any) -> dict[str, Any]:
+    recent = {
+        "client": "vllm worker 0",
+        "pid": 12,
+        "lookups": 0,
+        "loads": 2,
+        "stores": 1,
+        "bytes": 3 << 20,
+        "codes": {"run.deadline": 3},
+        "ago_s": 4.2,
+        **fields,
+    }
+    return document(losses={"lookups": 0, "loads": 2, "stores": 1, "bytes": 3 << 20, "recent": [recent]})
+
+
+def test_what_a_client_lost_lately() -> None:
+    (problem,) = problems(lost())
+    assert problem["where"] == "losses"
+    assert problem["fact"].startswith(
+        "'vllm worker 0' (process 12) lost 2 loads and 1 store (3.0 MiB), the last one 4 s ago: [run.deadline] 3; "
+    )
+    assert problem["fact"].count("busy") == 1
+    assert "deadline_scale" in problem["fact"]
+    assert trouble(lost()) == {"losses.loads": 2, "losses.stores": 1}
+
+
+def test_a_few_losses_are_counted_and_no_problem() -> None:
+    assert problems(lost(codes={"run.deadline": 2, "run.server_gone": 9})) == []
+
+
+def test_what_was_lost_while_there_was_no_server_is_counted_and_no_problem() -> None:
+    document = lost(codes={"run.server_gone": 3})
+    assert problems(document) == []
+    assert trouble(document) == {"losses.loads": 2, "losses.stores": 1}
+
+
+def test_doors_that_are_shut() -> None:
+    seen = {"in_use": 700, "limit": 1000, "tcp": False, "sessions": False, "local": True, "shut_out": {}}
+    (problem,) = problems(document(messaging={"counters": {}, "descriptors": seen}))
+    fact = "700 of 1000 descriptors are in use: new TCP connections and new clients do not come in"
+    assert problem == {"where": "messaging.descriptors", "fact": fact}
 
 
 def test_an_instance_that_lost_its_copier() -> None:
@@ -94,8 +157,25 @@ def test_the_account_tells_what_has_grown_once() -> None:
     assert not account.due(100.0 + EVERY_S - 1)
     assert account.due(100.0 + EVERY_S)
     bad = document(messaging={"counters": {"malformed": 6, "late": 1}})
-    assert account.line(bad, 110.0) == "messaging.counters.late +1, messaging.counters.malformed +6"
+    assert account.line(bad, 110.0) == (
+        "1 answers came after their deadline (messaging.counters.late); "
+        "6 messages were malformed (messaging.counters.malformed)"
+    )
     assert not account.due(111.0)
     assert account.line(bad, 120.0) == ""
     worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
-    assert account.line(worse, 130.0) == "prefetch.refused +1, messaging.counters.malformed +3"
+    assert account.line(worse, 130.0) == (
+        "1 loads did not begin, as too many were under way (prefetch.refused); "
+        "3 messages were malformed (messaging.counters.malformed)"
+    )
+    worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
+    assert account.line(worst, 140.0) == (
+        "2 values were damaged and are deleted, in redis (l2.0.corrupt); "
+        "5 requests were answered with an error (messaging.counters.errors.request.range)"
+    )
+
+
+def test_every_counter_of_trouble_has_words_for_the_log() -> None:
+    names = {f"l1.counters.{name}" for name in L1_TROUBLE} | {*L2_TROUBLE, "prefetch.refused", "log.dropped"}
+    names |= {f"losses.{name}" for name in LOSSES}
+    assert names | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} == MEANING.keys()

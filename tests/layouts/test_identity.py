@@ -57,7 +57,7 @@ def held_alike(draw: st.DrawFn) -> tuple[Group, Group]:
     return engine(), engine()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     pairs=st.lists(held_alike(), min_size=1, max_size=3),
     seed=st.integers(0, 2**16),
@@ -139,7 +139,7 @@ def _expected(group, content, before, ids, to, chunk, skip):
     return want
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pair=held_alike(), seed=st.integers(0, 2**16))
 def test_strides_are_declared_from_the_tensors(pair, seed):
     group, _ = pair

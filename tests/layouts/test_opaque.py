@@ -52,7 +52,7 @@ def raw(tensor: torch.Tensor, block: int) -> bytes:
     return tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     source=st.permutations(range(BLOCKS)),
     target=st.permutations(range(BLOCKS)),

@@ -34,8 +34,8 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    with KVClient(server.endpoint, control_timeout_s=2.0) as connected:
-        assert connected.wait_up(5)
+    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
+        assert connected.wait_up(20)
         yield connected
     with server.client() as cleaner:
         cleaner.call("CLEAR", Clear())
@@ -123,14 +123,14 @@ def test_engines_of_other_layouts_share_objects(server: ServerProcess, client: K
     ]
     first = Engine(client, 1, [forms[0]], 512, seed=5)
     tokens = list(range(512))
-    assert first.worker.submit_store(first.request(tokens), 0, 512, first.ids(512)).result(0)
+    assert first.worker.submit_store(first.request(tokens), 0, 512, first.ids(512)).result(30)
     before = first.blocks(0).flatten(2, 3)[:, :, :512]
     for number, form in enumerate(forms[1:], start=2):
-        with KVClient(server.endpoint, control_timeout_s=2.0) as another:
+        with KVClient(server.endpoint, deadline_scale=20.0) as another:
             other = Engine(another, number, [form], 512)
             assert other.registration.namespace == first.registration.namespace
             assert other.hit(other.request(tokens)) == 512
-            assert other.worker.submit_retrieve(other.request(tokens), 0, 512, other.ids(512)).result(0)
+            assert other.worker.submit_retrieve(other.request(tokens), 0, 512, other.ids(512)).result(30)
             views = PagedLayout(rules=[form.rule("*")]).block_views(other.registration.layout, other.kv)[0]
             found = torch.stack([torch.stack(list(plane)) for plane in views]).contiguous().view(torch.uint8)
             assert torch.equal(found.flatten(2, 3)[:, :, :512], before), form.axes
@@ -148,13 +148,14 @@ def test_a_hit_needs_of_each_group_what_its_attention_needs(client: KVClient, pa
     ids[1] = [NO_BLOCK] * 20 + ids[1][20:]  # held: tokens 640 to 1024, so chunks 3 whole and 2 in part
     ids[2] = [NO_BLOCK] * 15 + ids[2][15:]
     future = engine.worker.submit_store(request, 0, 1024, ids)
-    assert future.result(0) is True
+    assert future.result(30) is True
     assert future.detail.stored == 4 + 1 + 1 + 4
     assert engine.hit(request) == 0, "the window of 300 reaches into chunk 2, which was not whole"
     again = engine.ids(1024)
     again[1] = [NO_BLOCK] * 16 + again[1][16:]
     again[2] = [NO_BLOCK] * 15 + again[2][15:]
-    assert engine.worker.submit_store(request, 0, 1024, again).detail.stored == 1
+    future = engine.worker.submit_store(request, 0, 1024, again)
+    assert (future.result(30), future.detail.stored) == (True, 1)
     assert engine.hit(request) == 1024
     assert [engine.hit(request, end) for end in (256, 512, 768)] == [0, 0, 0], "no state at these ends"
 
@@ -163,7 +164,7 @@ def test_a_hit_needs_of_each_group_what_its_attention_needs(client: KVClient, pa
     # Only the window's blocks and the state's need be valid; the others may say anything.
     wanted[1] = [NO_BLOCK, 10**6, *[0] * 20, *wanted[1][22:]]
     wanted[2] = [12345] * 15 + wanted[2][15:]
-    assert other.worker.submit_retrieve(other.request(tokens, "q"), 0, 1024, wanted).result(0) is True
+    assert other.worker.submit_retrieve(other.request(tokens, "q"), 0, 1024, wanted).result(30) is True
     got, want = [other.blocks(group) for group in range(4)], [engine.blocks(group) for group in range(4)]
     assert torch.equal(got[0][:, :, :64], want[0][:, :, :64])
     assert torch.equal(got[1][:, :, 22:32], want[1][:, :, 22:32])
@@ -178,7 +179,7 @@ def test_a_failed_load_names_only_blocks_that_it_would_have_written(client: KVCl
     ids = engine.ids(512)
     ids[1] = [NO_BLOCK] * 6 + ids[1][6:]
     ids[2] = [10**6] * 7 + ids[2][7:]
-    assert engine.worker.submit_retrieve(engine.request(list(range(512))), 0, 512, ids).result(0) is False
+    assert engine.worker.submit_retrieve(engine.request(list(range(512))), 0, 512, ids).result(30) is False
     assert engine.worker.get_finished() == (set(), {"r"})
     assert engine.worker.take_failed_blocks() == [set(range(32)), set(range(6, 16)), {7}, set(range(8))]
 
@@ -188,19 +189,20 @@ def test_what_has_left_every_window_may_be_evicted_and_the_hit_stays(server: Ser
     groups = (big, Group(WINDOW.axes, layers=4, heads=4, dim=16, block_size=32, window=256))
     engine = Engine(client, 1, groups, 1024, seed=9)
     request = engine.request(list(range(1024)))
-    assert engine.worker.submit_store(request, 0, 1024, engine.ids(1024)).detail.stored == 8
+    future = engine.worker.submit_store(request, 0, 1024, engine.ids(1024))
+    assert (future.result(30), future.detail.stored) == (True, 8)
     assert [engine.hit(request, end) for end in (256, 512, 768, 1024)] == [256, 512, 768, 1024]
     # L1 holds 16 objects. The hit of 1024 keeps using 4 + 1 of them; others push out the oldest of the rest.
     for number in range(3):
         assert engine.hit(request) == 1024
         filler = engine.request([number + 5000] * 512, f"filler{number}")
-        assert engine.worker.submit_store(filler, 0, 512, engine.ids(512)).result(0)
+        assert engine.worker.submit_store(filler, 0, 512, engine.ids(512)).result(30)
     with server.client() as watcher:
         assert watcher.status()["l1"]["evictions"] >= 2
     assert engine.hit(request) == 1024
     assert engine.hit(request, 512) == 0, "the window's first chunks are gone"
     other = Engine(client, 2, groups, 1024)
-    assert other.worker.submit_retrieve(other.request(list(range(1024)), "q"), 0, 1024, other.ids(1024)).result(0)
+    assert other.worker.submit_retrieve(other.request(list(range(1024)), "q"), 0, 1024, other.ids(1024)).result(30)
     assert torch.equal(other.blocks(0)[:, :, :64], engine.blocks(0)[:, :, :64])
     assert torch.equal(other.blocks(1)[:, :, 24:32], engine.blocks(1)[:, :, 24:32])
 
@@ -215,8 +217,8 @@ def test_full_attention_may_leave_out_nothing(client: KVClient) -> None:
     key = engine.worker.key(request, 0, 512)
     for first in ([1, 0, 0, 0], [0, 3, 0, 0], [0, -1, 0, 0], [0, 0]):
         with pytest.raises(BadRange, match="first_chunks"):
-            client.prepare_store(key, 1, first)
-    assert client.prepare_store(key, 1, [0, 2, 2, 0]).outcome.dropped == 0
+            client.prepare_store(key, 1, first).result(30)
+    assert client.prepare_store(key, 1, [0, 2, 2, 0]).result(30).outcome.dropped == 0
 
 
 class PackedView(EngineView):
@@ -261,10 +263,10 @@ def test_opaque_blocks_of_two_engines_meet_only_with_the_same_packing(client: KV
     (one, _), (two, same), (_, foreign) = register("a", 1, "amx"), register("b", 2, "amx"), register("c", 3, "vec")
     request = RequestHashes(client.hasher, CHUNK, request_id="r")
     request.extend(range(512))
-    assert one.submit_store(request, 0, 512, [list(range(32))]).result(0)
+    assert one.submit_store(request, 0, 512, [list(range(32))]).result(30)
     assert same.lookup(request).hit_tokens == 512
     assert foreign.lookup(request).hit_tokens == 0
-    assert two.submit_retrieve(request, 0, 512, [list(range(32, 0, -1))], skip_first_n_tokens=48).result(0)
+    assert two.submit_retrieve(request, 0, 512, [list(range(32, 0, -1))], skip_first_n_tokens=48).result(30)
     for name, tensor in kv["a"].items():
         assert torch.equal(kv["b"][name][1:30].flip(0), tensor[3:32])
         assert not torch.equal(kv["b"][name][30:33].flip(0), tensor[:3])

@@ -127,8 +127,8 @@ def test_kill_9_between_prepare_and_commit_publishes_nothing(server: ServerProce
         with storing(busy, registered), worker(server, "store") as writer:
             assert watcher.prepare_store(key, 2).outcome.in_flight == 4
             writer.signal(signal.SIGKILL)
-            wait_until(lambda: not watcher.status()["l1"]["write_leases"] or not _holds(watcher, 50), 2)
-            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], 2, "the end of the dead worker")
+            wait_until(lambda: not watcher.status()["l1"]["write_leases"] or not _holds(watcher, 50))
+            wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], what="the end of the dead worker")
             assert watcher.lookup(key).hit_tokens == 0
             assert watcher.retrieve(key, 2) is None
             plan = watcher.prepare_store(key, 2)
@@ -148,7 +148,7 @@ def test_a_stopped_writer_that_wakes_up_harms_nobody(server: ServerProcess) -> N
         key = key_for(registered, TOKENS)
         with storing(busy, registered), worker(server, "store") as writer:
             writer.signal(signal.SIGSTOP)
-            wait_until(lambda: quarantined(watcher) > 0, 5, "the quarantine")
+            wait_until(lambda: quarantined(watcher) > 0, what="the quarantine")
             assert watcher.lookup(key).hit_tokens == 0
             committed = watcher.store(key, b"MINE", 2)
             assert committed is not None, "the key is free for another writer"
@@ -165,9 +165,9 @@ def test_the_quarantine_of_a_stopped_writer_ends_with_its_death(server: ServerPr
     with server.client() as watcher, worker(server, "store") as writer:
         watcher.call("CLEAR", m.Clear())
         writer.signal(signal.SIGSTOP)
-        wait_until(lambda: quarantined(watcher) > 0, 5, "the quarantine")
+        wait_until(lambda: quarantined(watcher) > 0, what="the quarantine")
         writer.signal(signal.SIGKILL)
-        wait_until(lambda: quarantined(watcher) == 0, 2, "the range")
+        wait_until(lambda: quarantined(watcher) == 0, what="the range")
 
 
 def test_a_stopped_reader_is_told_that_its_pin_was_lost(server: ServerProcess) -> None:
@@ -177,7 +177,7 @@ def test_a_stopped_reader_is_told_that_its_pin_was_lost(server: ServerProcess) -
         client.store(key, b"READ")
         with worker(server, "retrieve") as reader:
             reader.signal(signal.SIGSTOP)
-            wait_until(lambda: client.status()["l1"]["pins"] == 0, 5, "the lapse of the pins")
+            wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the lapse of the pins")
             reader.signal(signal.SIGCONT)
             assert reader.go_on() == "held False"
         with worker(server, "retrieve") as reader:
@@ -202,4 +202,4 @@ def test_two_hundred_lookups_of_dead_clients_leave_no_pin(server: ServerProcess)
             for _ in range(10):
                 assert doomed.lookup(key).hit_tokens == 1024
             doomed.close()
-        wait_until(lambda: client.status()["l1"]["pins"] == 0, 2, "the pins of the dead")
+        wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the pins of the dead")

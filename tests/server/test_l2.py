@@ -47,7 +47,7 @@ def settled(client: WireClient, reply: m.LookupReply) -> m.LookupReply:
             last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
         return not last[0].pending
 
-    wait_until(done, 10, "the prefetch")
+    wait_until(done, what="the prefetch")
     return last[0]
 
 
@@ -55,7 +55,7 @@ def store(server: ServerProcess) -> m.Registered:
     with server.client() as client:
         registered = client.register()
         client.store(key_for(registered, TOKENS), b"kept on restart!")
-        wait_until(lambda: written(client), 10, "the write-back")
+        wait_until(lambda: written(client), what="the write-back")
     return registered
 
 
@@ -127,9 +127,9 @@ def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, 
             assert client.call(end, m.EndSession()).tickets == 1
         else:
             client.close()
-        wait_until(lambda: watcher.status()["tickets"] == 0, 10, "the end of the ticket")
+        wait_until(lambda: watcher.status()["tickets"] == 0, what="the end of the ticket")
         redis.sigcont()
-        wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, 10, "the end of the load")
+        wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, what="the end of the load")
         l1 = watcher.status()["l1"]
         assert (l1["pins"], l1["write_leases"]) == (0, 0)
 
@@ -137,7 +137,7 @@ def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, 
 def test_an_idle_server_knows_that_its_tier_has_gone(server: ServerProcess, redis: RedisServer) -> None:
     with server.client() as client:
         redis.kill9()
-        wait_until(lambda: client.status()["l2"][0].get("errors", 0) >= 1, 20, "a check that fails")
+        wait_until(lambda: client.status()["l2"][0].get("errors", 0) >= 1, what="a check that fails")
 
 
 def test_zstd_packs_what_redis_holds(redis: RedisServer) -> None:
@@ -177,9 +177,9 @@ def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -
         assert committed.outcome.stored == 8, "a dead tier fails no store"
         assert client.lookup(key).hit_tokens == len(TOKENS)
         assert settled(client, client.lookup(key_for(registered, [1] * 256))).hit_tokens == 0
-        wait_until(lambda: client.status()["l2"][0]["state"] != "closed", 10, "the circuit to open")
+        wait_until(lambda: client.status()["l2"][0]["state"] != "closed", what="the circuit to open")
         redis.restart()
-        wait_until(lambda: written(client), 20, "the write-back to go on")
+        wait_until(lambda: written(client), what="the write-back to go on")
         client.call("CLEAR", m.Clear())
         assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
 
@@ -189,7 +189,7 @@ def test_a_stalled_redis_does_not_delay_what_l1_answers(server: ServerProcess, r
         registered = client.register()
         key = key_for(registered, TOKENS)
         client.store(key, b"here")
-        wait_until(lambda: written(client), 10, "the write-back")
+        wait_until(lambda: written(client), what="the write-back")
         redis.sigstop()
         try:
             for token in range(20):

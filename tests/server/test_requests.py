@@ -162,7 +162,7 @@ def test_a_clients_end_frees_all_that_it_holds(server: ServerProcess, client: Wi
     other.prepare_store(key_for(registered, [3] * 256), 5)
     assert client.status()["l1"]["pin_leases"] == 2
     other.close()
-    wait_until(lambda: client.status()["non_gpu_instance_ids"] == [1], 2, "the end of the other client")
+    wait_until(lambda: client.status()["non_gpu_instance_ids"] == [1], what="the end of the other client")
     assert_nothing_is_held(client)
 
 
@@ -356,3 +356,11 @@ def test_raw_dealers_without_frames_are_ignored(server: ServerProcess, client: W
     assert client.call("PING", m.Empty())
     dealer.close()
     context.term()
+
+
+def test_two_instances_that_differ_in_mla_alone_are_told_so() -> None:
+    with ServerProcess() as server, server.client() as client:
+        assert client.register(1).namespace != client.register(2, use_mla=True).namespace
+        wait_until(lambda: "shares nothing" in server.log)
+        assert "shares nothing with instance 1 of the same model tiny: mla True, not False" in server.log
+        assert "revision" not in server.log

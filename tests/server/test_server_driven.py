@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, canonical_desc, compute_namespace
+from kvframework.api import KVLayout, LayerGroup, StoreOutcome, canonical_desc, compute_namespace
+from kvframework.client import KVClient
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.server.gated_transport import GatedPlugin
@@ -87,7 +88,7 @@ def test_a_retrieve_of_what_is_not_there_is_a_miss(client: WireClient) -> None:
 
 def test_cancel_is_answered_only_when_the_blocks_are_touched_no_more(client: WireClient, plugin: GatedPlugin) -> None:
     request = client.send("STORE", transfer(list(range(32))))
-    assert plugin.transport.waiting.wait(5)
+    assert plugin.transport.waiting.wait(60)
     plugin.transport.gate.release()
     wait_until(lambda: plugin.transport.copies == 1)
     cancel = client.send("CANCEL", m.Cancel(request))
@@ -154,11 +155,11 @@ def test_a_client_that_dies_in_mid_copy_publishes_nothing(
     register(doomed, memory, instance_id=2)
     payload = transfer(list(range(32)), tokens=[9] * 512)
     doomed.send("STORE", m.TransferRequest(payload.key, 2, payload.block_ids))
-    assert plugin.transport.waiting.wait(5)
+    assert plugin.transport.waiting.wait(60)
     doomed.close()
-    wait_until(lambda: client.status()["gpu_instance_ids"] == [1], 2)
+    wait_until(lambda: client.status()["gpu_instance_ids"] == [1])
     plugin.transport.gate.release(1000)
-    wait_until(lambda: held(client) == (0, 0), 2)
+    wait_until(lambda: held(client) == (0, 0))
     assert client.lookup(payload.key).hit_tokens == 0
 
 
@@ -189,3 +190,13 @@ def test_bad_groups_skips_and_paths_are_refused(client: WireClient) -> None:
         client.call("PREPARE_STORE", m.Prepare(good.key, 1))
     with pytest.raises(errors.TransportMismatch, match="at least one"):
         client.call("REGISTER_KV_CACHE", m.RegisterKvCache(5, "tiny", 1, 0, NAMESPACE, "gated", LAYOUT))
+
+
+def test_a_transfer_that_is_refused_has_its_cause_and_a_store_its_outcome(server: Server) -> None:
+    key = key_for(m.Registered(NAMESPACE, canonical_desc(LAYOUT, 256)), TOKENS)
+    with KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
+        for kind, outcome in (("STORE", StoreOutcome(dropped=2)), ("RETRIEVE", None)):
+            future = client.submit(kind, key, 99, [range(32)], b"", 0)
+            assert (future.result(20), future.detail) == (False, outcome)
+            assert isinstance(future.cause, errors.NotRegistered)

@@ -142,7 +142,7 @@ def test_a_load_tells_its_end_while_it_still_pins(stored: Stored) -> None:
     task.add_done_callback(end)
     task.add_done_callback(lambda: told.append("second"))
     stored.tier.resume()
-    assert ended.wait(10)
+    assert ended.wait(60)
     wait_until(lambda: task.done, what="the end of the load")
     assert told[0] == ("kvf-", 3)
     assert told[1:] == [told[1], "second"]
@@ -163,6 +163,6 @@ def test_a_cancelled_load_ends_too(stored: Stored) -> None:
     task.cancel()
     assert not ended.is_set()
     stored.tier.resume()
-    assert ended.wait(10)
+    assert ended.wait(60)
     wait_until(lambda: task.done, what="the end of the load")
     assert task.loaded == 0

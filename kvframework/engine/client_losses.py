@@ -1,0 +1,107 @@
+"""What clients say that they lost: sums since the start, and who lost what lately. Also of clients that have ended.
+
+What they say is theirs: each client counts for its own session only, within the bounds of `wire.messages.Lost`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvframework.api import ClientInfo
+from kvframework.wire.messages import MAX_LOST, MOST_LOST, Lost
+
+# A loss is recent for so long; losses with shorter pauses between them are shown as one.
+RECENT_S = 60.0
+MAX_RECENT = 64
+KINDS = ("lookups", "loads", "stores", "nbytes")
+
+
+@dataclass
+class _Recent:
+    """Of one session, since the last pause; the time is the clock's."""
+
+    client: str
+    pid: int
+    last: float
+    amounts: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+
+
+class ClientLosses:
+    """`heard` and `end_session` on the serving thread, `status` on any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._heard: dict[int, dict[str, Lost]] = {}
+        self._totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        self._recent: dict[int, _Recent] = {}
+
+    def heard(self, client: ClientInfo, lost: Sequence[Lost]) -> None:
+        """All that this session lost, so far: what is new of it counts, and what is less than before is passed over."""
+        if not lost:
+            return
+        before = self._heard.setdefault(client.session_id, {})
+        amounts: Counter[str] = Counter()
+        codes: Counter[str] = Counter()
+        for each in lost:
+            known = before.get(each.code)
+            if known is None and len(before) >= MAX_LOST:
+                continue
+            known = known or Lost(each.code)
+            grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in KINDS}
+            before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in KINDS})
+            amounts.update(grown)
+            codes[each.code] += grown["lookups"] + grown["loads"] + grown["stores"]
+        if any(codes.values()):
+            self._add(client, amounts, codes)
+
+    def end_session(self, session_id: int) -> None:
+        """What it lost stays; a session id never comes again."""
+        self._heard.pop(session_id, None)
+
+    def status(self) -> dict[str, Any]:
+        """For the status document, the client that lost something last first."""
+        with self._lock:
+            self._forget()
+            now = self._clock()
+            return {
+                **{_shown(name): self._totals[name] for name in KINDS},
+                "recent": [
+                    {
+                        "session_id": session_id,
+                        "client": each.client,
+                        "pid": each.pid,
+                        **{_shown(name): each.amounts[name] for name in KINDS},
+                        "codes": {code: calls for code, calls in each.codes.items() if calls},
+                        "ago_s": round(now - each.last, 1),
+                    }
+                    for session_id, each in reversed(self._recent.items())
+                ],
+            }
+
+    def _add(self, client: ClientInfo, amounts: Counter[str], codes: Counter[str]) -> None:
+        with self._lock:
+            self._forget()
+            recent = self._recent.pop(client.session_id, None)
+            if recent is None and len(self._recent) >= MAX_RECENT:
+                del self._recent[next(iter(self._recent))]
+            recent = self._recent[client.session_id] = recent or _Recent(client.name, client.pid, 0.0)
+            recent.last = self._clock()
+            for sums, added in ((self._totals, amounts), (recent.amounts, amounts), (recent.codes, codes)):
+                for name, amount in added.items():
+                    sums[name] = min(sums[name] + amount, MOST_LOST)
+
+    def _forget(self) -> None:
+        oldest = self._clock() - RECENT_S
+        for session_id in [session_id for session_id, each in self._recent.items() if each.last < oldest]:
+            del self._recent[session_id]
+
+
+def _shown(name: str) -> str:
+    return "bytes" if name == "nbytes" else name

@@ -1,0 +1,94 @@
+"""Which layer lies where in an instance's objects, and whether two instances of one namespace agree on it. Pure.
+
+Objects hold a layer group's layers one after the other and tell no names, so two instances that put them in another
+order, or into other groups, would read each other's layers. What engines of different kinds call their layers differs,
+but the numbers in the names count layers in the model's order everywhere. So the order of an instance is what its names
+are to their natural order, in which numbers in a text compare as numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from kvframework.api import LAYER_ORDER_BYTES, KVLayout
+
+# (layer group, place in it)
+Place = tuple[int, int]
+
+
+def layer_order(layout: KVLayout) -> bytes:
+    """b"" for layers that follow each other in the natural order of their names, group after group, and for layers
+    without names; else `LAYER_ORDER_BYTES` bytes that are equal for equal orders only, whatever the names.
+
+    BLAKE2b over the JSON of each group's layers as positions in the natural order of all names.
+    """
+    position = _positions(layout)
+    order = [[position[name] for name in group.layer_names] for group in layout.groups]
+    flat = [each for group in order for each in group]
+    if flat == sorted(flat):
+        return b""
+    encoded = msgspec.json.encode(order)
+    return hashlib.blake2b(encoded, digest_size=LAYER_ORDER_BYTES, person=b"kvf-layers").digest()
+
+
+def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
+    """What of the layers of one instance lies elsewhere in another's, the first name that differs; "" if nothing."""
+    if [group.layer_names for group in mine.groups] == [group.layer_names for group in theirs.groups]:
+        return ""
+    here, there = _places(mine), _places(theirs)
+    for name, places in here.items():
+        if there.get(name, places) != places:
+            return f"layer {_shown(name)} is {_told(places)} here, and {_told(there[name])} there"
+    if layer_order(mine) == layer_order(theirs):
+        return ""
+    # Names of another kind: at the first place at which their natural orders part.
+    mine_at, theirs_at = _by_place(mine), _by_place(theirs)
+    for place in sorted({*mine_at, *theirs_at}):
+        name, position = mine_at.get(place, ("", -1))
+        other, other_position = theirs_at.get(place, ("", -1))
+        if position != other_position:
+            return f"{_told((place,))} is {_shown(name)} here, and {_shown(other)} there: another order of names"
+    return ""
+
+
+def _positions(layout: KVLayout) -> Mapping[str, int]:
+    names = {name for group in layout.groups for name in group.layer_names}
+    return {name: position for position, name in enumerate(sorted(names, key=_natural))}
+
+
+def _natural(name: str) -> tuple[list[tuple[str, int, str]], str]:
+    """Texts and numbers by turns, numbers without their zeros; then the name itself, since "1" and "01" are two."""
+    parts = re.split(r"([0-9]+)", name)
+    numbers = [number.lstrip("0") for number in (*parts[1::2], "")]
+    return [(text, len(number), number) for text, number in zip(parts[::2], numbers, strict=True)], name
+
+
+def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:
+    """By name, in the order of the layout. A layer whose keys and values lie in two groups has two."""
+    places: defaultdict[str, tuple[Place, ...]] = defaultdict(tuple)
+    for group, declared in enumerate(layout.groups):
+        for index, name in enumerate(declared.layer_names):
+            places[name] += ((group, index),)
+    return places
+
+
+def _by_place(layout: KVLayout) -> Mapping[Place, tuple[str, int]]:
+    position = _positions(layout)
+    return {
+        (group, index): (name, position[name])
+        for group, declared in enumerate(layout.groups)
+        for index, name in enumerate(declared.layer_names)
+    }
+
+
+def _shown(name: str) -> str:
+    return repr(name[:80]) if name else "without a name"
+
+
+def _told(places: tuple[Place, ...]) -> str:
+    return " and ".join(f"place {index} of layer group {group}" for group, index in places)
