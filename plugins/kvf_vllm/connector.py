@@ -1,17 +1,18 @@
-"""Owns vLLM's view of the connector: `KvFrameworkConnector`, thin over `SchedulerSide` and `WorkerSide`. vLLM makes one
-of each role, in the scheduler's process and in every worker's, and calls it from that process's engine thread.
+"""vLLM's view of the connector: `KvFrameworkConnector`, thin over `SchedulerSide` and `WorkerSide`. vLLM makes one of
+each role, in the scheduler's process and in every worker's, and calls it from that process's engine thread.
 
-Selected by vLLM's own option, see docs/engines/vllm.md.
+Selected by vLLM's own option, see docs/engines/vllm.md. What it refuses, it refuses at the engine's start; after that
+an exception would end the engine, so every call is guarded by `harmless`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -29,8 +30,8 @@ except ImportError:  # vLLM before 0.32 does not ask where hits come from
 
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks
-from kvf_vllm.events import BlocksRemoved, BlocksStored
 from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
 from kvf_vllm.logs import join_log
@@ -38,17 +39,20 @@ from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.proof import prove_planes
+from kvf_vllm.published import published
+from kvf_vllm.registration import register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.steps import StepPlan, StepReport
 from kvf_vllm.supported import check_version
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient
-from kvframework.errors import ConfigFieldError
+from kvframework.errors import ConfigFieldError, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
+# For an engine that names this module and whose VLLM_PLUGINS leaves the entry point out.
+register()
 
 
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
@@ -80,11 +84,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise ConfigFieldError(
-                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: requests whose KV is lost would fail",
-                where="kv_transfer_config", available="recompute", hint='set "kv_load_failure_policy": "recompute"',
-            )  # fmt: skip
+        _check_failure_policy(transfer)
         check_parallel(vllm_config.parallel_config)
         self._groups = groups_of(kv_cache_config)
         if self._options.load == "sync" and len(self._groups) > 1:
@@ -92,21 +92,43 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 f"this model has {len(self._groups)} KV cache groups, which vLLM can only load asynchronously",
                 where="kvframework.load", available="async",
             )  # fmt: skip
+        self._errors = ErrorNotes()
         self._client: KVClient | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._instance: AttachedInstance | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._client = _connect(self._options, "vllm scheduler")
-            self._scheduler = SchedulerSide(
-                ServerLookups(self._client),
-                self._groups,
-                self._options,
-                workers=vllm_config.parallel_config.world_size,
-                loads=transfer.is_kv_consumer,
-                stores=transfer.is_kv_producer,
-                event_block_size=_event_block_size(vllm_config, kv_cache_config),
-            )
+            self._start("the scheduler's side", self._start_scheduler)
+
+    def _start_scheduler(self) -> None:
+        config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
+        self._client = _connect(self._options, "vllm scheduler")
+        self._scheduler = SchedulerSide(
+            ServerLookups(self._client),
+            self._groups,
+            self._options,
+            workers=config.parallel_config.world_size,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+            event_block_size=_event_block_size(config, self._kv_cache_config),
+        )
+
+    def _start(self, what: str, start: Callable[[], None]) -> None:
+        """Raises what the framework says of this engine; anything else leaves the engine without a cache."""
+        try:
+            start()
+        except KVFrameworkError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            self.note_error(what, error)
+            self.shutdown()
+
+    def note_error(self, where: str, error: Exception) -> None:
+        """See `harmless`."""
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.tally.count("errors")
+        self._errors.note(where, error)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,6 +137,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._start("the worker's side", lambda: self._start_worker(kv_caches))
+
+    def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
         rank, world_size, stores = rank_of(config.parallel_config, caches)
         self._client = _connect(self._options, f"vllm worker {rank}")
@@ -128,7 +153,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             world_size=world_size,
             num_blocks=caches.num_blocks,
         )
-        self._worker = WorkerSide(
+        worker = WorkerSide(
             self._instance,
             worker=config.parallel_config.rank,
             is_async=self._options.load == "async",
@@ -136,6 +161,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
         )
         self._instance.attach(kv_caches)
+        self._worker = worker
 
     def _form_of(self, kv_caches: dict[str, torch.Tensor]) -> BlockForm:
         """Raises `BadLayout` if blocks are to be canonical and are not known to convert exactly."""
@@ -148,10 +174,12 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         prove_planes(layers, kv_caches, form.planes(self._groups, kv_caches, caches.num_blocks))
         return form
 
+    @harmless()
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
+    @harmless()
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load(self._get_connector_metadata().plan)
@@ -162,10 +190,12 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: Any) -> None:
         return
 
+    @harmless()
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.store(self._get_connector_metadata().plan)
 
+    @harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None or self._instance is None:
             return KVConnectorTransferResults()
@@ -173,21 +203,30 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._instance.collect()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
+    @harmless(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks() if self._worker is not None else set()
 
+    @harmless()
     def build_connector_worker_meta(self) -> Report | None:
         report = self._worker.take_report() if self._worker is not None else None
         return Report(report) if report else None
 
     # the scheduler's side
 
+    @harmless(lambda: (0, False), then=lambda self, request, *_: self._scheduling().leave_out(request.request_id))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
+    @harmless(
+        then=lambda self, request, blocks, num_external_tokens: self._scheduling().allocated_in_vain(
+            request.request_id, blocks.get_block_ids(), num_external_tokens
+        )
+    )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @harmless(lambda: Plan(StepPlan()), then=lambda self, _output: Plan(self._scheduling().plan_in_doubt()))
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         tables = scheduler_output.kv_connector_block_state
         return Plan(
@@ -198,6 +237,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )
         )
 
+    @harmless()
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, Report):
@@ -206,6 +246,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @harmless(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -213,15 +254,18 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduling().finished(request)
         return False, None
 
+    @harmless(lambda: False)
     def reset_cache(self) -> bool:
         self._scheduling().reset()
         return True
 
+    @harmless(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return [_published(event) for event in self._scheduling().events.take()]
+        return [published(event) for event in self._scheduling().events.take()]
 
     # both
 
+    @harmless()
     def get_kv_connector_stats(self) -> Counted | None:
         side = self._scheduler or self._worker
         counted = side.tally.take() if side is not None else {}
@@ -238,19 +282,32 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return Shown(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
-        if self._instance is not None:
-            self._instance.close()
-        if self._client is not None:
-            self._client.close()
+        parts = (self._scheduler, self._worker, self._instance, self._client)
         self._scheduler = self._worker = self._instance = self._client = None
+        for part in parts:
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:  # noqa: BLE001 - the others still close
+                self.note_error("shutdown", error)
 
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "called on the worker's connector, or after shutdown"
         return self._scheduler
+
+
+def _check_failure_policy(transfer: Any) -> None:
+    """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
+    # Under vLLM's MultiConnector it is the engine's that counts, not the one beside this connector. Workers know it.
+    engine = get_current_vllm_config_or_none()
+    for each in (transfer, getattr(engine, "kv_transfer_config", None)):
+        if each is not None and each.kv_load_failure_policy != "recompute":
+            raise ConfigFieldError(
+                f"kv_load_failure_policy is {each.kv_load_failure_policy!r}: requests whose KV is lost would fail",
+                where=f"kv_transfer_config of {each.kv_connector}",
+                available="recompute",
+                hint='set "kv_load_failure_policy": "recompute"',
+            )
 
 
 def _connect(options: VllmOptions, name: str) -> KVClient:
@@ -258,7 +315,7 @@ def _connect(options: VllmOptions, name: str) -> KVClient:
         options.endpoint or None,
         name=name,
         connect_timeout_s=options.connect_timeout_s,
-        control_timeout_s=options.control_timeout_s,
+        deadline_scale=options.deadline_scale,
     )
 
 
@@ -287,19 +344,3 @@ def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     # vLLM before 0.32 does not keep it in the configuration.
     configured = getattr(kv_cache_config, "hash_block_size", None)
     return int(configured or resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
-
-
-def _published(event: BlocksStored | BlocksRemoved) -> KVCacheEvent:
-    """vLLM's event. Its medium is CPU, whatever tier of the server the blocks lie in by now."""
-    hashes = [maybe_convert_block_hash(each) for each in event.hashes]
-    if isinstance(event, BlocksRemoved):
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=maybe_convert_block_hash(event.parent) if event.parent is not None else None,
-        token_ids=list(event.tokens),
-        block_size=event.block_size,
-        lora_id=None,
-        medium=MEDIUM_CPU,
-        lora_name=None,
-    )

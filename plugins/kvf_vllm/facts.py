@@ -4,12 +4,18 @@ name. vLLM's classes are told by their names, so that nothing here imports vLLM.
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import time
+import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvf_vllm.canonical import LayerForm
-from kvf_vllm.identity import ModelFacts
+from kvf_vllm.identity import ModelFacts, files_of
 from kvf_vllm.layouts import GroupFacts, packing_name
 from kvframework.errors import BadLayout, TransportMismatch
 
@@ -124,7 +130,21 @@ def _backend(layers: Mapping[str, Any], name: str) -> str:
 
 def model_of(vllm_config: Any) -> ModelFacts:
     """What names the model. Looks for its files in the local cache; downloads nothing."""
-    model, load = vllm_config.model_config, vllm_config.load_config
+    # All workers of an engine have one parent.
+    engine = f"{getattr(vllm_config, 'instance_id', '') or uuid.uuid4().hex}-{os.getppid()}"
+    started = _process_started()
+    facts = _facts(vllm_config.model_config, vllm_config.load_config, engine, started)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    # Methods without a model of their own name the target's.
+    if draft is None or draft is vllm_config.model_config:
+        return facts
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return replace(facts, draft=_facts(draft, load, engine, started))
+
+
+def _facts(model: Any, load: Any, engine: str, started: float) -> ModelFacts:
+    multimodal = getattr(model, "multimodal_config", None)
     return ModelFacts(
         name=str(model.model),
         revision=str(model.revision or ""),
@@ -136,9 +156,40 @@ def model_of(vllm_config: Any) -> ModelFacts:
         settings={
             "code_revision": model.code_revision or "",
             "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+            "long_rope": _long_rope(model),
+            "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None) or {},
+            "quantization_config": str(getattr(model, "quantization_config", None) or ""),
+            "video_pruning_rate": getattr(multimodal, "video_pruning_rate", None) or 0,
         },
-        directory=_directory(str(model.model), model.revision, load.download_dir),
+        files=_files(str(model.model), model.revision, load.download_dir, bool(getattr(model, "trust_remote_code", 0))),
+        engine=engine,
+        started=started,
     )
+
+
+def _process_started() -> float:
+    """Seconds since the epoch; infinite where the kernel does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return time.time() - age
+
+
+def _long_rope(model: Any) -> bool:
+    """Whether rotary embeddings of type `longrope` take their long factors, for every prompt: vLLM does so when the
+    longest one may exceed the length of training."""
+    config = getattr(model, "hf_text_config", model.hf_config)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # One for all layers, or one for each type of them.
+    each = [scaling, *(value for value in scaling.values() if isinstance(value, Mapping))]
+    lengths = [
+        entry.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
+        for entry in each
+        if entry.get("rope_type", entry.get("type")) in ("longrope", "su")
+    ]
+    return any(int(model.max_model_len) > int(length or 0) for length in lengths)
 
 
 def _layer_specs(spec: Any) -> dict[str, Any]:
@@ -152,14 +203,19 @@ def _specs_by_layer(group: Any) -> dict[str, Any]:
     return {name: specs.get(name, specs.get("")) for name in group.layer_names}
 
 
-def _directory(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    if Path(model).is_file():
-        return Path(model).parent
+def _files(model: str, revision: str | None, download_dir: str | None, code: bool) -> tuple[Path, ...]:
+    """The files that decide the model's weights, () if they are not here."""
+    path = Path(model)
+    if path.is_file():
+        # A GGUF file, or the first of its shards: `name-00001-of-00003.gguf`.
+        first = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\..*)", path.name)
+        every = re.compile(f"{re.escape(first[1])}\\d{{5}}{re.escape(first[2])}") if first else None
+        return tuple(sorted(each for each in path.parent.iterdir() if every and every.fullmatch(each.name))) or (path,)
     try:
-        from huggingface_hub import snapshot_download
+        if not path.is_dir():
+            from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+            path = Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+        return files_of(path, code=code)
     except Exception:  # noqa: BLE001 - whatever it is, the files are not here
-        return None
+        return ()

@@ -1,36 +1,55 @@
-"""Owns what a vLLM engine's KV is called, so that engines whose KV may differ never share it. Reads weight files.
+"""What a vLLM engine's KV is called, so that engines whose KV may differ never share it. Reads weight files.
 
 A model's name and revision do not name its weights: a checkpoint may be overwritten in place. So the revision always
-holds a fingerprint of the weight files, or the name that the user gave them.
+holds a digest over every byte of the weight files, or the name that the user gave them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import struct
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from kvframework.client import KvIdentity, named_identity
+from kvframework.client import KvIdentity, digest_files, named_identity
 from kvframework.errors import ConfigFieldError
 
+log = logging.getLogger(__name__)
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_TENSOR_SAMPLES = 16
-_FILE_SAMPLES = 4096
-_SAMPLE_BYTES = 8
-_MAX_HEADER = 100_000_000
+# Left by training beside the weights; vLLM does not read them either.
+_NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
+# What else in a model's directory changes KV and is not in its configuration: scales, and how images become numbers.
+_BESIDE_WEIGHTS = frozenset(
+    {
+        "hf_quant_config.json",
+        "quant_config.json",
+        "quantize_config.json",
+        "params.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
+)
+# Formats that load the files of the model's directory. Others have their weights from elsewhere.
+_FORMATS_OF_FILES = frozenset(
+    {
+        "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
+        "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+    }
+)  # fmt: skip
 # What may differ between two loads of the same weights.
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_cache"}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What vLLM knows of its model. `directory` None: the weights are no local files. `dtype` is what it computes in,
-    `settings` are the engine's own settings that change KV."""
+    """What vLLM knows of its model. `files` decide its weights, (): they are no local files. `dtype` is what it
+    computes in, `settings` are the engine's own settings that change KV. `draft` proposes tokens, and keeps KV. The
+    engine is the one called `engine`, whose weights were read after `started`, seconds since the epoch."""
 
     name: str
     revision: str
@@ -40,15 +59,23 @@ class ModelFacts:
     config: Mapping[str, object]
     dtype: str
     settings: Mapping[str, object]
-    directory: Path | None
+    files: tuple[Path, ...] = ()
+    draft: ModelFacts | None = None
+    engine: str = ""
+    started: float = math.inf
 
 
 def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
     """`model` and `weights` are the user's names for them; with both, the KV is called as engines of other kinds call
-    it, see `named_identity`. Without `weights`, reads samples of the weight files.
+    it, see `named_identity`. Without `weights`, reads the weight files whole, once, see `digest_files`.
 
-    Raises `ConfigFieldError` if the weights have no name: they are no local files and `weights` is empty.
+    Raises `ConfigFieldError` if the weights have no name: they are no local files, or change while they are read, and
+    `weights` is empty.
     """
+    settings = dict(facts.settings)
+    if facts.draft is not None:
+        draft = identify(facts.draft, weights=weights)
+        settings["draft"] = [draft.revision, draft.quantization]
     if model and weights:
         return named_identity(
             model,
@@ -56,62 +83,65 @@ def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIden
             config=facts.config,
             dtype=facts.dtype,
             quantization=facts.quantization,
-            settings=facts.settings,
+            settings=settings,
         )
     told = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
-    text = json.dumps([told, {"dtype": facts.dtype, **facts.settings}], sort_keys=True, default=str)
+    text = json.dumps([told, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)
     shape = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-config").hexdigest()
     revision = f"{facts.revision}+{shape}+{weights or _weights(facts)}"
     return KvIdentity(model or facts.name, revision, facts.quantization)
 
 
-def fingerprint(directory: Path) -> str:
-    """32 hex digits over the names, sizes and samples of the weight files, "" if there are none: evenly spread over
-    each tensor of a safetensors file, over the whole of another. Raises `OSError`."""
-    digest = hashlib.blake2b(digest_size=16, person=b"kvf-vllm-files")
-    files = sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES and path.is_file())
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as file:
-            header = _safetensors_header(file, size) if path.suffix == ".safetensors" else None
-            if header is None:
-                _sample(digest, file, 0, size, _FILE_SAMPLES)
-                continue
-            digest.update(header)
-            for begin, end in _tensors(header):
-                _sample(digest, file, 8 + len(header) + begin, end - begin, _TENSOR_SAMPLES)
-    return digest.hexdigest() if files else ""
+def files_of(directory: Path, *, code: bool = False) -> tuple[Path, ...]:
+    """The files of a model's directory that decide its KV, beside its configuration; with `code` the modelling code
+    too. () if there are no weights. Raises `OSError`."""
+    found = sorted(path for path in directory.iterdir() if path.is_file())
+    weights = [path for path in found if path.suffix in WEIGHT_SUFFIXES and path.name not in _NOT_WEIGHTS]
+    if not weights:
+        return ()
+    beside = [path for path in found if path.name in _BESIDE_WEIGHTS or (code and path.suffix == ".py")]
+    return (*weights, *beside)
+
+
+def fingerprint(files: tuple[Path, ...]) -> str:
+    """32 hex digits over the names, sizes and bytes of the files, wherever they lie. Raises `OSError`."""
+    digest = hashlib.blake2b(digest_size=16, person=b"kvf-vllm-bytes")
+    for path, content in sorted(digest_files(files).items(), key=lambda item: item[0].name):
+        digest.update(f"{path.name}:{content.size}:{content.digest}\n".encode())
+    return digest.hexdigest()
 
 
 def _weights(facts: ModelFacts) -> str:
     if facts.load_format == "dummy":
         return f"dummy-{facts.seed}"
-    found = fingerprint(facts.directory) if facts.directory is not None else ""
-    if not found:
-        raise ConfigFieldError(
-            f"the weights of {facts.name!r} are no local files, so that they cannot be told from others",
-            where="kvframework.weights", available="any text that is another one for other weights",
-            hint='set "kvframework.weights" in kv_connector_extra_config',
-        )  # fmt: skip
-    return found
+    if not facts.files:
+        raise _unnamed(facts, "are no local files")
+    if facts.load_format not in _FORMATS_OF_FILES:
+        raise _unnamed(facts, f"are loaded as {facts.load_format!r}, which need not be the model's files")
+    try:
+        content = fingerprint(facts.files)
+        changed = [path.name for path in facts.files if _changed_since(path, facts.started)]
+    except OSError as error:
+        raise _unnamed(facts, f"cannot be read: {error}") from error
+    if not changed:
+        return content
+    # vLLM may have loaded what the file held before.
+    log.warning(
+        "%s of %s changed after this engine started: its KV is shared with no other engine until it starts again",
+        ", ".join(changed[:3]), facts.name,
+    )  # fmt: skip
+    return f"{content}+{facts.engine}"
 
 
-def _safetensors_header(file: BinaryIO, size: int) -> bytes | None:
-    """The JSON header, None if this is no safetensors file after all."""
-    raw = file.read(8)
-    length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else 0
-    if not 0 < length <= min(size - 8, _MAX_HEADER):
-        return None
-    return file.read(length)
+def _changed_since(path: Path, started: float) -> bool:
+    """Files that a hub's cache links to are written once, often by this engine's own download."""
+    found = path.stat()
+    return not path.is_symlink() and max(found.st_mtime, found.st_ctime) > started
 
 
-def _tensors(header: bytes) -> list[tuple[int, int]]:
-    entries = json.loads(header)
-    return sorted(tuple(each["data_offsets"]) for name, each in entries.items() if name != "__metadata__")
-
-
-def _sample(digest: hashlib.blake2b, file: BinaryIO, start: int, size: int, count: int) -> None:
-    last = max(size - _SAMPLE_BYTES, 0)
-    for offset in sorted({last * index // max(count - 1, 1) for index in range(count)}):
-        digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, size), start + offset))
+def _unnamed(facts: ModelFacts, why: str) -> ConfigFieldError:
+    return ConfigFieldError(
+        f"the weights of {facts.name!r} {why}, so that they cannot be told from others",
+        where="kvframework.weights", available="any text that is another one for other weights",
+        hint='set "kvframework.weights" in kv_connector_extra_config',
+    )  # fmt: skip

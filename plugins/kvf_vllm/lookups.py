@@ -1,6 +1,6 @@
 """Owns the scheduler's questions to the server: one request's digests, its lookups and their tickets.
 
-Scheduler process, scheduler thread. No call waits longer than the client's control timeout; failures are misses.
+Scheduler process, scheduler thread. A lookup waits for its short deadline at most; failures are misses.
 """
 
 from __future__ import annotations

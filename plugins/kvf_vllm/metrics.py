@@ -1,4 +1,4 @@
-"""Owns how vLLM shows the connector's counters: in its log lines and in its `/metrics`. Runs in vLLM's front end, and
+"""The connector's counters as vLLM shows them: in its log lines and in its `/metrics`. Runs in vLLM's front end, and
 where a step's counts are merged."""
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.tally import COUNTERS, PREFIX, REASON, SECONDS, merged, summary
 
+# By class and name. When a process makes another engine, vLLM takes its own metrics out of Prometheus' registry, and
+# only those: the connector's stay, and count for all engines of the process.
+_made: dict[tuple[Any, str], Any] = {}
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -42,26 +46,34 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, list[Any]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(
-                name=PREFIX + name,
-                documentation=text,
-                labelnames=[*labelnames, *(["reason"] if name == REASON else [])],
-            )
-            for name, text in COUNTERS.items()
-        }
-        self._histograms = {
-            name: self._histogram_cls(
-                name=f"{PREFIX}{name}_seconds", documentation=text, buckets=_BUCKETS, labelnames=labelnames
-            )
-            for name, text in SECONDS.items()
-        }
+        self._errors = ErrorNotes()
+        self._counters: dict[str, Any] = {}
+        self._histograms: dict[str, Any] = {}
+        try:
+            self._make(labelnames)
+        except Exception as error:  # noqa: BLE001 - an engine without these metrics serves all the same
+            self.note_error("metrics", error)
+
+    def _make(self, labelnames: list[str]) -> None:
+        for name, text in COUNTERS.items():
+            labels = [*labelnames, "reason"] if name == REASON else labelnames
+            self._counters[name] = _metric(self._counter_cls, PREFIX + name, documentation=text, labelnames=labels)
+        for name, text in SECONDS.items():
+            self._histograms[name] = _metric(
+                self._histogram_cls, f"{PREFIX}{name}_seconds", documentation=text, buckets=_BUCKETS,
+                labelnames=labelnames,
+            )  # fmt: skip
         # Without them a scrape before the first event would not show what there is.
-        for labels in per_engine_labelvalues.values():
+        for labels in self.per_engine_labelvalues.values():
             for name, counter in self._counters.items():
                 if name != REASON:
                     counter.labels(*labels)
 
+    def note_error(self, where: str, error: Exception) -> None:
+        """See `harmless`."""
+        self._errors.note(where, error)
+
+    @harmless()
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
@@ -74,3 +86,13 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
             if name in self._histograms:
                 for seconds in each:
                     self._histograms[name].labels(*labels).observe(seconds)
+
+
+def _metric(kind: Any, name: str, **described: Any) -> Any:
+    try:
+        _made[kind, name] = kind(name=name, **described)
+    except ValueError:
+        # "Duplicated timeseries in CollectorRegistry". Raised again if it is somebody else's.
+        if (kind, name) not in _made:
+            raise
+    return _made[kind, name]

@@ -1,4 +1,4 @@
-"""Owns the connector's options: the `kvframework.*` keys of vLLM's `kv_connector_extra_config`. Pure."""
+"""The connector's options: the `kvframework.*` keys of vLLM's `kv_connector_extra_config`. Pure."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ class VllmOptions(Options, frozen=True):
     connect_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="how long the engine's start waits for a server; later it is found by itself")
     ] = 5.0
-    control_timeout_s: Annotated[
-        Seconds, msgspec.Meta(description="how long each question to the server may take before it counts as a miss")
-    ] = 0.05
+    deadline_scale: Annotated[
+        Annotated[float, msgspec.Meta(ge=0.1, le=100)] | None,
+        msgspec.Meta(
+            description="makes the deadlines of calls to the server longer or shorter, 0.1 to 100; "
+            "null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
+        ),
+    ] = None
     transport: Annotated[
         str, msgspec.Meta(description='a transport\'s name; "auto": the first that engine and server share')
     ] = "auto"
@@ -57,9 +61,16 @@ class VllmOptions(Options, frozen=True):
     weights: Annotated[
         str,
         msgspec.Meta(
-            description="what the weights are called; default: a fingerprint of the weight files, where they are local"
+            description="what the weights are called; default: all bytes of the weight files, where they are local"
         ),
     ] = ""
+    announce_salts: Annotated[
+        bool,
+        msgspec.Meta(
+            description="true: events for routers name salted blocks with their salt, which all who subscribe learn; "
+            "false: salted blocks are not announced"
+        ),
+    ] = False
     min_hit_tokens: Annotated[
         int, msgspec.Meta(ge=0, le=1 << 24, description="external hits of fewer tokens are computed instead")
     ] = 0

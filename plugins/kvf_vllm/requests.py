@@ -1,4 +1,4 @@
-"""Owns what is asked of one vLLM request: whether its KV may be loaded and stored, under which salt, and what besides
+"""What is asked of one vLLM request: whether its KV may be loaded and stored, under which salt, and what besides
 its tokens names its content. Pure; `EngineRequest` says what of vLLM's request is looked at.
 """
 
@@ -22,7 +22,7 @@ class EngineRequest(Protocol):
     block_hashes: Sequence[bytes]
     num_computed_tokens: int
     cache_salt: str | None
-    kv_transfer_params: dict[str, Any] | None
+    kv_transfer_params: object
     lora_request: object | None
     mm_features: Sequence[Any]
     prompt_embeds: object | None
@@ -36,11 +36,13 @@ class EngineRequest(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request allows. `reason` says why it is left out, "" if it is not."""
+    """What a request allows. `own_salt`: part of the salt is the connector's own option, of which vLLM's block hashes
+    know nothing. `reason` says why it is left out, "" if it is not."""
 
     load: bool = True
     store: bool = True
     salt: str = ""
+    own_salt: bool = False
     reason: str = ""
 
 
@@ -50,16 +52,21 @@ def wish_of(request: EngineRequest) -> Wish:
     reason = _left_out(request)
     if reason:
         return Wish(False, False, reason=reason)
+    given = request.kv_transfer_params
+    # vLLM takes any value here from a body's `vllm_xargs`.
+    if given is not None and not isinstance(given, Mapping):
+        return Wish(False, False, reason="kv_transfer_params")
     told = {
         key.removeprefix(PREFIX): value
-        for key, value in (request.kv_transfer_params or {}).items()
-        if key.startswith(PREFIX)
+        for key, value in (given or {}).items()
+        if isinstance(key, str) and key.startswith(PREFIX)
     }
     load, store, salt = told.pop("load", True), told.pop("store", True), told.pop("salt", "")
     if told or not (isinstance(load, bool) and isinstance(store, bool) and isinstance(salt, str)):
         return Wish(False, False, reason="kv_transfer_params")
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
-    return Wish(load and not request.skip_reading_prefix_cache, store, _joined(request.cache_salt or "", salt))
+    load = load and not request.skip_reading_prefix_cache
+    return Wish(load, store, _joined(request.cache_salt or "", salt), own_salt=bool(salt))
 
 
 def salted(salt: str, generation: str) -> str:

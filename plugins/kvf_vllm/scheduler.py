@@ -1,4 +1,4 @@
-"""Owns the scheduler side: which tokens of a request are loaded, which chunks are stored when, and which stores must
+"""The scheduler side: which tokens of a request are loaded, which chunks are stored when, and which stores must
 end before their blocks are written.
 
 A pure state machine; vLLM's scheduler thread drives it, and only `LookupService` does I/O.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
-    planned, `hit_end` what the last answer to vLLM promised, `loading` how many workers still load, `miss` why the last
-    answer was none."""
+    planned, `hit_end` what the last answer to vLLM promised, `own_end` the token up to which vLLM had computed it or
+    this connector loads it, `loading` how many workers still load, `miss` why the last answer was none."""
 
     request: EngineRequest
     wish: Wish
@@ -39,6 +40,7 @@ class _Tracked:
     stored: int = 0
     start: int = 0
     hit_end: int = 0
+    own_end: int = sys.maxsize
     loading: int = 0
     failed: bool = False
     miss: str = ""
@@ -71,7 +73,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
-        self.events = Announcements(event_block_size)
+        self.events = Announcements(event_block_size, salts=options.announce_salts)
         self._service = service
         self._groups = tuple(groups)
         self._options = options
@@ -86,6 +88,8 @@ class SchedulerSide:
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadOp] = []
+        # Blocks that another connector may load into, which begins before vLLM speaks of them.
+        self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
         self._generation = ""
@@ -96,7 +100,7 @@ class SchedulerSide:
         """vLLM's `get_num_new_matched_tokens`: tokens beyond `computed` that can be loaded and whether that happens
         between steps; None to be asked again."""
         tracked = self._track(request)
-        tracked.miss = ""
+        tracked.miss, tracked.own_end = "", computed
         if not (self._loads and tracked.wish.load):
             return self._no_hit(tracked, tracked.wish.reason or "opted_out")
         if tracked.failed:
@@ -115,7 +119,7 @@ class SchedulerSide:
         hit_end = tracked.search.hit_end(hashes, start, end)
         if hit_end is None:
             return None, False
-        self.events.looked_up(request.block_hashes, hit_end, end)
+        self.events.looked_up(request, tracked.wish, hit_end, end)
         external = hit_end - computed
         if external < max(self._options.min_hit_tokens, 1):
             return self._no_hit(tracked, "not_stored" if external < 1 else "too_few")
@@ -128,12 +132,15 @@ class SchedulerSide:
         if tracked is None or tracked.loading:
             return
         if not external or tracked.hashes is None:
+            computed = 0 if tracked.own_end == sys.maxsize else tracked.own_end
+            self._foreign.update(_behind(self._groups, table, computed))
             tracked.search.release()
             if tracked.miss:
                 self.tally.missed(tracked.miss)
                 tracked.miss = ""
             return
         start, end = tracked.start, tracked.hit_end
+        tracked.own_end = end
         self._planned_loads.append(
             LoadOp(
                 request.request_id,
@@ -152,6 +159,23 @@ class SchedulerSide:
         self.tally.count("hit_tokens", external)
         self.tally.took("lookup", tracked.search.found_after_s)
 
+    def allocated_in_vain(self, request_id: str, table: GroupBlocks, external: int) -> None:
+        """In place of `allocated`, if that has raised: what vLLM was promised is a load that fails."""
+        self.leave_out(request_id)
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not external or tracked.loading:
+            return
+        end = tracked.hit_end
+        self._planned_loads.append(LoadOp(request_id, 0, end, end - external, b"", "", table))
+        tracked.loading = self._workers
+
+    def leave_out(self, request_id: str) -> None:
+        """Neither loads nor stores for this request from now on: something about it has raised."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.wish = Wish(False, False, reason="error")
+            tracked.search.release()
+
     def plan_step(
         self,
         scheduled: Mapping[str, int],
@@ -160,11 +184,10 @@ class SchedulerSide:
     ) -> StepPlan:
         """What the workers do in this step, vLLM's `build_connector_meta`. `scheduled` says how many tokens of each
         request are computed; `tables` gives a request's blocks; `new_blocks` were given out since the last step."""
-        loads, self._planned_loads = self._planned_loads, []
-        written = set(new_blocks)
-        for load in loads:
-            for group, ids in zip(self._groups, load.block_ids, strict=True):
-                written.update(ids[load.skip // group.block_size :])
+        written = self._foreign.union(new_blocks)
+        self._foreign = set()
+        for load in self._planned_loads:
+            written.update(_behind(self._groups, load.block_ids, load.skip))
         fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
         stores: list[StoreOp] = []
         if self._stores and self._served is not None:
@@ -172,7 +195,15 @@ class SchedulerSide:
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables)
+        loads, self._planned_loads = self._planned_loads, []
         return StepPlan(loads, stores, fence)
+
+    def plan_in_doubt(self) -> StepPlan:
+        """In place of `plan_step`, if that has raised: what is planned is loaded, nothing is stored, and all stores end
+        before the step, since any of their blocks may be written in it."""
+        loads, self._planned_loads = self._planned_loads, []
+        self._foreign = set()
+        return StepPlan(loads, [], list(self._unfinished))
 
     def heard(self, report: StepReport) -> None:
         """What the workers say after a step."""
@@ -217,6 +248,8 @@ class SchedulerSide:
         belongs to others too."""
         self._generation = secrets.token_hex(8)
         self.events.forget()
+        for store in self._unfinished.values():
+            store.event = None
         for tracked in self._tracked.values():
             tracked.search.release()
             # Their KV may be of both kinds.
@@ -276,7 +309,9 @@ class SchedulerSide:
         request, chunk = tracked.request, self._served.chunk_tokens
         # Drafted tokens may be rejected: only those that are known count.
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
-        if end <= tracked.stored:
+        # What another connector loads within this step may fail: the next one tells.
+        is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
+        if end <= tracked.stored or is_foreign:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)
         if hashes is None or table is None:
@@ -289,7 +324,7 @@ class SchedulerSide:
             return
         number, self._next_store = self._next_store, self._next_store + 1
         blocks = {block for ids in block_ids for block in ids}
-        event = self.events.of(request.block_hashes, request.all_token_ids, start, end)
+        event = self.events.of(request, tracked.wish, start, end)
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
         yield StoreOp(number, request.request_id, start, end, hashes.digests(end), hashes.cache_salt, block_ids)
 
@@ -297,3 +332,8 @@ class SchedulerSide:
         tracked.search.give_up()
         tracked.miss = reason
         return 0, False
+
+
+def _behind(groups: Sequence[GroupFacts], table: GroupBlocks, tokens: int) -> Iterable[int]:
+    """The blocks behind the first `tokens`."""
+    return [block for group, ids in zip(groups, table, strict=True) for block in ids[tokens // group.block_size :]]

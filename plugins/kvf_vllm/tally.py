@@ -25,7 +25,7 @@ COUNTERS: dict[str, str] = {
     "failed_stores": "stores of which something was not stored",
     "cancelled_stores": "stores that were ended because vLLM needed their blocks",
     "unstorable_chunks": "runs of chunks that were not stored because vLLM had given blocks of them away",
-    "errors": "transfers that could not be started; vLLM's log has the reason",
+    "errors": "transfers that could not be started, and calls of the connector that failed; vLLM's log has the reason",
 }
 SECONDS: dict[str, str] = {
     "lookup": "from the first question about a request to its hit, L2 included",

@@ -1,4 +1,4 @@
-"""Owns the worker side: the loads and stores of one step, what became of them, and that a store has ended before its
+"""The worker side: the loads and stores of one step, what became of them, and that a store has ended before its
 blocks are written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
 
 With an engine-driven transport every transfer is done when it is submitted; with a server-driven one it ends later.
@@ -84,7 +84,13 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the loads; synchronous ones are over when this returns."""
         for op in plan.loads:
-            self._loading[op.request_id] = (op, self._submitted(lambda op=op: self._instance.load(op)), self._clock())  # type: ignore[misc]
+            # Without digests it is one that the scheduler could not name, see `SchedulerSide.allocated_in_vain`.
+            future = (
+                self._submitted(lambda op=op: self._instance.load(op))  # type: ignore[misc]
+                if op.digests
+                else MessagingFuture.resolved(False)
+            )
+            self._loading[op.request_id] = (op, future, self._clock())
         if not self._is_async:
             for _, future, _ in self._loading.values():
                 self._wait(future)
@@ -187,20 +193,23 @@ class WorkerSide:
     def _wait(self, future: MessagingFuture[bool]) -> None:
         try:
             future.result(LAST_RESORT_S)
-        except KVFrameworkError:
+        except Exception:  # noqa: BLE001 - what became of it is asked later
             self._end(future)
 
     def _end(self, future: MessagingFuture[bool]) -> None:
         """Returns once the transfer touches the blocks no more."""
         if future.query():
             return
-        future.cancel()
         try:
+            future.cancel()
             future.result(LAST_RESORT_S)
-        except KVFrameworkError as error:
+        except Exception as error:  # noqa: BLE001 - the others still end
             if not future.query():
                 log.error("a transfer did not end within %s s: %s", LAST_RESORT_S, error)
 
 
 def _succeeded(future: MessagingFuture[bool]) -> bool:
-    return future.exception() is None and future.result(0)
+    try:
+        return future.exception() is None and future.result(0)
+    except Exception:  # noqa: BLE001 - in doubt it has failed
+        return False

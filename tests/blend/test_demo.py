@@ -36,7 +36,7 @@ def run(temporary, *arguments):
     # The model is so small that threads only wait for each other.
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=110, check=False
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 

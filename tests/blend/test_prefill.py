@@ -112,7 +112,7 @@ class Documents:
 
     def pairs(self, rotated=True):
         pieces = [piece if rotated else Piece(piece.source, piece.start, piece.tokens, 0) for piece in self.pieces]
-        return placed(Loaded(self.held, tuple(pieces), self.sources), self.templates, self.rotary)
+        return placed(Loaded(self.held, tuple(pieces), self.sources, rotary=self.rotary), self.templates)
 
     def run(self, choose, rotated=True):
         pairs = self.pairs(rotated)

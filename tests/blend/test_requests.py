@@ -265,7 +265,7 @@ def test_kvclient_sends_them(server: Server, client: BlendWire) -> None:
     """As an integration does; errors are the plugin's own classes there."""
     client.pre_compute(joined(DOCUMENTS[0]), **MARKS)
     with KVClient(server.endpoint, requests=b.REQUESTS) as engine:
-        assert engine.wait_up(5)
+        assert engine.wait_up(20)
         payload = b.LookupPreComputed(1, "r", packed([1, *joined(DOCUMENTS[0])]))
         hits = engine.request(b.CB_LOOKUP_PRE_COMPUTED.name, payload, b.Hits, timeout=5)
         assert spans(hits.segments) == [(1, 31)]

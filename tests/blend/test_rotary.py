@@ -191,4 +191,4 @@ def test_short_waves_stay_and_long_ones_are_stretched(rotary):
 
 def test_the_server_can_read_them_without_torch():
     code = "import kvf_blend.rotary, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

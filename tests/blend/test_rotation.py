@@ -62,7 +62,7 @@ def unrotated(keys, rotary):
     return torch.cat((keys[..., : rotary.offset], keys[..., rotary.offset + rotary.rotary_dim :]), dim=-1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rotation=rotations(), dtype=st.sampled_from(DTYPES), place=st.floats(0, 1), goal=st.floats(0, 1),
     seed=st.integers(0, 2**16),
@@ -87,7 +87,7 @@ def test_a_key_rotated_to_a_position_is_the_one_computed_there(rotation, dtype, 
     assert furthest_apart(rotated, there, rotary) <= allowed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rotation=rotations([name for name, code in CODES.items() if code.scaled]))
 def test_frequencies_are_the_models_own_to_the_last_bits(rotation):
     code, rope, part, rotary = rotation
@@ -102,7 +102,7 @@ def test_frequencies_are_the_models_own_to_the_last_bits(rotation):
     assert bool(((ours - own.double()).abs() <= allowed * plain).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rotation=rotations(), shift=st.integers(-131072, 131072), seed=st.integers(0, 2**16))
 def test_angles_are_exact_at_any_distance(rotation, shift, seed):
     """To the rounding of float32 keys: an angle taken in float32 would be off by up to 0.004 radians."""
@@ -116,7 +116,7 @@ def test_angles_are_exact_at_any_distance(rotation, shift, seed):
     assert float(((found - expected).abs() / expected.abs().clamp_min(1e-3)).max()) < 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rotation=rotations(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**16),
     one=st.integers(-131072, 131072), other=st.integers(-131072, 131072),
@@ -130,7 +130,7 @@ def test_shifts_add_up_and_can_be_undone(rotation, dtype, seed, one, other):
     assert furthest_apart(rotate_keys(moved, rotary, -one), keys, rotary) < rounding
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rotation=rotations(), dtype=st.sampled_from(DTYPES[1:]), seed=st.integers(0, 2**16), shift=st.integers(1, 131072)
 )
@@ -140,7 +140,7 @@ def test_short_dtypes_are_rounded_once(rotation, dtype, seed, shift):
     assert torch.equal(rotate_keys(keys, rotary, shift), rotate_keys(keys.float(), rotary, shift).to(dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rotation=rotations(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**16), shift=st.integers(1, 131072))
 def test_what_is_not_rotated_keeps_every_bit(rotation, dtype, seed, shift):
     rotary = rotation[3]

@@ -20,6 +20,7 @@ from kvf_blend.errors import BadSegments, BlendRefused  # noqa: E402
 from kvf_transformers import TransformersKV  # noqa: E402
 from kvf_transformers.session import CacheSession  # noqa: E402
 from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest  # noqa: E402
+from tests.plugins_first_party.lora_layers import add_adapters, set_adapter  # noqa: E402
 from tests.redis_server import RedisServer  # noqa: E402
 from tests.server_process import ServerProcess  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
@@ -64,7 +65,7 @@ def server():
 
 
 def attach(model, server, name, **options):
-    return BlendTransformers(model, endpoint=server.endpoint, model_name=name, control_timeout_s=5.0, **options)
+    return BlendTransformers(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
 
 
 def joined(documents, question=()):
@@ -163,7 +164,7 @@ def test_a_document_twice_in_a_text_is_stored_once_and_hits_twice(server, model)
 def test_a_prefix_is_used_before_segments(server, model):
     system = tokens_of(2 * CHUNK, 7)
     text, ranges = joined([system, *DOCUMENTS[::-1]], QUESTION)
-    with TransformersKV(model, endpoint=server.endpoint, model_name="prefix", control_timeout_s=5.0) as plain:
+    with TransformersKV(model, endpoint=server.endpoint, model_name="prefix", deadline_scale=20.0) as plain:
         prompt = system + DOCUMENTS[2]
         plain.save(prompt, plain.prefill(prompt)[1])
     with attach(model, server, "prefix") as kv:
@@ -185,7 +186,7 @@ def test_a_saved_blend_is_a_prefix_for_blend_only(server, model):
         assert (after.blended.prefix_tokens, after.blended.exact) == (len(SHUFFLED) // CHUNK * CHUNK, False)
         for mine, saved in zip(after.cache.layers, done.cache.layers, strict=True):
             assert torch.equal(mine.keys[:, :, :160], saved.keys[:, :, :160])
-    with TransformersKV(model, endpoint=server.endpoint, model_name="final", control_timeout_s=5.0) as plain:
+    with TransformersKV(model, endpoint=server.endpoint, model_name="final", deadline_scale=20.0) as plain:
         assert plain.restore(longer).hit_tokens == 0
         assert plain.restore(DOCUMENTS[2] + [3]).hit_tokens == 0
 
@@ -295,7 +296,7 @@ def test_a_server_that_dies_costs_the_prefill_and_a_new_one_is_used_again(model,
 def test_what_is_lost_behind_the_plan_costs_the_prefill(server, model, monkeypatch):
     greedy = computed(model, SHUFFLED)[1]
     load = CacheSession.load_named
-    monkeypatch.setattr(CacheSession, "load_named", lambda session, digests: load(session, digests[::-1]))
+    monkeypatch.setattr(CacheSession, "load_named", lambda session, now, digests: load(session, now, digests[::-1]))
     with attach(model, server, "lost") as kv:
         store(kv)
         done = kv.prefill(SHUFFLED, ranges=RANGES)
@@ -380,3 +381,29 @@ def test_wrong_arguments_and_models_are_refused(tmp_path, model):
     mamba = auto.from_config(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
     with pytest.raises(KVFrameworkError):
         BlendTransformers(mamba, **options)
+
+
+def test_segments_of_one_adapter_are_not_blended_into_prompts_of_another(server):
+    model = make_model()
+    layers = add_adapters(model, a=1, b=2)
+    set_adapter(layers, "a")
+    with attach(model, server, "adapters", share=0.0) as kv:
+        assert store(kv).held == len(DOCUMENTS)
+        assert kv.prefill(SHUFFLED, ranges=RANGES).blended.hit_tokens == LOADED
+        loaded = kv.restore(SHUFFLED, ranges=RANGES)
+        filled = kv.prefill(SHUFFLED, ranges=RANGES)
+        set_adapter(layers, "b")
+        for given in (None, loaded):
+            done = kv.prefill(SHUFFLED, ranges=RANGES, loaded=given)
+            assert done.blended.hit_tokens == 0
+            same(done, model, SHUFFLED)
+        assert kv.save_final(SHUFFLED, filled.cache).tokens == 0
+        set_adapter(layers, "a")
+        assert kv.prefill(SHUFFLED, ranges=RANGES).blended.hit_tokens == LOADED
+        assert kv.save_final(SHUFFLED, filled.cache).tokens
+        # A model that no name can stand for is computed.
+        hook = model.model.layers[0].register_forward_hook(lambda _module, _given, output: output)
+        done = kv.prefill(SHUFFLED, ranges=RANGES)
+        assert done.blended.hit_tokens == 0
+        same(done, model, SHUFFLED)
+        hook.remove()

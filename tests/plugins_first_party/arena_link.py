@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvframework.api import (
     ArenaRange,
     CacheKey,
     EngineLink,
     MemoryLayoutDesc,
+    MessagingFuture,
     RetrievePlan,
     StoreOutcome,
     StorePlan,
@@ -15,7 +18,8 @@ from kvframework.errors import KVFrameworkError
 
 
 class ArenaLink(EngineLink):
-    """Holds objects by chunk digest and layer group. `failing` maps a method to the error it raises."""
+    """Holds objects by chunk digest and layer group. `failing` maps a method to the error it fails with; calls
+    of `slow` methods are answered by what is in `pending`. `losses` is what the transport says that it lost."""
 
     def __init__(self, desc: MemoryLayoutDesc, capacity: int = 1 << 20) -> None:
         self.desc = desc
@@ -23,6 +27,9 @@ class ArenaLink(EngineLink):
         self.objects: dict[tuple[bytes, int], ArenaRange] = {}
         self.calls: list[str] = []
         self.failing: dict[str, KVFrameworkError] = {}
+        self.slow: set[str] = set()
+        self.pending: list[Callable[[], None]] = []
+        self.losses: list[tuple[str, str, int]] = []
         self.held = True
         self.written: list[ArenaRange] = []
         self._open: dict[str, dict[tuple[bytes, int], ArenaRange]] = {}
@@ -32,8 +39,10 @@ class ArenaLink(EngineLink):
     def arena(self) -> memoryview | None:
         return self.mapped
 
-    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks=()) -> StorePlan:
-        self._called("prepare_store")
+    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks=()) -> MessagingFuture[StorePlan]:
+        return self._answered("prepare_store", self._prepare_store, key, first_chunks)
+
+    def _prepare_store(self, key: CacheKey, first_chunks) -> StorePlan:
         new, present = {}, 0
         for chunk, digest, group in self._wanted(key):
             if first_chunks and chunk < first_chunks[group]:
@@ -48,8 +57,10 @@ class ArenaLink(EngineLink):
             return StorePlan("", (), StoreOutcome(present=present))
         return StorePlan(self._lease(new), tuple(new.values()), StoreOutcome(present=present))
 
-    def commit_store(self, lease: str) -> StoreOutcome:
-        self._called("commit_store")
+    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
+        return self._answered("commit_store", self._commit_store, lease)
+
+    def _commit_store(self, lease: str) -> StoreOutcome:
         new = self._open.pop(lease)
         self.objects.update(new)
         self.written.extend(new.values())
@@ -59,8 +70,10 @@ class ArenaLink(EngineLink):
         self._called("abort_store")
         del self._open[lease]
 
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> RetrievePlan:
-        self._called("prepare_retrieve")
+    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]:
+        return self._answered("prepare_retrieve", self._prepare_retrieve, key)
+
+    def _prepare_retrieve(self, key: CacheKey) -> RetrievePlan:
         wanted = list(self._wanted(key))
         if any((digest, group) not in self.objects for _, digest, group in wanted):
             return RetrievePlan(hit=False, reason="missing")
@@ -71,8 +84,10 @@ class ArenaLink(EngineLink):
         }
         return RetrievePlan(True, self._lease(ranges), tuple(ranges.values()))
 
-    def commit_retrieve(self, lease: str) -> bool:
-        self._called("commit_retrieve")
+    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
+        return self._answered("commit_retrieve", self._commit_retrieve, lease)
+
+    def _commit_retrieve(self, lease: str) -> bool:
         del self._open[lease]
         return self.held
 
@@ -102,6 +117,28 @@ class ArenaLink(EngineLink):
         self._leases += 1
         self._open[str(self._leases)] = ranges
         return str(self._leases)
+
+    def _answered(self, name: str, answer, *arguments) -> MessagingFuture:
+        """Resolved, or pending until the test calls what `pending` has."""
+        future = MessagingFuture()
+
+        def resolve() -> None:
+            try:
+                if name in self.failing:
+                    raise self.failing[name]
+                future.set_result(answer(*arguments))
+            except KVFrameworkError as error:
+                future.set_exception(error)
+
+        self.calls.append(name)
+        if name in self.slow:
+            self.pending.append(resolve)
+        else:
+            resolve()
+        return future
+
+    def lost(self, kind, error, nbytes=0):
+        self.losses.append((kind, getattr(error, "code", ""), nbytes))
 
     def _called(self, name: str) -> None:
         self.calls.append(name)

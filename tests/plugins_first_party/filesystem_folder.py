@@ -14,6 +14,7 @@ from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
 from kvf_filesystem.tier import FilesystemTier
 from kvframework.api import PACKED_KEY_BYTES, ByteSize, Outcome, Tier, TierContext
+from tests.received import outcomes_of
 
 
 def options(path: Path | str, **table: object) -> FilesystemOptions:
@@ -43,7 +44,7 @@ def put(tier: Tier, key: bytes, value: bytes | bytearray, deadline: float | None
 
 def get(tier: Tier, key: bytes, nbytes: int) -> tuple[Outcome, bytes]:
     buffer = bytearray(nbytes)
-    (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=soon())
+    (outcome,) = outcomes_of(tier.get_into([key], [[memoryview(buffer)]], deadline=soon()))
     return outcome, bytes(buffer)
 
 

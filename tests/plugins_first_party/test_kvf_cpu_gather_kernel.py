@@ -8,7 +8,7 @@ import os
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_cpu_gather.kernel import BYTES_PER_THREAD, STREAMING_BYTES, CopyKernel, load_kernel
@@ -77,7 +77,6 @@ steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5), st.integers(0, 
 runs = st.sampled_from([1, 2, 4, 8]) | st.integers(1, 2000)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.integers(1, 3), steps, runs, st.booleans())
 def test_every_fragment_arrives_and_nothing_else_changes(
     order: list[int], lanes: int, inner: list[Step], run: int, to_arena: bool

@@ -94,7 +94,7 @@ class Accounting(RuleBasedStateMachine):
 
 
 TestAccounting = Accounting.TestCase
-TestAccounting.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+TestAccounting.settings = settings(max_examples=25, stateful_step_count=15)
 
 
 def test_threads_on_the_same_keys_keep_the_count_and_the_capacity(
@@ -165,7 +165,7 @@ def test_the_same_key_stored_at_the_same_time_is_one_whole_value(tmp_path: Path)
 
     def store(byte: int) -> None:
         value = bytes([byte]) * size
-        barrier.wait(20)
+        barrier.wait(60)
         outcomes.append(put(tier, key, value))
 
     threads = [threading.Thread(target=store, args=(byte,)) for byte in range(1, 9)]
@@ -258,7 +258,7 @@ def test_closing_does_not_wait_for_a_long_count(tmp_path: Path, monkeypatch: pyt
 
     thread = threading.Thread(target=store)
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     tier.close()
     thread.join(20)
     assert errors == ["the tier is closed"]
@@ -277,7 +277,7 @@ def test_a_count_that_failed_is_told_once_and_tried_again(
             raise PermissionError(13, os.strerror(13))
 
     thread = Counting(count, every_s=None, where="[[l2]] #1")
-    assert thread.wait(20)
+    assert thread.wait(60)
     thread.again()
     wait_until(lambda: len(tries) == 6)
     thread.close(20)

@@ -23,6 +23,7 @@ from tests.plugins_first_party.filesystem_folder import (
     temporary_files,
     used,
 )
+from tests.received import outcomes_of
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
@@ -96,7 +97,7 @@ def test_a_damaged_file_is_told_deleted_and_replaced(
         damage(file_of(tmp_path, key))
         assert contains(tier, key) in (FOUND, DAMAGED)
         buffers = [bytearray(len(value)) for value in values]
-        outcomes = tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon())
+        outcomes = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon()))
         assert outcomes == [FOUND, DAMAGED, FOUND]
         assert (buffers[0], buffers[2]) == (values[0], values[2])
         assert again() in (DELETED, None)

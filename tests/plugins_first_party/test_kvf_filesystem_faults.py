@@ -33,6 +33,7 @@ from tests.plugins_first_party.filesystem_folder import (
     temporary_files,
     used,
 )
+from tests.received import outcomes_of
 from tests.tiers.small_disk import small_disk
 from tests.waiting import wait_until
 
@@ -60,7 +61,7 @@ def test_a_full_disk_fails_the_key_and_leaves_nothing_of_it(small_disk: Path) ->
     assert outcomes == [STORED] * 3 + [FAILED] * 3
     assert temporary_files(small_disk) == []
     buffers = [bytearray(len(value)) for _ in keys]
-    found = tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon())
+    found = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon()))
     assert found == [FOUND] * 3 + [MISSING] * 3
     assert buffers[:3] == [value] * 3
     tier.ping(deadline=soon())
@@ -151,7 +152,7 @@ def lose_permissions(root: Path) -> None:
 
     file_of(folder, key).chmod(0o000)  # one file is this key's matter
     buffers = [bytearray(5), bytearray(5)]
-    outcomes = tier.get_into([key, other], [[memoryview(each)] for each in buffers], deadline=soon())
+    outcomes = outcomes_of(tier.get_into([key, other], [[memoryview(each)] for each in buffers], deadline=soon()))
     assert outcomes == [FAILED, FOUND]
     file_of(folder, key).chmod(0o600)
 

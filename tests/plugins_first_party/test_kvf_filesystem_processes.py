@@ -25,6 +25,7 @@ from tests.plugins_first_party.filesystem_folder import (
     temporary_files,
     used,
 )
+from tests.received import outcomes_of
 from tests.waiting import wait_until
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -65,7 +66,7 @@ def stopped_in_the_middle(folder: Path, pid: int) -> bool:
     if not any(0 < size_of(path) < 32 * MIB for path in temporary_files(folder)):
         return False
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text(), 20, "the stop")
+    wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text(), what="the stop")
     return any(0 < size_of(path) < 32 * MIB for path in temporary_files(folder))
 
 
@@ -86,7 +87,7 @@ def test_a_kill_in_the_middle_of_a_put_leaves_no_half_object(tmp_path: Path, fir
     (left,) = temporary_files(folder)
 
     tier = open_tier(folder)
-    wait_until(lambda: not left.exists(), 20, "the sweep")
+    wait_until(lambda: not left.exists(), what="the sweep")
     there = contains(tier, key) is FOUND
     assert there or first
     if there:
@@ -112,7 +113,7 @@ def test_in_a_shared_folder_only_old_temporary_files_are_dead(tmp_path: Path) ->
     for path in (left, foreign):
         os.utime(path, (long_ago, long_ago))
     tier = open_tier(tmp_path, shared=True)
-    wait_until(lambda: not left.exists(), 20, "the sweep")
+    wait_until(lambda: not left.exists(), what="the sweep")
     assert used(tier) in (0, 32 * MIB)
     assert young.exists()
     assert foreign.exists()
@@ -146,7 +147,7 @@ def store_and_compare(folder: Path, writer: int, barrier: Barrier) -> None:
         if turn % 5 == 4:
             assert set(tier.delete(keys[:2], deadline=soon(60))) <= {DELETED, MISSING}
         buffers = [bytearray(LARGE + (1 << 18)) for _ in KEYS]
-        outcomes = tier.get_into(KEYS, [[memoryview(buffer)] for buffer in buffers], deadline=soon(60))
+        outcomes = outcomes_of(tier.get_into(KEYS, [[memoryview(buffer)] for buffer in buffers], deadline=soon(60)))
         for number, (buffer, outcome) in enumerate(zip(buffers, outcomes, strict=True)):
             assert outcome in (FOUND, MISSING)
             if outcome is FOUND:
@@ -182,10 +183,10 @@ def test_what_others_store_is_counted_after_a_while(tmp_path: Path) -> None:
     key = fresh_key()
     assert used(two) == 0
     assert put(one, key, bytes(MIB)) is STORED
-    wait_until(lambda: used(two) == MIB, 20, "the count")
+    wait_until(lambda: used(two) == MIB, what="the count")
     assert put(two, fresh_key(), b"no room") is Outcome.FAILED
     file_of(tmp_path, key).unlink()
-    wait_until(lambda: used(one) == used(two) == 0, 20, "the count")
+    wait_until(lambda: used(one) == used(two) == 0, what="the count")
     assert put(two, fresh_key(), b"room") is STORED
     one.close()
     two.close()

@@ -232,3 +232,14 @@ class TestAvailableMemory:
         (proc / "self" / "cgroup").write_text("0::/\n")
         self.write(tmp_path / "cg", memory__max="100\n", memory__current="200\n")
         assert available_memory(proc, tmp_path / "cg") == 0
+
+
+def test_leaving_ends_the_thread_and_unmaps_nothing() -> None:
+    arena = MemfdArena(64 << 20)
+    view = arena.view()
+    arena.start(lambda _limit: None)
+    arena.leave()
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvf-pinned"])
+    view[:1] = b"x"
+    view.release()
+    arena.close()

@@ -150,7 +150,7 @@ def test_the_policy_is_that_of_every_process_that_maps_the_arena() -> None:
     with made([0]) as arena:
         done = subprocess.run(
             [sys.executable, "-c", program, str(arena.fd)],
-            pass_fds=[arena.fd], capture_output=True, text=True, timeout=60, check=True,
+            pass_fds=[arena.fd], capture_output=True, text=True, timeout=240, check=True,
         )  # fmt: skip
         assert policies(done.stdout) == ["prefer:0"]
 

@@ -124,7 +124,7 @@ def test_a_certificate_for_another_host_is_refused(shared: RedisServer, opened: 
 def test_parts_of_other_items_and_shapes_are_their_bytes(shared: RedisServer) -> None:
     tier, value, out = open_redis_tier(shared.url), os.urandom(64), bytearray(64)
     assert tier.put([b"shape"], [[memoryview(value).cast("d", (2, 4))]], deadline=soon()) == [STORED]
-    assert tier.get_into([b"shape"], [[memoryview(out).cast("I")]], deadline=soon()) == [FOUND]
+    assert tier.get_into([b"shape"], [[memoryview(out).cast("I")]], deadline=soon()) == [len(out)]
     assert out == value
     tier.close()
 

@@ -18,6 +18,7 @@ from kvf_redis.resp import Reply
 from kvf_redis.values import Reading, Writing, other_pieces
 from kvframework.api import Outcome, Tier
 from kvframework.testing.tier import TierConformance
+from tests.received import outcomes_of
 from tests.redis_server import RedisServer
 from tests.redis_tier import get, open_redis_tier, put, soon
 
@@ -95,7 +96,10 @@ def reading(nbytes: int, read: list[tuple[Outcome, bytes]], key: bytes = KEY) ->
             yield from mine.rest()
             if not mine.torn():
                 break
-    read.append((mine.outcome, bytes(buffer)))
+    received = mine.received
+    # Never what the first piece alone held.
+    assert isinstance(received, Outcome) or received <= nbytes
+    read.append((outcomes_of([received])[0], bytes(buffer)))
 
 
 def to_the_end(store: Store, call: Call) -> None:
@@ -380,3 +384,17 @@ def test_a_full_server_leaves_no_pieces_behind(tier: Tier, client: Any) -> None:
     finally:
         client.config_set("maxmemory", "0")
     assert put(tier, KEY, bytes(40 * LIMIT)) is STORED
+
+
+@given(st.binary(min_size=1, max_size=400), st.integers(1, 120), st.integers(0, 60))
+def test_the_bytes_of_all_pieces_count_and_their_trailers_do_not(value: bytes, room: int, spare: int) -> None:
+    store = Store()
+    to_the_end(store, writing(value, room + TRAILER_BYTES))
+    buffer = bytearray(len(value) + spare)
+    with Borrowed([memoryview(buffer)]) as borrowed:
+        mine = Reading(KEY, borrowed)
+        store.run(mine.first)
+        for piece in mine.rest():
+            store.run(piece)
+        assert not mine.torn()
+        assert mine.received == len(value)

@@ -29,6 +29,7 @@ from kvf_redis.resp import (
 from kvf_redis.wire import Wire
 from kvframework.api import Buffer, Outcome, Tier
 from kvframework.errors import TierError
+from tests.received import outcomes_of
 from tests.redis_tier import open_redis_tier, soon
 from tests.resp_peer import RespPeer
 
@@ -42,7 +43,8 @@ def tier_of(peer: RespPeer, **options: object) -> Tier:
 def get(tier: Tier, count: int, deadline: float) -> tuple[list[Outcome], list[bytearray]]:
     buffers = [bytearray(len(VALUE)) for _ in range(count)]
     keys = [b"key %d" % index for index in range(count)]
-    return tier.get_into(keys, [[memoryview(buffer)] for buffer in buffers], deadline=deadline), buffers
+    answers = tier.get_into(keys, [[memoryview(buffer)] for buffer in buffers], deadline=deadline)
+    return outcomes_of(answers), buffers
 
 
 # Pure
@@ -93,7 +95,7 @@ replies = st.one_of(
 
 
 @given(st.lists(replies, max_size=12), steps, st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_replies_are_read_however_they_are_cut(sent: list[tuple[str, object]], cuts: list[int], drop: bool) -> None:
     encoded = bytearray()
     for kind, content in sent:
@@ -123,7 +125,7 @@ def test_replies_are_read_however_they_are_cut(sent: list[tuple[str, object]], c
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=1100), steps, st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example])
 def test_all_buffers_are_sent_in_order_however_much_is_taken(pieces: list[bytes], cuts: list[int], tls: bool) -> None:
     sock = Stutter(steps=cuts)
     wire_over(sock, vectored=not tls).send(pieces, soon())
@@ -246,7 +248,7 @@ class Weight(Command):
 
 
 @given(st.lists(st.integers(0, MAX_BYTES * 2), max_size=600))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_flight_is_bounded_and_in_order(costs: list[int]) -> None:
     wire = Counting()
     weights = [Weight(wire, cost) for cost in costs]
@@ -283,7 +285,7 @@ calls = st.sampled_from(["contains", "get_into", "put", "delete", "ping"])
 
 
 @given(st.lists(st.tuples(calls, st.lists(fragments, max_size=6)), min_size=1, max_size=4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, list[bytes]]]) -> None:
     with RespPeer() as peer:
         tier = tier_of(peer)

@@ -131,17 +131,15 @@ def test_a_killed_master_is_replaced_over_tls(cluster: RedisCluster, files: dict
     victim = cluster.master_of(8000)
     heir = cluster.replica_of(victim)
     assert cluster.on(victim, "WAIT", 1, 10_000) == 1
-    victim.kill9()
-    outcomes, found = get(tier, *keys, nbytes=10_000)
-    assert {*outcomes} == {FOUND, Outcome.FAILED}
-    cluster.on(heir, "CLUSTER", "FAILOVER", "TAKEOVER")
-    cluster.await_promotion(heir)
-    wait_until(lambda: Outcome.FAILED not in tier.contains(keys, deadline=soon()), 60, "that the replica is found")
-    outcomes, found = get(tier, *keys, nbytes=10_000)
-    assert (outcomes, found) == ([FOUND] * len(keys), values)
-    assert tier.delete(keys, deadline=soon()) == [DELETED] * len(keys)
-    victim.start()
-    cluster.await_replica(victim)
+    with cluster.killed(victim):
+        outcomes, found = get(tier, *keys, nbytes=10_000)
+        assert {*outcomes} == {FOUND, Outcome.FAILED}
+        cluster.on(heir, "CLUSTER", "FAILOVER", "TAKEOVER")
+        cluster.await_promotion(heir)
+        wait_until(lambda: Outcome.FAILED not in tier.contains(keys, deadline=soon()), 60, "that the replica is found")
+        outcomes, found = get(tier, *keys, nbytes=10_000)
+        assert (outcomes, found) == ([FOUND] * len(keys), values)
+        assert tier.delete(keys, deadline=soon()) == [DELETED] * len(keys)
     tier.close()
 
 

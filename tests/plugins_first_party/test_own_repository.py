@@ -95,7 +95,7 @@ def test_all_load_from_distributions_of_their_own(tmp_path: Path) -> None:
         shutil.copytree(folder(module), tmp_path / module, ignore=shutil.ignore_patterns("__pycache__"))
         install(tmp_path, module.replace("_", "-"), entry_points)
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     found, files = json.loads(done.stdout)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvf_vllm.connector import KvFrameworkConnector
+from kvframework.api import MessagingFuture
 from kvframework.client import KVClient
 from tests.vllm.engine import SERVER_PID, STEPS
 
@@ -50,7 +51,7 @@ class ServerDiesDuringLoad(Watched):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         commit = KVClient.commit_retrieve
 
-        def killed_first(client: KVClient, lease: str) -> bool:
+        def killed_first(client: KVClient, lease: str) -> MessagingFuture[bool]:
             _kill_server()
             return commit(client, lease)
 
@@ -59,6 +60,46 @@ class ServerDiesDuringLoad(Watched):
             super().start_load_kv(forward_context, **kwargs)
         finally:
             KVClient.commit_retrieve = commit  # type: ignore[method-assign]
+
+
+class RaisesOncePromised(Watched):
+    """A promised load that the scheduler's side cannot name."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self._scheduler is not None:
+            allocated = self._scheduler.allocated
+
+            def raising(request: Any, table: Any, external: int) -> None:
+                if external:
+                    raise RuntimeError("a promise that cannot be kept")
+                allocated(request, table, external)
+
+            self._scheduler.allocated = raising  # type: ignore[method-assign]
+
+
+class Broken:
+    """A side that raises whatever is asked of it; it counts and closes."""
+
+    def __init__(self, sound: Any) -> None:
+        self.tally = sound.tally
+        self.close = sound.close
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} here")
+
+
+class RaisesEverywhere(Watched):
+    """Both sides are broken once the engine has started."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self._scheduler is not None:
+            self._scheduler = Broken(self._scheduler)  # type: ignore[assignment]
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        self._worker = Broken(self._worker)  # type: ignore[assignment]
 
 
 def _kill_server() -> None:

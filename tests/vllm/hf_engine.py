@@ -52,7 +52,7 @@ def main() -> None:
     order = Order(**json.loads(sys.stdin.read()))
     dtype = getattr(torch, order.dtype)
     model = AutoModelForCausalLM.from_pretrained(order.model, dtype=dtype, local_files_only=True).eval()
-    with TransformersKV(model, control_timeout_s=5.0, **order.options) as kv:
+    with TransformersKV(model, deadline_scale=20.0, **order.options) as kv:
         restored = kv.restore(order.prompt)
         if order.spoil:
             for layer in restored.cache.layers:

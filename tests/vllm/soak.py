@@ -120,7 +120,7 @@ def engine(model: Path, directory: Path, endpoint: str = "", more: tuple[str, ..
         connector = {
             "kv_connector": "KvFrameworkConnector", "kv_connector_module_path": "kvf_vllm.connector",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kvframework.endpoint": endpoint, "kvframework.control_timeout_s": 1.0},
+            "kv_connector_extra_config": {"kvframework.endpoint": endpoint, "kvframework.deadline_scale": 10.0},
         }  # fmt: skip
         command += ["--kv-transfer-config", json.dumps(connector)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

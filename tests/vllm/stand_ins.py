@@ -27,7 +27,7 @@ class FakeRequest:
     all_token_ids: list[int]
     num_computed_tokens: int = 0
     cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: object = None
     lora_request: object | None = None
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: object | None = None
@@ -41,8 +41,11 @@ class FakeRequest:
 
     @property
     def block_hashes(self) -> list[bytes]:
-        """One for each whole block, for what lies before its end."""
-        return [bytes(str(self.all_token_ids[:end]), "ascii") for end in range(BLOCK, self.num_tokens + 1, BLOCK)]
+        """One for each whole block, for what lies before its end and the salt."""
+        salt = self.cache_salt or ""
+        return [
+            bytes(salt + str(self.all_token_ids[:end]), "ascii") for end in range(BLOCK, self.num_tokens + 1, BLOCK)
+        ]
 
 
 class Clock:

@@ -32,7 +32,7 @@ CHUNK = 32
 HYBRID = (GroupFacts(("l.0", "l.1"), BLOCK), GroupFacts(("w.0",), BLOCK, window=20))
 PLAIN = HYBRID[:1]
 WHOLE = OpaqueBlocks("p")
-OPTIONS = VllmOptions(connect_timeout_s=1.0, control_timeout_s=2.0)
+OPTIONS = VllmOptions(connect_timeout_s=1.0, deadline_scale=20.0)
 
 
 def canonical(backend: str, isa: str, cache_layout: str) -> CanonicalBlocks:
@@ -50,7 +50,7 @@ class Engine:
         layers = max(len(group.layers) for group in groups)
         self.memory = torch.randn(layers, BLOCKS, HEADS, BLOCK, 2 * DIM)
         self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
-        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, control_timeout_s=2.0) for _ in range(2)]
+        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(2)]
         self.instance = AttachedInstance(
             self.clients[0], OPTIONS, identity=KvIdentity("m", "r"), groups=groups, form=form, rank=0,
             world_size=1, num_blocks=BLOCKS,
@@ -83,7 +83,7 @@ class Engine:
             found.append(self.scheduler.matched_tokens(request, computed)[0])
             return found[-1] is not None
 
-        wait_until(settled, 10, "the lookup")
+        wait_until(settled, what="the lookup")
         assert found[-1] is not None
         return found[-1]
 
@@ -237,7 +237,7 @@ def test_a_restarted_server_is_used_again(make: Any, server: ServerProcess) -> N
     engine = make()
     server.kill9()
     request = FakeRequest("a", list(range(CHUNK)))
-    wait_until(lambda: not engine.clients[0].usable, 10, "the loss of the server")
+    wait_until(lambda: not engine.clients[0].usable, what="the loss of the server")
     assert engine.match(request) == 0
     engine.compute(request, [[1, 2]])
     server.start()
@@ -276,6 +276,7 @@ def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
 
 def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:
     pytest.importorskip("transformers")
+    from kvf_transformers.named_model import ModelNow
     from kvf_transformers.session import CacheSession
 
     on_cpu, opaque = make(form=canonical("CPU_ATTN", "vec", "LBHNC")), make()
@@ -290,14 +291,19 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
     assert side_by_side.match(again) == 2 * CHUNK
     assert side_by_side.load(again, [[4, 5, 6, 7]], 2 * CHUNK) == ({"b"}, set())
     template = torch.empty(1, HEADS, 0, DIM)
+    now = ModelNow(KvIdentity("m", "r"), "cpu", ((template, template),) * 2)
     session = CacheSession(
-        KvIdentity("m", "r"), [(template, template)] * 2, endpoint=server.endpoint, cache_salt="", transport="auto",
-        connect_timeout_s=5.0, control_timeout_s=2.0, transfer_timeout_s=10.0,
-    )  # fmt: skip
+        endpoint=server.endpoint,
+        cache_salt="",
+        transport="auto",
+        connect_timeout_s=5.0,
+        deadline_scale=20.0,
+        transfer_timeout_s=10.0,
+    )
     try:
         # One token is always left to compute.
-        session.attach(30.0)
-        pairs = session.load([*tokens, 7]).pairs
+        session.attach(now, 30.0)
+        pairs = session.load(now, [*tokens, 7]).pairs
     finally:
         session.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,19 @@ from typing import Any
 import pytest
 
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, packing_of, rank_of
-from kvf_vllm.identity import ModelFacts, fingerprint, identify
+from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.identity import ModelFacts, files_of, fingerprint, identify
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import check_version
 from kvframework.client import named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
+
+
+@pytest.fixture(autouse=True)
+def _own_memory_of_digests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
 
 # options
 
@@ -35,7 +42,16 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("load", "later"), ("lookup_deadline_s", 0), ("endpoint", 5), ("min_hit_tokens", -1)]
+    ("name", "value"),
+    [
+        ("load", "later"),
+        ("lookup_deadline_s", 0),
+        ("deadline_scale", 0.05),
+        ("deadline_scale", 101),
+        ("announce_salts", "yes"),
+        ("endpoint", 5),
+        ("min_hit_tokens", -1),
+    ],
 )
 def test_a_wrong_value_is_refused_at_its_place(name: str, value: object) -> None:
     with pytest.raises(ConfigFieldError) as refused:
@@ -73,26 +89,27 @@ def facts(**changes: Any) -> ModelFacts:
     given: dict[str, Any] = {
         "name": "org/model", "revision": "r", "quantization": "", "load_format": "auto", "seed": 0,
         "config": {"hidden_size": 8, "_name_or_path": "anywhere"}, "dtype": "torch.float32", "settings": {},
-        "directory": None,
+        "files": (),
     }  # fmt: skip
     return ModelFacts(**{**given, **changes})
 
 
 def test_whatever_changes_kv_changes_the_identity(tmp_path: Path) -> None:
-    first, other = weights(tmp_path / "a"), weights(tmp_path / "b", value=b"\x01" * 60 + b"\x02" * 4)
+    first = files_of(weights(tmp_path / "a"))
+    other = files_of(weights(tmp_path / "b", value=b"\x01" * 60 + b"\x02" * 4))
     variants = [
-        identify(facts(directory=first)),
-        identify(facts(directory=other)),
-        identify(facts(directory=first, revision="s")),
-        identify(facts(directory=first, quantization="fp8")),
-        identify(facts(directory=first, config={"hidden_size": 9})),
-        identify(facts(directory=first, dtype="torch.bfloat16")),
-        identify(facts(directory=first, settings={"disable_sliding_window": True})),
-        identify(facts(directory=first), model="org/model", weights="w1"),
-        identify(facts(directory=first, name="org/other")),
-        identify(facts(directory=first), model="called otherwise"),
-        identify(facts(directory=None), weights="w1"),
-        identify(facts(directory=None), weights="w2"),
+        identify(facts(files=first)),
+        identify(facts(files=other)),
+        identify(facts(files=first, revision="s")),
+        identify(facts(files=first, quantization="fp8")),
+        identify(facts(files=first, config={"hidden_size": 9})),
+        identify(facts(files=first, dtype="torch.bfloat16")),
+        identify(facts(files=first, settings={"disable_sliding_window": True})),
+        identify(facts(files=first), model="org/model", weights="w1"),
+        identify(facts(files=first, name="org/other")),
+        identify(facts(files=first), model="called otherwise"),
+        identify(facts(), weights="w1"),
+        identify(facts(), weights="w2"),
         identify(facts(load_format="dummy", seed=1)),
         identify(facts(load_format="dummy", seed=2)),
     ]
@@ -100,15 +117,15 @@ def test_whatever_changes_kv_changes_the_identity(tmp_path: Path) -> None:
 
 
 def test_where_a_model_lies_does_not_change_the_identity(tmp_path: Path) -> None:
-    here, there = weights(tmp_path / "a"), weights(tmp_path / "b")
-    moved = facts(directory=there, config={"hidden_size": 8, "_name_or_path": "elsewhere"})
-    assert identify(facts(directory=here)) == identify(moved)
+    here, there = files_of(weights(tmp_path / "a")), files_of(weights(tmp_path / "b"))
+    moved = facts(files=there, config={"hidden_size": 8, "_name_or_path": "elsewhere"})
+    assert identify(facts(files=here)) == identify(moved)
 
 
 def test_with_both_names_the_kv_is_called_as_any_engine_calls_it(tmp_path: Path) -> None:
     config = {"hidden_size": 8, "_name_or_path": "anywhere"}
     names = {"model": "our-llama", "weights": "2026-11"}
-    found = identify(facts(directory=weights(tmp_path / "a")), **names)
+    found = identify(facts(files=files_of(weights(tmp_path / "a"))), **names)
     assert found == named_identity("our-llama", "2026-11", config=config, dtype="float32")
     assert found == identify(facts(revision="other", name="elsewhere"), **names)
     others = [
@@ -123,25 +140,105 @@ def test_with_both_names_the_kv_is_called_as_any_engine_calls_it(tmp_path: Path)
 
 
 def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
-    for directory in (None, tmp_path):
+    files = files_of(weights(tmp_path / "a"))
+    gone = (tmp_path / "gone.safetensors",)
+    for unnamed in (facts(), facts(files=files, load_format="tensorizer"), facts(files=gone)):
         with pytest.raises(ConfigFieldError) as refused:
-            identify(facts(directory=directory))
+            identify(unnamed)
         assert "kvframework.weights" in refused.value.hint
+        assert identify(unnamed, weights="w").revision.endswith("+w")
 
 
-def test_every_tensor_and_every_file_counts(tmp_path: Path) -> None:
-    found = {fingerprint(weights(tmp_path / "a"))}
-    for index in range(16):
-        value = bytearray(64)
-        value[index * 4] = 1
-        found.add(fingerprint(weights(tmp_path / "a", value=bytes(value))))
+def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
+    def found() -> str:
+        return fingerprint(files_of(tmp_path / "a"))
+
+    value = bytearray(1 << 20)
+    names = {fingerprint(files_of(weights(tmp_path / "a", value=bytes(value))))}
+    for index in (0, 12_345, 700_001, len(value) - 1):
+        value[index] ^= 1
+        weights(tmp_path / "a", value=bytes(value))
+        names.add(found())
     weights(tmp_path / "a", name="more.safetensors")
-    found.add(fingerprint(tmp_path / "a"))
-    (tmp_path / "a" / "pytorch_model.bin").write_bytes(b"x" * 100)
-    found.add(fingerprint(tmp_path / "a"))
-    (tmp_path / "a" / "broken.safetensors").write_bytes(b"\xff" * 20)
-    found.add(fingerprint(tmp_path / "a"))
-    assert len(found) == 20
+    names.add(found())
+    for name in ("pytorch_model.bin", "broken.safetensors", "preprocessor_config.json"):
+        (tmp_path / "a" / name).write_bytes(b"x" * 100)
+        names.add(found())
+    assert len(names) == 9
+    (tmp_path / "a" / "optimizer.pt").write_bytes(b"x")
+    (tmp_path / "a" / "modeling.py").write_bytes(b"x")
+    assert found() in names
+    assert fingerprint(files_of(tmp_path / "a", code=True)) not in names
+
+
+def test_files_that_change_while_an_engine_starts_name_kv_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have loaded what they held before."""
+    folder = weights(tmp_path / "a")
+    before, later = time.time() - 60, time.time() + 60
+    plain = identify(facts(files=files_of(folder), engine="one", started=later))
+    assert plain == identify(facts(files=files_of(folder), engine="two", started=later))
+    assert not caplog.records
+    found = {identify(facts(files=files_of(folder), engine=engine, started=before)) for engine in ("one", "two")}
+    assert len({plain, *found}) == 3
+    assert "shared with no other" in caplog.text
+    # What a hub's cache links to may be this engine's own download.
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert identify(facts(files=files_of(snapshot), engine="one", started=before)) == plain
+    assert before < model_of(vllm_config(folder)).started + 3600
+    assert model_of(vllm_config(folder)).started < time.time()
+
+
+def vllm_config(model: Path | str, **changes: Any) -> Any:
+    config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, rope_parameters=changes.pop("rope_parameters", None))
+    given: dict[str, Any] = {
+        "model": str(model), "revision": None, "quantization": None, "seed": 0, "hf_config": config, "dtype": "float32",
+        "code_revision": None, "max_model_len": 8192,
+    }  # fmt: skip
+    load = SimpleNamespace(load_format="auto", download_dir=None)
+    return SimpleNamespace(instance_id="one", model_config=SimpleNamespace(**{**given, **changes}), load_config=load)
+
+
+def test_settings_of_the_engine_that_change_kv_are_in_the_identity(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "a")
+    long_rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    variants = [
+        identify(model_of(vllm_config(folder))),
+        # Long factors for every prompt, because there may be a long one.
+        identify(model_of(vllm_config(folder, rope_parameters=long_rope))),
+        identify(model_of(vllm_config(folder, rope_parameters={"full_attention": long_rope}, quantization="fp8"))),
+        identify(model_of(vllm_config(folder, quantization_config={"bits": 4}))),
+        identify(model_of(vllm_config(folder, multimodal_config=SimpleNamespace(mm_processor_kwargs={"crops": 4})))),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert identify(model_of(vllm_config(folder, rope_parameters=long_rope, max_model_len=4096))) == variants[0]
+    assert identify(model_of(vllm_config(folder, rope_parameters={"rope_type": "default"}))) == variants[0]
+
+
+def test_a_draft_model_keeps_kv_beside_that_of_the_model(tmp_path: Path) -> None:
+    def with_draft(folder: Path) -> Any:
+        config = vllm_config(tmp_path / "a")
+        draft = vllm_config(folder).model_config
+        return model_of(SimpleNamespace(**vars(config), speculative_config=SimpleNamespace(draft_model_config=draft)))
+
+    weights(tmp_path / "a")
+    one, other = weights(tmp_path / "b"), weights(tmp_path / "c", value=b"\x02" * 64)
+    plain = vllm_config(tmp_path / "a")
+    plain.speculative_config = SimpleNamespace(draft_model_config=plain.model_config)
+    variants = {identify(with_draft(one)), identify(with_draft(other)), identify(model_of(plain))}
+    assert len(variants) == 3
+    assert identify(model_of(vllm_config(tmp_path / "a"))) in variants
+
+
+def test_a_model_that_is_one_file_is_named_by_it_and_its_shards(tmp_path: Path) -> None:
+    for name in ("m-Q4-00001-of-00002.gguf", "m-Q4-00002-of-00002.gguf", "m-Q8.gguf"):
+        (tmp_path / name).write_bytes(name.encode())
+    assert [path.name for path in model_of(vllm_config(tmp_path / "m-Q8.gguf")).files] == ["m-Q8.gguf"]
+    sharded = model_of(vllm_config(tmp_path / "m-Q4-00001-of-00002.gguf")).files
+    assert [path.name for path in sharded] == ["m-Q4-00001-of-00002.gguf", "m-Q4-00002-of-00002.gguf"]
 
 
 # layer groups

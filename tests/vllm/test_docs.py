@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvf_vllm.options import VllmOptions, parse_options
+from kvf_vllm.registration import MODULE, NAME
 from kvf_vllm.supported import BEYOND, FIRST
 from kvf_vllm.tally import COUNTERS, SECONDS
 
@@ -48,10 +49,8 @@ def test_every_metric_is_documented() -> None:
 def test_the_engines_command_is_a_configuration_of_the_connector() -> None:
     (text,) = re.findall(r"--kv-transfer-config '(.*?)'", DOC, re.DOTALL)
     config = json.loads(text)
-    assert (config["kv_connector"], config["kv_connector_module_path"]) == (
-        "KvFrameworkConnector",
-        "kvf_vllm.connector",
-    )
+    assert config["kv_connector"] == NAME
+    assert f'"kv_connector_module_path": "{MODULE}"' in DOC
     assert config["kv_load_failure_policy"] == "recompute"
     parse_options(config["kv_connector_extra_config"])
 

@@ -1,11 +1,15 @@
-"""What cache-aware routers are told: what is stored, and what is seen to be gone."""
+"""What cache-aware routers hear: what is stored, under which salt and images, and what is seen to be gone."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import kvf_vllm.events as events
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
+from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.steps import StepReport
 from tests.vllm.stand_ins import BLOCK, FakeRequest, FakeServer, scheduler
@@ -88,11 +92,104 @@ def test_nobody_wants_events() -> None:
 def test_what_was_announced_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_ANNOUNCED", 2)
     announcements = Announcements(BLOCK)
-    hashes = [bytes([index]) for index in range(3)]
-    event = announcements.of(hashes, list(range(12)), 0, 12)
+    request = FakeRequest("a", list(range(12)))
+    event = announcements.of(request, Wish(), 0, 12)
     assert event is not None
     announcements.stored(event)
     announcements.take()
-    announcements.looked_up(hashes, 0, 12)
-    assert announcements.take() == [BlocksRemoved(hashes[1:])]
-    assert announcements.of(hashes, list(range(12)), 0, 16) is None
+    announcements.looked_up(request, Wish(), 0, 12)
+    assert announcements.take() == [BlocksRemoved(request.block_hashes[1:])]
+    assert announcements.of(request, Wish(), 0, 16) is None
+
+
+SALTED: list[dict[str, Any]] = [
+    {"cache_salt": "tenant"},
+    {"kv_transfer_params": {"kvframework.salt": "own"}},
+    {"cache_salt": "tenant", "kv_transfer_params": {"kvframework.salt": "own"}},
+]
+
+
+@pytest.mark.parametrize("fields", SALTED)
+def test_salted_blocks_are_not_announced(fields: dict[str, Any]) -> None:
+    server = FakeServer()
+    side = scheduler(server, event_block_size=BLOCK)
+    stored(side, FakeRequest("a", list(TOKENS), **fields), server=server)
+    side.reset()
+    assert side.events.take() == []
+
+
+def test_with_the_option_the_salt_stands_in_both_spellings_of_every_event() -> None:
+    server = FakeServer()
+    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    request = FakeRequest("a", list(TOKENS), cache_salt="tenant")
+    stored(side, request, server=server)
+    request.all_token_ids += range(20, 24)
+    stored(side, request, server=server)
+    events = side.events.take()
+    assert [(event.salt, event.extra_keys) for event in events if isinstance(event, BlocksStored)] == [
+        ("tenant", [("dynamo-cache-salt:tenant",), None, None, None]),
+        ("tenant", [("dynamo-cache-salt:tenant",), None]),
+    ]
+    # What Dynamo's own front end has tagged is not tagged twice.
+    tagged = FakeRequest("b", list(range(50, 70)), cache_salt="dynamo-cache-salt:tenant")
+    stored(side, tagged, server=server)
+    (event,) = side.events.take()
+    assert isinstance(event, BlocksStored)
+    assert (event.salt, event.extra_keys[0]) == ("tenant", ("dynamo-cache-salt:tenant",))
+    # vLLM's hashes do not know this salt: whatever the event said, it would be taken for the tenant's other blocks.
+    stored(side, FakeRequest("c", list(TOKENS), **SALTED[2]), server=server)
+    stored(side, FakeRequest("d", list(TOKENS), **SALTED[1]), server=server)
+    assert side.events.take() == []
+
+
+@pytest.mark.parametrize("fields", SALTED[1:2])
+def test_what_a_salted_lookup_misses_says_nothing_of_the_plain_blocks(fields: dict[str, Any]) -> None:
+    server = FakeServer()
+    side = scheduler(server, event_block_size=BLOCK)
+    stored(side, FakeRequest("a", list(TOKENS)), server=server)
+    side.events.take()
+    side.matched_tokens(FakeRequest("b", list(TOKENS), **fields), 0)
+    assert side.events.take() == []
+
+
+def test_salted_blocks_are_removed_only_if_they_were_announced() -> None:
+    server = FakeServer()
+    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    request = FakeRequest("a", list(TOKENS), cache_salt="tenant")
+    stored(side, request, server=server)
+    side.events.take()
+    server.known.clear()
+    side.matched_tokens(FakeRequest("b", list(TOKENS)), 0)
+    assert side.events.take() == []
+    side.matched_tokens(FakeRequest("c", list(TOKENS), cache_salt="tenant"), 0)
+    assert side.events.take() == [BlocksRemoved(request.block_hashes[:4])]
+
+
+def test_images_are_named_in_the_blocks_that_they_reach() -> None:
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=3, length=6))
+    request = FakeRequest("a", list(range(16)), mm_features=[image])
+    event = Announcements(BLOCK).of(request, Wish(), 0, 16)
+    assert event is not None
+    assert event.extra_keys == [(("cat", 3),), (("cat", -1),), (("cat", -5),), None]
+    later = Announcements(BLOCK).of(request, Wish(), 12, 16)
+    assert later is not None
+    assert later.extra_keys == ()
+
+
+def test_requests_with_adapters_are_not_announced() -> None:
+    server = FakeServer()
+    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    stored(side, FakeRequest("a", list(TOKENS), lora_request=object()), server=server)
+    assert side.events.take() == []
+
+
+def test_a_store_that_ends_after_a_reset_is_not_announced() -> None:
+    side = scheduler(FakeServer(), event_block_size=BLOCK)
+    request = FakeRequest("a", list(TOKENS))
+    side.matched_tokens(request, 0)
+    side.plan_step({"a": 20}, lambda _request_id: [list(range(1, 6))])
+    side.reset()
+    report = StepReport()
+    report.ended[0] = report.stored[0] = 1
+    side.heard(report)
+    assert side.events.take() == []

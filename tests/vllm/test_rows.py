@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import zmq
 
 from tests.ports import free_port
 from tests.vllm import rows
+from tests.vllm.engine import Ask
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Answer, Bench
 
@@ -89,6 +91,28 @@ def test_a_server_that_is_killed_costs_recompute(bench: Bench, cold: Answer, con
     assert answer.counters["kvframework:failed_loads"] == 1
 
 
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_a_load_that_cannot_be_named_is_computed(bench: Bench, cold: Answer, load: str) -> None:
+    options = {"kvframework.load": load, "kvframework.deadline_scale": 50.0}
+    bench = Bench(**{**vars(bench), "options": options})
+    with rows.server_for() as server:
+        bench.run(server, bench.ask())
+        first, again = bench.run(server, bench.ask(), bench.ask(reset=True), connector="RaisesOncePromised")
+    assert first.tokens == again.tokens == cold.tokens
+    assert first.computed >= TOKENS
+    assert first.counters["kvframework:failed_loads"] == 1
+    assert first.counters["kvframework:errors"] == 1
+
+
+def test_an_engine_outlives_a_connector_that_raises_everywhere(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        first, again = bench.run(server, bench.ask(), bench.ask(reset=True), connector="RaisesEverywhere")
+    assert first.tokens == again.tokens == cold.tokens
+    assert again.computed == TOKENS
+    for call in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "wait_for_save"):
+        assert first.log.count(f"{call} failed, the engine goes on") == 1
+
+
 def test_kv_that_is_wrong_would_be_seen(bench: Bench, cold: Answer) -> None:
     answer = rows.wrong_kv(bench)
     assert answer.computed == 1
@@ -144,7 +168,8 @@ def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> Non
     assert loaded.counters["kvframework:loaded_tokens"] == 2 * TOKENS
 
 
-def test_routers_are_told_what_is_stored(bench: Bench) -> None:
+def announced(bench: Bench, *asks: Ask) -> list[dict[str, Any]]:
+    """What subscribers get of an engine that answers `asks`."""
     port = free_port()
     events = {
         "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv",
@@ -154,11 +179,15 @@ def test_routers_are_told_what_is_stored(bench: Bench) -> None:
         socket.setsockopt(zmq.SUBSCRIBE, b"kv")
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{port}")
-        listening.run(server, listening.ask())
+        listening.run(server, *asks)
         batches = []
-        while socket.poll(1000):
+        while socket.poll(2000):
             batches.append(msgspec.msgpack.decode(socket.recv_multipart()[2]))
-    stored = [event for batch in batches for event in batch[1] if event["type"] == "BlockStored"]
+    return [event for batch in batches for event in batch[1]]
+
+
+def test_routers_are_told_what_is_stored(bench: Bench) -> None:
+    stored = [event for event in announced(bench, bench.ask()) if event["type"] == "BlockStored"]
     by_medium = {medium: [event for event in stored if event["medium"] == medium] for medium in ("GPU", "CPU")}
     blocks = {
         medium: [each for event in events for each in event["block_hashes"]] for medium, events in by_medium.items()
@@ -167,3 +196,28 @@ def test_routers_are_told_what_is_stored(bench: Bench) -> None:
     # A router finds them by the same hashes as vLLM's own.
     assert set(blocks["CPU"]) <= set(blocks["GPU"])
     assert [token for event in by_medium["CPU"] for token in event["token_ids"]] == bench.prompt
+
+
+def test_salted_blocks_are_announced_with_their_salt_or_not_at_all(bench: Bench) -> None:
+    asks = [
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, salt="tenant"),
+        Ask(bench.prompt[: 4 * CHUNK], tokens=1, salt="tenant"),
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, salt="other", params={"kvframework.salt": "own"}),
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, params={"kvframework.salt": "own"}),
+    ]
+    silent = announced(bench, *asks)
+    assert [event for event in silent if event["medium"] == "CPU"] == []
+    # vLLM's own say it without a tag, and only in the first block of the prompt.
+    assert [event["extra_keys"][0] for event in silent if event["medium"] == "GPU"][:2] == [["tenant"], None]
+
+    # What takes too long under load is not stored, and so not announced.
+    options = {"kvframework.announce_salts": True, "kvframework.deadline_scale": 50.0}
+    events = announced(Bench(**{**vars(bench), "options": options}), *asks)
+    of_server = [event for event in events if event["medium"] == "CPU"]
+    assert [(event["type"], event["cache_salt"]) for event in of_server] == [("BlockStored", "tenant")] * 2
+    assert [event["extra_keys"] for event in of_server] == [
+        [["dynamo-cache-salt:tenant"], *[None] * 3],
+        [["dynamo-cache-salt:tenant"], *[None] * 7],
+    ]
+    by_vllm = {each for event in events if event["medium"] == "GPU" for each in event["block_hashes"]}
+    assert {each for event in of_server for each in event["block_hashes"]} <= by_vllm

@@ -12,7 +12,7 @@ from kvf_vllm.steps import StepReport
 from tests.vllm.stand_ins import BLOCK, Clock, FakeRequest, FakeServer, computed, scheduler
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_course_of_events_stores_from_its_own_blocks_and_pins_nothing_in_the_end(data: st.DataObject) -> None:
     """Requests that share prefixes come, are computed in pieces, preempted, fail to load and end in any order: what is

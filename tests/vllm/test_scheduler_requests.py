@@ -33,6 +33,9 @@ from tests.vllm.stand_ins import (
         ({"resumable": True}, "streaming_input"),
         ({"kv_transfer_params": {"kvframework.laod": False}}, "kv_transfer_params"),
         ({"kv_transfer_params": {"kvframework.load": "no"}}, "kv_transfer_params"),
+        ({"kv_transfer_params": "kvframework.load"}, "kv_transfer_params"),
+        ({"kv_transfer_params": ["kvframework.load"]}, "kv_transfer_params"),
+        ({"kv_transfer_params": 7}, "kv_transfer_params"),
         ({"kv_transfer_params": {"kvframework.load": False, "kvframework.store": False}}, "opted_out"),
     ],
 )

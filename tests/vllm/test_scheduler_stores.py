@@ -105,6 +105,21 @@ def test_stores_end_before_their_blocks_are_written() -> None:
     assert side.plan_step({}, lambda _request_id: None, {1, 2, 3, 4}).fence == []
 
 
+def test_stores_end_before_another_connector_loads_into_their_blocks() -> None:
+    """vLLM's MultiConnector tells the others the blocks, too; of a load between steps the step itself says nothing."""
+    side = scheduler(FakeServer())
+    request = FakeRequest("a", list(range(16)))
+    side.matched_tokens(request, 0)
+    (store,) = computed(side, request, 16, [[1, 2, 3, 4]]).stores
+    side.finished(request)
+    for name, table_, fence in (("b", [4, 11, 12, 13], []), ("c", [20, 3, 21, 22], [store.number])):
+        foreign = FakeRequest(name, list(range(50, 66)))
+        assert side.matched_tokens(foreign, 4) == (0, False)
+        side.allocated(foreign, [table_], 0)
+        assert side.plan_step({}, lambda _request_id: None).fence == fence
+    assert side.plan_step({}, lambda _request_id: None).fence == []
+
+
 def test_what_vllm_held_itself_is_stored_although_the_rest_was_loaded() -> None:
     server = FakeServer()
     filled(server, list(range(16)))
@@ -127,3 +142,60 @@ def test_a_store_is_fenced_until_the_last_worker_has_ended_it() -> None:
     for fence in ([store.number], []):
         side.heard(StepReport(ended=Counter({store.number: 1})))
         assert side.plan_step({}, lambda _request_id: None, {1}).fence == fence
+
+
+def test_what_another_connector_loads_within_a_step_is_stored_in_the_next() -> None:
+    side = scheduler(FakeServer())
+    request = FakeRequest("a", list(range(20)))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(20), 0)
+    # vLLM counts them as computed, and learns after the step that the load has failed.
+    request.num_computed_tokens = 16
+    assert computed(side, request, 4).stores == []
+    request.num_computed_tokens = 4
+    assert [(op.start, op.end) for op in computed(side, request, 16).stores] == [(0, 16)]
+
+
+def test_what_this_connector_has_loaded_is_followed_at_once() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(24)))
+    assert side.matched_tokens(request, 0) == (16, True)
+    side.allocated(request, table(24), 16)
+    side.plan_step({}, lambda _request_id: None)
+    side.heard(StepReport(loaded=Counter({"a": 1})))
+    side.allocated(request, table(24), 0)
+    request.num_computed_tokens = 16
+    assert [(op.start, op.end) for op in computed(side, request, 8).stores] == [(16, 24)]
+
+
+def test_in_doubt_about_a_step_all_stores_end_before_it_and_nothing_is_stored() -> None:
+    server = FakeServer()
+    filled(server, list(range(50, 66)))
+    side = scheduler(server)
+    first = FakeRequest("a", list(range(16)))
+    side.matched_tokens(first, 0)
+    (store,) = computed(side, first, 16).stores
+    second = FakeRequest("b", list(range(50, 70)))
+    assert side.matched_tokens(second, 0) == (16, True)
+    side.allocated(second, table(20, 200), 16)
+    plan = side.plan_in_doubt()
+    assert (plan.stores, plan.fence, [load.request_id for load in plan.loads]) == ([], [store.number], ["b"])
+
+
+def test_a_request_that_something_has_raised_for_is_left_out() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(20)))
+    assert side.matched_tokens(request, 0) == (16, True)
+    side.allocated_in_vain("a", table(20), 16)
+    assert not server.tickets
+    (load,) = side.plan_step({}, lambda _request_id: None).loads
+    assert (load.digests, load.skip, load.end) == (b"", 0, 16)
+    side.heard(StepReport(loaded=Counter({"a": 1}), failed={"a"}))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(20), 0)
+    assert computed(side, request, 20).stores == []
+    assert side.tally.counts["miss_requests|error"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvframework.api import MessagingFuture
 from kvframework.errors import BadBlockIds
 from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance
 
-LOAD = LoadOp("a", 0, 16, 4, b"", "", [[1, 2, 3, 4]])
+LOAD = LoadOp("a", 0, 16, 4, b"d" * 64, "", [[1, 2, 3, 4]])
 
 
 def store(number: int = 0, request_id: str = "a", start: int = 0) -> StoreOp:
@@ -99,7 +100,7 @@ def test_a_store_is_ended_before_its_blocks_are_written() -> None:
     assert worker.take_report().ended == {}
 
     def server() -> None:
-        cancelled.wait(10)
+        cancelled.wait(60)
         future.set_result(False)
 
     thread = threading.Thread(target=server)
@@ -133,6 +134,41 @@ def test_the_scheduler_is_told_who_serves_whenever_it_changes() -> None:
     instance.served = SERVED
     assert worker.take_report().served == {3: SERVED}
     assert not worker.take_report()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_load_that_the_scheduler_could_not_name_fails(is_async: bool) -> None:
+    instance = answers()
+    worker = WorkerSide(instance, is_async=is_async, block_size=BLOCK)
+    worker.load(StepPlan(loads=[replace(LOAD, digests=b"")]))
+    assert worker.finished_loads() == ({"a"} if is_async else set(), set())
+    assert worker.take_failed_blocks() == {2, 3, 4}
+    assert worker.take_report().failed == {"a"}
+    assert not instance.loads
+
+
+class Surprising(MessagingFuture[bool]):
+    """Of a plugin that breaks its contract."""
+
+    def cancel(self) -> bool:
+        raise RuntimeError("no cancel here")
+
+    def exception(self) -> Exception | None:
+        raise RuntimeError("no exception here")
+
+
+def test_a_future_that_raises_is_a_failed_transfer() -> None:
+    future = Surprising()
+    worker = WorkerSide(answers(future, MessagingFuture.resolved(True)), block_size=BLOCK)
+    worker.load(StepPlan(loads=[LOAD, replace(LOAD, request_id="b")]))
+    future.set_result(True)
+    assert worker.finished_loads() == ({"a", "b"}, set())
+    assert worker.take_failed_blocks() == {2, 3, 4}
+    storing = Surprising()
+    worker = WorkerSide(answers(storing), block_size=BLOCK)
+    worker.store(StepPlan(stores=[store()]))
+    threading.Timer(0.05, storing.set_result, [True]).start()
+    worker.close()
 
 
 def test_a_worker_with_the_same_kv_as_another_stores_nothing_and_says_so() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -28,12 +29,13 @@ from kvf_blend.engine.recompute import Held, by_deviation
 from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import REQUESTS
+from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
-from kvf_transformers.identity import identify
 from kvf_transformers.misses import warn
+from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.results import Saved
-from kvf_transformers.session import CacheSession, Moved
-from kvf_transformers.shapes import layers_of, learn_layers
+from kvf_transformers.session import Attached, CacheSession, Moved
+from kvf_transformers.shapes import layers_of
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
 _log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ Ranges = Sequence[tuple[int, int]]
 class BlendTransformers:
     """Pre-computes segments of text, and blends them into prompts, for one model and one request at a time.
 
-    `model` is borrowed, in eval mode; its weights must not change while this object lives. The options are those of
+    `model` is borrowed, in eval mode; it may change, see `TransformersKV`. The options are those of
     `TransformersKV`, and `share`: how much of what was loaded is computed again, 0 to 1. Segments are marked by a
     `separator` (token ids between them) or by `ranges` (pairs of start and end, in order); marked the same way they are
     found behind any L2, and those that the server was told of are found in any prompt.
@@ -66,31 +68,33 @@ class BlendTransformers:
         transport: str = "auto",
         share: float = 0.15,
         connect_timeout_s: float = 5.0,
-        control_timeout_s: float = 0.05,
+        deadline_scale: float | None = None,
         transfer_timeout_s: float = 10.0,
     ) -> None:
         self._share = _checked(share)
         self._forward = Forward(model)
         self._decoder = Decoder(model)
-        check_decoder(model, self._decoder)
-        self._rotary = rotary_of(model)
-        self._templates = learn_layers(model)
+        self._borrowed = model
+        self._model = NamedModel(model, model_name, revision, weights)
+        # What the model was when a cache was filled, and of each registration how its keys are rotated.
+        self._filled: weakref.WeakKeyDictionary[DynamicCache, ModelNow] = weakref.WeakKeyDictionary()
+        self._blends: weakref.WeakKeyDictionary[Attached, tuple[BlendClient, Rotary]] = weakref.WeakKeyDictionary()
+        self._proven: tuple[ModelNow, Rotary] | None = None
+        now = self._model.now()
+        self._rotary_of(now)
         self._salt = cache_salt
         self._timeout_s = transfer_timeout_s
-        self._blend: BlendClient | None = None
         self._session = CacheSession(
-            identify(model, model_name, revision, weights),
-            self._templates,
             endpoint=endpoint,
             cache_salt=cache_salt,
             transport=transport,
             connect_timeout_s=connect_timeout_s,
-            control_timeout_s=control_timeout_s,
+            deadline_scale=deadline_scale,
             transfer_timeout_s=transfer_timeout_s,
             requests=REQUESTS,
         )
         try:
-            self._attach(connect_timeout_s)
+            self._attach(now, connect_timeout_s)
         except (ServerGone, DeadlineExceeded) as error:
             _log.warning("no server yet, prompts are computed: %s", error)
         except BaseException:
@@ -107,10 +111,14 @@ class BlendTransformers:
 
     def close(self) -> None:
         """Unregisters and disconnects. Idempotent."""
-        blend, self._blend = self._blend, None
-        if blend is not None:
+        for blend, _ in [*self._blends.values()]:
             blend.unregister()
+        self._blends.clear()
         self._session.close()
+
+    def weights_changed(self) -> None:
+        """See `TransformersKV.weights_changed`."""
+        self._model.weights_changed()
 
     def pre_compute(
         self,
@@ -128,8 +136,9 @@ class BlendTransformers:
         started = time.perf_counter()
         marks = (separator or (), ranges or ())
         try:
-            segments = self._attach().name_segments(tokens, *marks)
-            done = pre_compute(tokens, segments, self._forward, self._session)
+            now = self._model.now()
+            segments = self._attach(now)[0].name_segments(tokens, *marks)
+            done = pre_compute(tokens, segments, self._forward, self._session, now)
         except BadSegments:
             raise
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
@@ -169,7 +178,8 @@ class BlendTransformers:
         """Loads what it can, rotates keys to their new positions and computes the rest, with `share` of the segments'
         tokens: those whose KV in layer 1 is furthest from the loaded one. With 0 none, and without looking.
 
-        `loaded` takes the place of an own `restore` of the same prompt. Raises as `pre_compute`.
+        `loaded` takes the place of an own `restore` of the same prompt; it is not used if the model has changed since.
+        Raises as `pre_compute`.
         """
         tokens = token_list(input_ids)
         wanted = self._share if share is None else _checked(share)
@@ -180,12 +190,24 @@ class BlendTransformers:
             raise RequestError(
                 f"what was loaded is of {held.tokens} tokens", where="loaded", available=str(len(tokens))
             )
-        pairs = placed(loaded, self._templates, self._rotary)
+        try:
+            now = self._model.now()
+        except Exception as error:  # noqa: BLE001 - a model without a name computes as without a cache
+            warn(_log, "the prompt is computed", error)
+            plain = DynamicCache()
+            logits = self._forward.compute(tokens, plain)
+            return BlendedPrompt(logits, plain, Blended(len(tokens), seconds=time.perf_counter() - started))
+        if loaded.now not in (None, now):
+            _log.warning("the prompt is computed: the model has changed since its KV was loaded")
+            loaded = Loaded(Held(len(tokens)))
+            held = loaded.held
+        pairs = placed(loaded, now.templates)
         choose = partial(by_deviation, share=wanted) if wanted else None
         done = prefill(self._decoder, tokens, held, pairs, choose)
         cache = DynamicCache()
         for index, (keys, values) in enumerate(pairs):
             cache.update(keys, values, index)
+        self._filled[cache] = now
         blended = Blended(
             tokens=len(tokens),
             prefix_tokens=held.prefix,
@@ -206,48 +228,72 @@ class BlendTransformers:
         """Stores the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
 
         It is near to exact but is not: nothing but blend finds it. Borrows the cache until it returns. Whatever fails,
-        `tokens` is 0. Raises `BadLayout` and `RequestError` as `TransformersKV.save`.
+        `tokens` is 0, as for a cache that was filled while the model was another. Raises `BadLayout` and `RequestError`
+        as `TransformersKV.save`.
         """
         tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
         pairs = layers_of(cache, tokens=held) if held else []
         started = time.perf_counter()
+        moved = Moved()
         try:
-            moved = self._session.store_named(self._attach().name_final(tokens[:held]), pairs) if held else Moved()
+            now = self._model.now()
+            if self._filled.get(cache, now) != now:
+                raise RequestError("the model has changed since the cache was filled")
+            if held:
+                moved = self._session.store_named(now, self._attach(now)[0].name_final(tokens[:held]), pairs)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
             warn(_log, "the blended prompt was not stored", error)
-            moved = Moved()
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def _load(self, tokens: list[int], separator: Sequence[int], ranges: Ranges) -> Loaded:
-        blend = self._attach()
+        now = self._model.now()
+        blend, rotary = self._attach(now)
         request_id = uuid.uuid4().hex
         hits = blend.look_up(request_id, tokens, separator, ranges)
         plan = blend.plan(request_id, hits)
         try:
-            held = held_of(len(tokens), hits, plan, self._session.attach().registration.desc.chunk_tokens)
-            moved = self._session.load_named(plan.digests)
+            held = held_of(len(tokens), hits, plan, self._session.attach(now).registration.desc.chunk_tokens)
+            moved = self._session.load_named(now, plan.digests)
         finally:
             blend.end(request_id)
         if any(piece.source + piece.tokens > moved.tokens for piece in plan.pieces):
             return Loaded(Held(len(tokens)))
-        return Loaded(held, plan.pieces, moved.pairs, hits.exact or not held.prefix, moved.nbytes, moved.seconds)
+        return Loaded(
+            held,
+            plan.pieces,
+            moved.pairs,
+            hits.exact or not held.prefix,
+            moved.nbytes,
+            moved.seconds,
+            now,
+            rotary,
+        )
 
-    def _attach(self, timeout_s: float = 0.0) -> BlendClient:
+    def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> tuple[BlendClient, Rotary]:
         """Registers unless done. Raises `ServerGone` if there is no server, or why it refuses."""
-        if self._blend is None:
-            attached = self._session.attach(timeout_s)
+        attached = self._session.attach(now, timeout_s)
+        known = self._blends.get(attached)
+        if known is None:
+            rotary = self._rotary_of(now)
             blend = BlendClient(
                 self._session.client,
                 attached.worker,
                 attached.scheduler,
-                self._rotary,
+                rotary,
                 cache_salt=self._salt,
                 timeout_s=self._timeout_s,
             )
             blend.register()
-            self._blend = blend
-        return self._blend
+            known = self._blends[attached] = (blend, rotary)
+        return known
+
+    def _rotary_of(self, now: ModelNow) -> Rotary:
+        """How the model rotates keys, once it is proven that it can be blended as it is."""
+        if self._proven is None or self._proven[0] != now:
+            check_decoder(self._borrowed, self._decoder)
+            self._proven = (now, rotary_of(self._borrowed))
+        return self._proven[1]
 
 
 def _checked(share: float) -> float:

@@ -24,8 +24,6 @@ from kvframework.errors import KVFrameworkError, NotRegistered
 
 log = logging.getLogger(__name__)
 
-SETUP_TIMEOUT_S = 5.0
-
 M = TypeVar("M", bound=Message)
 
 
@@ -33,7 +31,7 @@ class BlendClient:
     """Blend for one registered instance. Borrows the client, which knows `kvf_blend.messages.REQUESTS`, and the
     adapters. For one thread.
 
-    `timeout_s` bounds what may wait for L2 or hashes many tokens; the rest waits the client's control timeout.
+    `timeout_s` bounds what may wait for L2 or hashes many tokens; the rest waits as the client's deadlines say.
     Arguments that mark no segments of a prompt are the caller's mistake: `BadSegments` is raised, not logged.
     """
 
@@ -55,14 +53,14 @@ class BlendClient:
         self._timeout_s = timeout_s
 
     def register(self) -> m.BlendRegistered:
-        """Tells the server how keys are rotated. Blocks at most 5 s.
+        """Tells the server how keys are rotated. Blocks for the client's `setup_s` at most.
 
         Raises `BadRotary` and `BlendRefused` for what cannot be blended, `UnknownRequest` from a server without this
         plugin, `ServerGone`, `DeadlineExceeded`.
         """
         identity = self._worker.identity
         payload = m.RegisterBlend(identity.instance_id, identity.model_name, identity.world_size, self._rotary)
-        return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered, timeout=SETUP_TIMEOUT_S)
+        return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
 
     def unregister(self) -> None:
         """Ends blend for the instance, if the server is there. What is stored stays."""
@@ -110,7 +108,7 @@ class BlendClient:
         payload = m.RetrievePreComputed(
             self._instance_id, request_id, hits.prefix_tokens, hits.prefix_digests, hits.segments, self._salt
         )
-        return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan())
+        return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan(), timeout=self._client.deadlines.load_s)
 
     def end(self, request_id: str) -> None:
         """Lets go of what `look_up` and `plan` pinned."""
@@ -125,9 +123,9 @@ class BlendClient:
     def _instance_id(self) -> int:
         return self._worker.identity.instance_id
 
-    def _ask(self, spec: RequestSpec, payload: Message, miss: M, *, timeout: float | None = None) -> M:
+    def _ask(self, spec: RequestSpec, payload: Message, miss: M, *, timeout: float) -> M:
         """The answer, or `miss`."""
-        failed: KVFrameworkError | None = None
+        failed: KVFrameworkError
         for again in (False, True):
             try:
                 if again:
@@ -140,6 +138,7 @@ class BlendClient:
             except KVFrameworkError as error:
                 failed = error
                 break
+        self._client.lost("lookups", failed)
         log.warning("%s failed, taken as a miss: %s", spec.name, failed)
         return miss
 

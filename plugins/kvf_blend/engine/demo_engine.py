@@ -30,7 +30,7 @@ DOCUMENTS = 4
 _SHUFFLED = (2, 0, 3, 1)
 _WARM_UP_TOKENS = 64
 # An engine that serves one prompt may wait longer than one that serves many.
-_CONTROL_TIMEOUT_S = 5.0
+_DEADLINE_SCALE = 50.0
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
             model_name=name,
             share=arguments.share,
             connect_timeout_s=20.0,
-            control_timeout_s=_CONTROL_TIMEOUT_S,
+            deadline_scale=_DEADLINE_SCALE,
             transfer_timeout_s=60.0,
         ) as kv,
     ):

@@ -12,6 +12,7 @@ from kvf_blend.engine.rotation import rotate_keys
 from kvf_blend.messages import Hits, LoadPlan, Piece
 from kvf_blend.rotary import PLANES, Rotary
 from kvf_blend.server.digests import chunks_of
+from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvframework.api import DIGEST_BYTES
 
@@ -19,7 +20,8 @@ from kvframework.api import DIGEST_BYTES
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded of a prompt. `sources` hold whole chunks, the padding of partial ones too; `pieces` say which of
-    their tokens go where. `exact`: the prefix is not of a blended prompt."""
+    their tokens go where. `exact`: the prefix is not of a blended prompt. `now` is the model whose KV it is, whose keys
+    `rotary` rotates; None if nothing was loaded."""
 
     held: Held
     pieces: tuple[Piece, ...] = ()
@@ -27,6 +29,8 @@ class Loaded:
     exact: bool = True
     nbytes: int = 0
     copy_seconds: float = 0.0
+    now: ModelNow | None = None
+    rotary: Rotary | None = None
 
 
 def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:
@@ -50,16 +54,16 @@ def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:
     return Held(tokens, prefix, tuple((piece.start, piece.start + piece.tokens) for piece in pieces))
 
 
-def placed(loaded: Loaded, templates: Sequence[LayerPair], rotary: Rotary) -> list[LayerPair]:
+def placed(loaded: Loaded, templates: Sequence[LayerPair]) -> list[LayerPair]:
     """KV of the whole prompt, layer by layer, in new tensors; where nothing was loaded it is undefined."""
-    rotated = PLANES.index(rotary.plane)
+    rotary = loaded.rotary
     pairs = []
     for layer, template in enumerate(templates):
         whole = tuple(plane.new_empty(1, plane.shape[1], loaded.held.tokens, plane.shape[3]) for plane in template)
         for piece in loaded.pieces:
             for index, plane in enumerate(whole):
                 part = loaded.sources[layer][index][:, :, piece.source : piece.source + piece.tokens]
-                if index == rotated and piece.shift:
+                if piece.shift and rotary is not None and index == PLANES.index(rotary.plane):
                     part = rotate_keys(part, rotary, piece.shift)
                 plane[:, :, piece.start : piece.start + piece.tokens] = part
         keys, values = whole

@@ -12,27 +12,29 @@ from transformers import DynamicCache
 from kvf_blend.engine.results import PreComputed
 from kvf_blend.messages import Segment
 from kvf_transformers.forward import Forward
+from kvf_transformers.named_model import ModelNow
 from kvf_transformers.session import CacheSession
 from kvf_transformers.shapes import LayerPair, layers_of
 from kvframework.api import DIGEST_BYTES
 
 
 def pre_compute(
-    tokens: Sequence[int], segments: Sequence[Segment], forward: Forward, session: CacheSession
+    tokens: Sequence[int], segments: Sequence[Segment], forward: Forward, session: CacheSession, now: ModelNow
 ) -> PreComputed:
-    """Computes and stores what is not held of `segments` of `tokens`, all in one store. Raises what that raises."""
+    """Computes and stores what is not held of `segments` of `tokens`, all in one store, for the model as it is `now`.
+    Raises what that raises."""
     lacking = {segment.digests: segment for segment in segments if not segment.held}
     held = sum(segment.held for segment in segments)
     if not lacking:
         return PreComputed(len(segments), held)
-    chunk = session.attach().registration.desc.chunk_tokens
+    chunk = session.attach(now).registration.desc.chunk_tokens
     parts: list[list[LayerPair]] = []
     for segment in lacking.values():
         cache = DynamicCache()
         forward.compute(tokens[segment.start : segment.start + segment.tokens], cache)
         filled = len(segment.digests) // DIGEST_BYTES * chunk
         parts.append([_padded(pair, filled) for pair in layers_of(cache, tokens=segment.tokens)])
-    moved = session.store_named(b"".join(lacking), [_joined(layer) for layer in zip(*parts, strict=True)])
+    moved = session.store_named(now, b"".join(lacking), [_joined(layer) for layer in zip(*parts, strict=True)])
     computed = sum(segment.tokens for segment in lacking.values())
     return PreComputed(len(segments), len(segments) if moved.tokens else held, computed, moved.nbytes)
 

@@ -54,7 +54,7 @@ class BlendHandlers:
         spans = marked(tokens, payload.separator, payload.ranges)
         if not payload.separator and not payload.ranges:
             raise BadSegments("neither a separator nor ranges", available="one of the two")
-        objects = instance.objects(payload.cache_salt)
+        objects = instance.objects(self._services, payload.cache_salt)
         objects.check(sum(chunks_of(end - start, instance.chunk_tokens) for start, end in spans))
         segments = list(self._named(instance, tokens, spans))
         for each in segments:
@@ -74,7 +74,7 @@ class BlendHandlers:
         spans = marked(tokens, payload.separator, payload.ranges)
         # The last token is always left to compute: its logits are what the engine is after.
         most = max(len(tokens) // TOKEN_BYTES - 1, 0)
-        objects = instance.objects(payload.cache_salt, all_ranks=True)
+        objects = instance.objects(self._services, payload.cache_salt, all_ranks=True)
         chained = _cut(tokens, 0, min(most, objects.most_digests // 4 * chunk))
         candidates = list(self._named(instance, tokens, [(start, end) for start, end in spans if end <= most]))
         candidates += self._known.find(
@@ -94,7 +94,7 @@ class BlendHandlers:
         instance = blended(self._services, payload.instance_id, client)
         chunk = instance.chunk_tokens
         _check_hits(payload, chunk)
-        objects = instance.objects(payload.cache_salt)
+        objects = instance.objects(self._services, payload.cache_salt)
         named = len(payload.prefix_digests) + sum(len(each.digests) for each in payload.segments)
         objects.check(named // DIGEST_BYTES)
         question = Question(
@@ -107,7 +107,7 @@ class BlendHandlers:
         instance = blended(self._services, payload.instance_id, client)
         tokens = payload.tokens
         marked(tokens, b"", b"")
-        instance.objects(payload.cache_salt).check(len(tokens) // TOKEN_BYTES // instance.chunk_tokens)
+        instance.objects(self._services, payload.cache_salt).check(len(tokens) // TOKEN_BYTES // instance.chunk_tokens)
         return m.FinalNames(final_digests(self._services.hasher, tokens, instance.chunk_tokens, instance.fingerprint))
 
     def _named(self, instance: Blended, tokens: bytes, spans: Sequence[Span]) -> Iterable[m.Segment]:

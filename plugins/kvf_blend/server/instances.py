@@ -33,13 +33,13 @@ class Blended:
     def chunk_tokens(self) -> int:
         return self.desc.chunk_tokens
 
-    def objects(self, cache_salt: str, *, all_ranks: bool = False) -> Objects:
+    def objects(self, services: EngineServices, cache_salt: str, *, all_ranks: bool = False) -> Objects:
         """Of the instance's rank; of all ranks, also if the instance told none."""
         context = self.context
         ranks: Sequence[int] = range(context.world_size)
         if context.rank is not None and not all_ranks:
             ranks = (context.rank,)
-        return Objects(context.namespace, cache_salt, ranks, self.desc)
+        return Objects(services.key_prefixes(context.namespace, cache_salt, ranks))
 
 
 def attach(services: EngineServices, client: ClientInfo, payload: RegisterBlend) -> Blended:

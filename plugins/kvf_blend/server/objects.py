@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvframework.api import MemoryLayoutDesc, PackedKey, key_prefix, salt_digest
+from kvframework.api import PackedKey
 from kvframework.errors import MessageTooLarge
 
 # The most of one request, as of the core's.
@@ -13,11 +13,11 @@ MAX_OBJECTS = 1 << 15
 
 
 class Objects:
-    """The objects of chunks for `ranks` of one namespace and salt. Keys are digest by digest, in each rank by rank."""
+    """The objects of chunks, given the prefixes of their keys (`EngineServices.key_prefixes`). Keys are digest by
+    digest, in each rank by rank."""
 
-    def __init__(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], desc: MemoryLayoutDesc) -> None:
-        salt, groups = salt_digest(cache_salt), range(len(desc.groups))
-        self._prefixes = [key_prefix(namespace, salt, rank, group) for rank in ranks for group in groups]
+    def __init__(self, prefixes: Sequence[bytes]) -> None:
+        self._prefixes = prefixes
 
     @property
     def most_digests(self) -> int:

@@ -1,0 +1,55 @@
+"""Calls whose exceptions do not reach the engine: an answer that costs only the cache, a count, one line in the log."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Noting(Protocol):
+    """Whose methods are guarded."""
+
+    def note_error(self, where: str, error: Exception) -> None: ...
+
+
+class ErrorNotes:
+    """One line for each kind of error in each place, with its traceback. For one thread."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, type[Exception]]] = set()
+
+    def note(self, where: str, error: Exception) -> None:
+        if (where, type(error)) not in self._seen:
+            self._seen.add((where, type(error)))
+            log.error("%s failed, the engine goes on without the cache there: %r", where, error, exc_info=error)
+
+
+def harmless(
+    default: Callable[[], object] = lambda: None, then: Callable[..., object] | None = None
+) -> Callable[[F], F]:
+    """A method that answers `default()` where it would raise. `then` gets the method's arguments before that; what it
+    returns, if it does and is not None, is the answer."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def guarded(self: Noting, *args: object, **kwargs: object) -> object:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the cache's
+                self.note_error(method.__name__, error)
+            try:
+                answer = then(self, *args, **kwargs) if then is not None else None
+            except Exception as error:  # noqa: BLE001
+                self.note_error(method.__name__, error)
+                answer = None
+            return default() if answer is None else answer
+
+        return cast("F", guarded)
+
+    return decorate

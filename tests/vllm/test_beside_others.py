@@ -1,0 +1,213 @@
+"""The connector in vLLM beside other connectors, other engines of the process, and clients that mean no good."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from tests.server_process import ServerProcess
+from tests.vllm import rows
+from tests.vllm.engine import Order, encode
+from tests.vllm.model import make, prompt
+from tests.vllm.rows import Answer, Bench
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+CHUNK = rows.CHUNK
+TOKENS = 4 * CHUNK
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
+    directory = tmp_path_factory.mktemp("beside")
+    return Bench(make(cache / "tiny", "tiny"), directory, prompt(TOKENS, seed=5), 8)
+
+
+@pytest.fixture(scope="module")
+def cold(bench: Bench) -> Answer:
+    return rows.cold(bench)
+
+
+def alone(server: ServerProcess, **fields: Any) -> dict[str, Any]:
+    """By its name: vLLM knows it by the entry point."""
+    return {
+        "kv_connector": "KvFrameworkConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint, "kvframework.deadline_scale": 50.0},
+        **fields,
+    }
+
+
+def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+        **fields,
+    }
+
+
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's own, which keeps KV in files."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+def answers(bench: Bench, transfer: dict[str, Any], *asks: Any, **environment: str) -> list[Answer]:
+    order = Order(str(bench.model), list(asks), transfer, bench.engine)
+    return rows.run_engine(order, bench.directory, cores=bench.cores, environment=environment)
+
+
+@pytest.mark.parametrize("plugins", ["all", "none"])
+def test_under_the_multi_connector_statistics_are_logged(
+    bench: Bench, cold: Answer, tmp_path: Path, plugins: str
+) -> None:
+    """`none`: VLLM_PLUGINS leaves the entry point out, and the module is named."""
+    named = {"kv_connector_module_path": "kvf_vllm.connector"} if plugins == "none" else {}
+    environment = {"VLLM_PLUGINS": ""} if plugins == "none" else {}
+    with rows.server_for() as server:
+        transfer = several(alone(server, **named), example(tmp_path))
+        stored, again = answers(bench, transfer, bench.ask(), bench.ask(reset=True), **environment)
+    assert stored.tokens == again.tokens == cold.tokens
+    assert stored.counters["kvframework:stored_tokens"] == TOKENS
+    assert again.counters["kvframework:loaded_tokens"] >= TOKENS - CHUNK
+
+
+def test_the_engines_failure_policy_counts_not_the_one_beside_the_connector(bench: Bench) -> None:
+    with rows.server_for() as server, pytest.raises(AssertionError) as refused:
+        answers(bench, several(alone(server), kv_load_failure_policy="fail"), bench.ask())
+    assert "kv_load_failure_policy is 'fail'" in str(refused.value)
+    assert "kv_transfer_config of MultiConnector" in str(refused.value)
+
+
+def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer) -> None:
+    with rows.server_for() as server:
+        engine = {"kv_cache_memory_bytes": 1 << 27}
+        order = Order(str(bench.model), [bench.ask()], alone(server), engine)
+        log = bench.directory / "two-engines.log"
+        with log.open("w") as stderr:
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.vllm.two_engines", encode(order)],
+                stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=1700, check=False, env=environment(bench),
+            )  # fmt: skip
+    assert done.returncode == 0, log.read_text()[-6000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["tokens"] for each in found] == [cold.tokens] * 4
+    # The second engine, the first again, and one made after the first has ended.
+    assert [each["loaded"] for each in found] == [0, TOKENS, 2 * TOKENS, 3 * TOKENS]
+
+
+def environment(bench: Bench, **more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": bench.cores,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+        **more,
+    }
+
+
+class Api:
+    """An OpenAI server of vLLM."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: str) -> None:
+        self.process = process
+        self._port = port
+        self._model = model
+
+    def get(self, path: str) -> str:
+        """ "" as long as nobody answers."""
+        try:
+            with self._connected(60) as connection:
+                connection.request("GET", path)
+                return connection.getresponse().read().decode() or "up"
+        except OSError:
+            return ""
+
+    def ask(self, tokens: list[int], **body: Any) -> dict[str, Any]:
+        with self._connected(300) as connection:
+            self._post(connection, tokens, body)
+            return dict(json.loads(connection.getresponse().read()))
+
+    def abort(self, tokens: list[int], **body: Any) -> None:
+        """Goes away without waiting for the answer."""
+        with self._connected(300) as connection:
+            self._post(connection, tokens, {"max_tokens": 2000, "stream": True, **body})
+            with connection.getresponse() as response:
+                response.read(1)
+
+    def _connected(self, timeout: float) -> closing[http.client.HTTPConnection]:
+        return closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout))
+
+    def _post(self, connection: http.client.HTTPConnection, tokens: list[int], body: dict[str, Any]) -> None:
+        full = {"model": self._model, "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
+        connection.request("POST", "/v1/completions", json.dumps(full), {"Content-Type": "application/json"})
+
+
+@contextmanager
+def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
+    port, log = free_port(), bench.directory / "api.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
+                "--model", str(bench.model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "3072",
+                "--kv-cache-memory-bytes", str(1 << 28), "--kv-transfer-config", json.dumps(transfer), *options,
+            ],
+            stdout=output, stderr=output, env=environment(bench),
+        )  # fmt: skip
+        try:
+            server = Api(process, port, str(bench.model))
+            wait_until(lambda: process.poll() is not None or server.get("/health"), 800, "the OpenAI server")
+            assert process.poll() is None, log.read_text()[-6000:]
+            yield server
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert "EngineDeadError" not in log.read_text()
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Bench) -> None:
+    with rows.server_for() as one, rows.server_for() as other:
+        # Blocks for two long requests: with more of them vLLM preempts.
+        options = ("--num-gpu-blocks-override", "26")
+        with api(bench, several(alone(one), alone(other)), *options) as server:
+            wanted = server.ask(bench.prompt)["choices"]
+            for params in ({"kvframework.salt": 7}, {"kvframework.salt": "s" * 5000}, {"kvframework.": {}}):
+                assert server.ask(bench.prompt, kv_transfer_params=params)["choices"] == wanted
+            for seed in range(3):
+                server.abort(prompt(1000, seed=100 + seed))
+            one.kill9()
+            assert server.ask(bench.prompt, cache_salt="tenant")["choices"] == wanted
+            server.abort(bench.prompt, cache_salt="tenant")
+            assert server.ask(bench.prompt)["choices"] == wanted
+            # Statistics are logged every ten seconds, and shown at once.
+            stored = [line for line in server.get("/metrics").splitlines() if line.startswith("kvframework:stored_tok")]
+            assert stored
+            assert float(stored[0].split()[-1]) >= 2 * TOKENS
+            log = bench.directory / "api.log"
+            wait_until(lambda: "KV Transfer metrics: KvFrameworkConnector" in log.read_text(), 60, "the log line")

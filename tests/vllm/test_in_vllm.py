@@ -1,0 +1,85 @@
+"""The connector's words in vLLM's own classes, without an engine: events, statistics and metrics."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvf_vllm.events import Announcements
+from kvf_vllm.requests import Wish
+from tests.vllm.stand_ins import BLOCK, FakeRequest
+
+# vLLM's imports take long, and warn.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+
+def features() -> list[Any]:
+    return [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+        for name, offset, length in (("cat", 3, 6), ("dog", 9, 1), ("bird", 10, 20))
+    ]
+
+
+def test_vllm_names_images_and_salts_alike() -> None:
+    import vllm.v1.core.kv_cache_utils as theirs
+
+    request = FakeRequest("a", list(range(40)), cache_salt="dynamo-cache-salt:t", mm_features=features())
+    mine = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 40)
+    assert mine is not None
+    keys, index = [], 0
+    for start in range(0, 40, BLOCK):
+        found, index = theirs.generate_block_hash_extra_keys(request, start, start + BLOCK, index)
+        keys.append(found)
+    # vLLM before 0.31 had no tags of its own there.
+    assert list(mine.extra_keys) == getattr(theirs, "to_event_extra_keys", list)(keys)
+
+
+def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from kvf_vllm.published import published
+
+    request = FakeRequest("a", list(range(8)), cache_salt="tenant")
+    event = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 8)
+    assert event is not None
+    payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[published(event)]))
+    (sent,) = msgspec.msgpack.decode(payload)[1]
+    assert (sent["type"], sent["cache_salt"]) == ("BlockStored", "tenant")
+    (read,) = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    assert list(read.extra_keys) == [("dynamo-cache-salt:tenant",), None]
+
+
+def test_the_multi_connector_finds_the_class_of_statistics_by_its_name() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    import kvf_vllm.connector
+
+    stats = MultiConnector.build_kv_connector_stats(
+        {kvf_vllm.connector.KvFrameworkConnector.__name__: {"hit_tokens": 3}}
+    )
+    assert stats.reduce() == {"KvFrameworkConnector": {"hit_tokens": 3}}
+
+
+def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none() -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    from kvf_vllm.connector import KvFrameworkConnector
+
+    config, kinds = SimpleNamespace(kv_transfer_config=None), {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for total in (3, 6):
+        shown = KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+        shown.observe({"hit_tokens": 3, "unheard_of": 4, "miss_requests|lora": 1, "seconds": {"load": [0.1], "x": [1]}})
+        shown.observe({"hit_tokens": -3})
+        shown.observe({"hit_tokens": 3}, engine_idx=7)
+        labels = {"model_name": "m", "engine": "0"}
+        assert REGISTRY.get_sample_value("kvframework:hit_tokens_total", labels) == total
+    # The application's own metric by this name: the engine goes without the connector's.
+    REGISTRY.unregister(shown._counters["errors"])
+    from kvf_vllm import metrics
+
+    metrics._made.clear()
+    Counter("kvframework:errors", "somebody else's")
+    KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name"], {0: ["m"]}).observe({"errors": 1})
