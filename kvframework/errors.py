@@ -211,7 +211,7 @@ class VersionMismatch(ProtocolError):
 class HelloRequired(ProtocolError):
     """A request came before HELLO, or from a session that has ended.
 
-    What to do: connect anew: `KVClient` does so by itself."""
+    What to do: connect again: `KVClient` does so by itself."""
 
     code = "protocol.hello_required"
 
@@ -343,6 +343,25 @@ class ShuttingDown(KVFrameworkError, ConnectionError):
     What to do: nothing: the client connects again once a server is there."""
 
     code = "run.shutting_down"
+
+
+class ServerFull(KVFrameworkError, ConnectionError):
+    """The server takes no further client: too many sessions are open, or too many of its
+    descriptors are in use.
+
+    What to do: nothing for a moment: the client tries again by itself, and misses until then. If it stays, see who
+    holds so many connections, or raise the server's limit (`LimitNOFILE`)."""
+
+    code = "run.server_full"
+
+
+class OutOfResources(KVFrameworkError, OSError):
+    """This process has too few descriptors or threads left for a connection to the server.
+
+    What to do: raise the limit that it names; the client connects by itself once there are enough, and misses until
+    then."""
+
+    code = "run.resources"
 
 
 # storage

@@ -1,5 +1,5 @@
-"""What holds for every test: what an environment lacks is skipped with a reason, soaks run only when asked for, and a
-run in the background is like one in the foreground."""
+"""What holds for every test: what an environment lacks is skipped with a reason, soaks run only when asked for, no
+example of hypothesis has a deadline, and a run in the background is like one in the foreground."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import importlib.util
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
+
+
+# How long an example takes says how busy the machine is, nothing of the code.
+settings.register_profile("kvframework", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvframework")
 
 
 def pytest_configure() -> None:

@@ -94,10 +94,31 @@ class RedisCluster:
         return _text(self.on(server, "CLUSTER", "MYID"))
 
     def master_of(self, slot: int) -> RedisServer:
-        """The server that says of itself that it serves the slot."""
-        found = [server for server in self.running if self._serves(server, slot)]
-        assert len(found) == 1, f"{len(found)} servers say that they serve slot {slot}"
+        """The one server that says of itself that it serves the slot; waits while none or two say so."""
+        found: list[RedisServer] = []
+
+        def agreed() -> bool:
+            found[:] = [server for server in self.running if slot in self._slots(server)]
+            return len(found) == 1
+
+        wait_until(agreed, _PATIENCE_S, f"one server that says that it serves slot {slot}")
         return found[0]
+
+    @contextmanager
+    def killed(self, master: RedisServer) -> Iterator[None]:
+        """Within it the server is dead. Afterwards it follows a master again and all slots are served, whatever the
+        test did: the cluster is other tests' too."""
+        master.kill9()
+        try:
+            yield
+        except BaseException:
+            # Where no replica was promoted it is a master again, of nothing.
+            master.start()
+            self.await_ok()
+            raise
+        master.start()
+        self.await_replica(master)
+        self.await_ok()
 
     def other_than(self, server: RedisServer) -> RedisServer:
         """Another master."""
@@ -135,12 +156,12 @@ class RedisCluster:
                 self.on(server, "CLUSTER", "SETSLOT", slot, "STABLE")
 
     def await_promotion(self, replica: RedisServer) -> None:
-        """Until the replica is a master and all that live agree that the cluster is well."""
+        """Until the replica is a master, and each slot is served by one server that the others know."""
         wait_until(lambda: self.is_master(replica), _PATIENCE_S, "the promotion")
         self.await_ok()
 
     def await_ok(self) -> None:
-        wait_until(lambda: all(self._is_ok(server) for server in self.running), _PATIENCE_S, "a cluster that is well")
+        wait_until(self._all_served, _PATIENCE_S, "a cluster whose slots are all served")
 
     def await_replica(self, server: RedisServer) -> None:
         """Until the server follows a master."""
@@ -177,8 +198,14 @@ class RedisCluster:
     def _info(self, server: RedisServer) -> str:
         return _text(self.on(server, "CLUSTER", "INFO"))
 
+    def _all_served(self) -> bool:
+        """Each slot by one server, and every server knows of one for each."""
+        served = [slot for server in self.running for slot in self._slots(server)]
+        return len(served) == SLOTS == len(set(served)) and all(self._is_ok(server) for server in self.running)
+
     def _is_ok(self, server: RedisServer) -> bool:
-        return "cluster_state:ok" in self._info(server)
+        info = self._info(server)
+        return "cluster_state:ok" in info and f"cluster_slots_ok:{SLOTS}" in info
 
     def _follows(self, server: RedisServer) -> bool:
         role = self.on(server, "ROLE")
@@ -190,15 +217,14 @@ class RedisCluster:
         assert isinstance(slots, list)
         return min((len(each) - 2 for each in slots), default=0)
 
-    def _serves(self, server: RedisServer, slot: int) -> bool:
+    def _slots(self, server: RedisServer) -> list[int]:
+        """What the server says that it serves itself."""
         mine = next(line for line in _text(self.on(server, "CLUSTER", "NODES")).splitlines() if "myself" in line)
         if "master" not in mine.split()[2]:
-            return False
-        for word in mine.split()[8:]:
-            first, _, last = word.partition("-")
-            if first.isdigit() and int(first) <= slot <= int(last or first):
-                return True
-        return False
+            return []
+        # A slot on its way stands there in brackets, too.
+        spans = [word.partition("-") for word in mine.split()[8:] if not word.startswith("[")]
+        return [slot for first, _, last in spans for slot in range(int(first), int(last or first) + 1)]
 
 
 def _eventually(action: Callable[[], T]) -> None:

@@ -58,7 +58,7 @@ def tls_redis_executable() -> str | None:
         return None
     # Without TLS the option is unknown; with TLS the missing certificate stops the start.
     command = [found, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nonexistent"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     built_without = "Bad directive" in said.stdout + said.stderr
     return None if built_without else found
 

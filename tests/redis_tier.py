@@ -12,6 +12,7 @@ from kvf_redis import kvf_tiers
 from kvf_redis.options import RedisOptions
 from kvf_redis.slots import slot_of
 from kvframework.api import ByteSize, Outcome, Tier, TierContext
+from tests.received import outcomes_of
 from tests.redis_cluster import RedisCluster
 from tests.redis_server import RedisServer
 
@@ -42,7 +43,9 @@ def put(tier: Tier, key: bytes, value: bytes, deadline: float | None = None) -> 
 def get(tier: Tier, *keys: bytes, nbytes: int, deadline: float | None = None) -> tuple[list[Outcome], list[bytes]]:
     """Outcomes, and the whole buffers of `nbytes`."""
     buffers = [bytearray(nbytes) for _ in keys]
-    outcomes = tier.get_into(keys, [[memoryview(buffer)] for buffer in buffers], deadline=deadline or soon())
+    outcomes = outcomes_of(
+        tier.get_into(keys, [[memoryview(buffer)] for buffer in buffers], deadline=deadline or soon())
+    )
     return outcomes, [bytes(buffer) for buffer in buffers]
 
 

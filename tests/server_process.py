@@ -17,16 +17,21 @@ from tests.wire_client import WireClient
 
 class ServerProcess:
     """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
-    the interpreter is given."""
+    the interpreter is given; `output` is a descriptor for its standard output and error instead of `log_file`."""
 
     def __init__(
-        self, *settings: str, capacity: str = "64MiB", program: Sequence[str] = ("-m", "kvframework.cli.main")
+        self,
+        *settings: str,
+        capacity: str = "64MiB",
+        program: Sequence[str] = ("-m", "kvframework.cli.main"),
+        output: int | None = None,
     ) -> None:
         # Socket paths are short, so not below pytest's long tmp_path.
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self.endpoint = f"ipc://{self._directory.name}/s.sock"
         self.log_file = Path(self._directory.name) / "server.log"
         self._program = program
+        self._output = output
         self._settings = (f"server.endpoint={self.endpoint}", f"l1.capacity={capacity}", *settings)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +64,8 @@ class ServerProcess:
         command = [sys.executable, *self._program, "serve"]
         for setting in self._settings:
             command += ["--set", setting]
-        with self.log_file.open("ab") as log:
+        with self.log_file.open("ab") as log_file:
+            log = log_file if self._output is None else self._output
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
         wait_until(self._answers, 60, "the server")
 
@@ -76,7 +82,7 @@ class ServerProcess:
     def kill9(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self.process = None
 
     def sigstop(self) -> None:

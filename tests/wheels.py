@@ -39,10 +39,10 @@ def run_own_tests(project: Path, site: Path, *arguments: str) -> subprocess.Comp
     pytest = Path(sys.executable).with_name("pytest")
     return subprocess.run(
         [str(pytest), "-p", "no:cacheprovider", *arguments],
-        cwd=project, env=environment_with(site), capture_output=True, text=True, timeout=110, check=False,
+        cwd=project, env=environment_with(site), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 
 def _run(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

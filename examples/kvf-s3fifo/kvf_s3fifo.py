@@ -8,7 +8,7 @@ soon after it left, goes to the main queue. No queue is reordered when something
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -90,8 +90,14 @@ class S3Fifo(EvictionPolicy):
         queue.push(key, Entry(nbytes))
 
     def on_access(self, key: PackedKey) -> None:
-        entry = self._queue_of(key).entries[key]
-        entry.uses = min(entry.uses + 1, MOST_USES)
+        self.on_access_many([key])
+
+    def on_access_many(self, keys: Sequence[PackedKey]) -> None:
+        small, main = self._small.entries, self._main.entries
+        for key in keys:
+            entry = small.get(key) or main[key]
+            if entry.uses < MOST_USES:
+                entry.uses += 1
 
     def on_remove(self, key: PackedKey) -> None:
         evicted = self._follow(key)

@@ -22,7 +22,6 @@ def main() -> None:
         arguments.model,
         kv_transfer_config={
             "kv_connector": "KvFrameworkConnector",
-            "kv_connector_module_path": "kvf_vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kvframework.endpoint": arguments.endpoint} if arguments.endpoint else {},

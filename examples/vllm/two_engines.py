@@ -74,7 +74,6 @@ def engine(directory: str, model: str, endpoint: str, port: int, more: list[str]
     """An OpenAI server, once it answers."""
     connector = {
         "kv_connector": "KvFrameworkConnector",
-        "kv_connector_module_path": "kvf_vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kvframework.endpoint": endpoint},

@@ -10,7 +10,6 @@ import msgspec
 from kvframework.api import Buffer, CacheKey
 from kvframework.bench.errors import BenchFailed
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
-from kvframework.client.connection import SETUP_TIMEOUT_S
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 
@@ -43,7 +42,7 @@ class Prefixes:
     def __init__(self, client: KVClient, shape: m.RegisterNonGpuContextPayload = _SHAPE) -> None:
         """Raises `ServerGone` and typed refusals."""
         self._client = client
-        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered, timeout=SETUP_TIMEOUT_S)
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered)
         self.namespace = registered.namespace
         self.chunk_tokens = registered.desc.chunk_tokens
         self.object_bytes = registered.desc.nbytes
@@ -72,10 +71,10 @@ class Prefixes:
         arena = self._client.arena()
         if arena is None:
             raise BenchFailed("the server's arena is not mapped here")
-        plan = self._client.prepare_store(self.key(request, rank=0), _INSTANCE)
+        plan = self._client.prepare_store(self.key(request, rank=0), _INSTANCE).result()
         for place in plan.ranges:
             arena[place.offset : place.offset + place.length] = content(place.length)
-        outcome = self._client.commit_store(plan.lease)
+        outcome = self._client.commit_store(plan.lease).result()
         chunks = request.hashed_tokens // self.chunk_tokens
         if outcome.stored != chunks:
             raise BenchFailed(f"stored {outcome.stored} of {chunks} chunks")

@@ -55,7 +55,8 @@ def _decode(kind: type, value: object) -> object:
 
 def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
     match = _PLACE.match(text)
-    fact = match["fact"] if match else text
+    # TOML has no null: a key that may be left out is just not there.
+    fact = (match["fact"] if match else text).replace(" | null`", "`")
     field = match["field"] if match else ""
     return ConfigFieldError(
         fact[:1].lower() + fact[1:],

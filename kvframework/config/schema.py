@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvframework.api.providers import MAX_TIER_CALLS
+
 _YEAR_S = 365 * 24 * 3600.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -13,6 +15,8 @@ LogFormat = Literal["human", "json"]
 WritePolicyName = Literal["at_once", "second_use", "on_eviction"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+# Threads that call a tier.
+AtOnce = Annotated[int, msgspec.Meta(ge=1, le=MAX_TIER_CALLS)]
 # As many bytes as an envelope has for it.
 CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
 
@@ -76,6 +80,8 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     codec: CodecName = "none"
     timeout_s: Seconds = 2.0
+    loads: AtOnce | None = None
+    writes: AtOnce | None = None
     write_queue: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
     write_policy: WritePolicyName = "at_once"
     promote: bool = True
@@ -95,10 +101,11 @@ class L1Config(msgspec.Struct, frozen=True):
 class L2Config(msgspec.Struct, frozen=True):
     """One `[[l2]]`.
 
-    `codec` "none" stores bytes as they are. `write_queue` bounds the objects waiting to be written. `write_policy` says
-    which are: "at_once" all, "second_use" what was asked for again, "on_eviction" what L1 has no room for any more.
-    With `promote`, what a later tier had is written here too. A tier that knows its capacity and can list its values is
-    emptied down to `low_watermark` of it before a write would go beyond `high_watermark`.
+    `codec` "none" stores bytes as they are. `loads` and `writes` are how many loads and batches of the write-back call
+    the tier at once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
+    says which are: "at_once" all, "second_use" what was asked for again, "on_eviction" what L1 has no room for any
+    more. With `promote`, what a later tier had is written here too. A tier that knows its capacity and can list its
+    values is emptied down to `low_watermark` of it before a write would go beyond `high_watermark`.
     """
 
     tier: PluginTable

@@ -14,7 +14,6 @@ import mmap
 import os
 import signal
 import socket
-import sys
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from kvframework.api import Arena, ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError
-from kvframework.log_form import LogForm, configure_logging
+from kvframework.log_form import LogForm, configure_logging, end_logging
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):
         sock.sendall(framed(lost))
     # Not by the interpreter's end: a lost device may hang in what a library does there.
-    sys.stderr.flush()
+    end_logging()
     os._exit(1)
 
 
@@ -84,6 +83,7 @@ def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
     driver = create(options, start.device, Arena(view, address))
     Copier(sock, driver, options, len(view)).run()
     # The mappings go with the process, at once.
+    end_logging()
     os._exit(0)
 
 

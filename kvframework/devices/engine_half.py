@@ -20,6 +20,7 @@ from kvframework.api import (
     Layout,
     MessagingFuture,
     Registration,
+    StoreOutcome,
     TransferContext,
     check_skip,
     touched_blocks,
@@ -124,7 +125,9 @@ class DeviceTransfer(TransferContext):
             # The engine goes on without its cache.
             self.faults += 1
             log.error("instance %d: no event could be recorded, which is a miss: %s", instance_id, error)
-            return MessagingFuture.resolved(False)
+            chunks = (key.end - key.start) // self._registered().desc.chunk_tokens
+            dropped = StoreOutcome(dropped=chunks * len(block_ids)) if kind == "STORE" else None
+            return MessagingFuture.resolved(False, dropped)
         try:
             future = self._link.submit(kind, key, instance_id, block_ids, lent.handle, skip_tokens)
         except BaseException:

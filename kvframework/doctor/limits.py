@@ -10,7 +10,9 @@ from kvframework.api import ByteSize, Finding, Level
 # docs/operations.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
-_FEWEST_CLIENTS, _FEW_CLIENTS = 1, 64
+_FEWEST_CLIENTS = 1
+# Of kvframework.messaging.gate, which the doctor does not import.
+SAFE_LIMIT, SESSIONS_SHARE = 4096, 0.65
 
 
 def limits() -> Iterator[Finding]:
@@ -22,12 +24,15 @@ def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("limits.descriptors", "ok", "no limit")
-    clients = max(hard - _SERVER_DESCRIPTORS, 0) // _CLIENT_DESCRIPTORS
+    clients = max(int(SESSIONS_SHARE * hard) - _SERVER_DESCRIPTORS, 0) // _CLIENT_DESCRIPTORS
     fact = f"{hard} descriptors ({soft} until `serve` raises it): enough for {clients} client processes"
-    if clients >= _FEW_CLIENTS:
+    if hard >= SAFE_LIMIT:
         return Finding("limits.descriptors", "ok", fact)
     level: Level = "warn" if clients >= _FEWEST_CLIENTS else "fail"
-    return Finding("limits.descriptors", level, fact, "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn")
+    return Finding(
+        "limits.descriptors", level, f"{fact}; below {SAFE_LIMIT} a crowd may take the last before the server sees it",
+        "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn",
+    )  # fmt: skip
 
 
 def memlock(needed_by: str = "") -> Finding:

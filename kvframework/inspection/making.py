@@ -151,6 +151,9 @@ class _NoServices(EngineServices):
     def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
         raise NotRegistered("nothing is registered with a plugin under inspection")
 
+    def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        return [b""] * len(ranks)
+
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
         return {}
 

@@ -28,7 +28,7 @@ def test_a_peer_echoes_takes_and_gives() -> None:
 
 def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
     with running("engine", ["/bin/sh", "-c", "echo no luck; exit 3"], tmp_path) as child:
-        child._process.wait(10)
+        child._process.wait(60)
         with pytest.raises(BenchFailed, match="engine ended with status 3") as failed:
             child.check_alive()
     assert "no luck" in str(failed.value)

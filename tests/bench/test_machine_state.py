@@ -57,7 +57,7 @@ print(CpuSeconds.now().own - start.own)
 
 
 def test_the_time_of_children_is_own_time_even_where_nobody_waits_for_them() -> None:
-    done = subprocess.run([sys.executable, "-c", _UNWATCHED], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", _UNWATCHED], capture_output=True, text=True, timeout=240, check=True)
     assert float(done.stdout) > 0.4
 
 

@@ -59,7 +59,7 @@ class Engine:
         self._model = settings.model
         self._instance_id = settings.number
         self._client = KVClient(
-            settings.endpoint, name=f"chaos {settings.number}", control_timeout_s=settings.control_timeout_s
+            settings.endpoint, name=f"chaos {settings.number}", deadline_scale=settings.deadline_scale
         )
         self._watch = Watch(self._client, self.tell)
         self._worker = WorkerAdapter(
@@ -145,7 +145,8 @@ class Engine:
         """What it writes must never be seen."""
         arena = self._client.arena()
         try:
-            plan = self._client.prepare_store(self._worker.key(request, 0, request.hashed_tokens), self._instance_id)
+            key = self._worker.key(request, 0, request.hashed_tokens)
+            plan = self._client.prepare_store(key, self._instance_id).result(60.0)
             if plan.lease:
                 if arena is not None and self._client.arena() is arena:
                     for place in plan.ranges:
@@ -160,7 +161,8 @@ class Engine:
         blocks = self._blocks(len(prompt))
         self._memory.compute(self._namespace, prompt.digests, blocks)
         pause = Pause(self._chance.uniform(0, 0.02), lambda: self._scheduler.end_request(request.request_id))
-        self._worker.submit_store(request, 0, request.hashed_tokens, [blocks], event=pause)  # type: ignore[arg-type]
+        future = self._worker.submit_store(request, 0, request.hashed_tokens, [blocks], event=pause)  # type: ignore[arg-type]
+        future.result(60.0)  # its blocks are the store's until then
         self._worker.get_finished()
         self._count(aborted=1)
 
@@ -218,8 +220,8 @@ class Engine:
             self.tell(Complaint("a store changed the engine's memory", began, time.monotonic()))
         if not isinstance(outcome, StoreOutcome):
             return
-        told = outcome.stored + outcome.present + outcome.in_flight + outcome.dropped
-        if told != chunks or ok != (not outcome.dropped):
+        told = outcome.stored + outcome.present + outcome.in_flight + outcome.dropped + outcome.unknown
+        if told != chunks or ok != outcome.ok:
             self.tell(Complaint(f"a store of {chunks} chunks said {ok} and {outcome}", began, time.monotonic()))
         self._count(chunks_stored=outcome.stored, chunks_dropped=outcome.dropped)
         if claim is not None and outcome.stored and outcome.stored + outcome.present == chunks:

@@ -14,7 +14,7 @@ class Settings(msgspec.Struct, frozen=True):
     number: int
     model: str
     path: str
-    control_timeout_s: float
+    deadline_scale: float
     incarnation: int = 0
 
 

@@ -122,7 +122,7 @@ def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
             result = commit(manager, lease_id, owner=owner)
             calls += 1
             if result and calls % RARELY == 0:
-                result = planted(manager, result, [manager._table._objects[key] for key in keys])
+                result = planted(manager, result, manager._table.find(keys))
         return result
 
     StorageManager.commit = committed  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import pytest
 
 from kvframework.api import MessagingFuture
 from kvframework.errors import DeadlineExceeded
+from kvframework.wire.client_deadlines import LOCAL
 from tests.chaos import watch
 from tests.chaos.events import Complaint, Event, TimedOut
 from tests.waiting import wait_until
@@ -23,12 +24,12 @@ class Connection:
     def request(self, name: str, payload: object, *, timeout: float) -> MessagingFuture[Any]:
         return self.future
 
-    bulk_request = request
+    bulk_request = begin = request
 
 
 class Client:
     def __init__(self) -> None:
-        self.control_timeout_s = 0.05
+        self.deadlines = LOCAL.scaled(0.5)
         self._connection = Connection()
 
     def request(self, name: str, payload: object, *, timeout: float | None = None) -> object:
@@ -51,7 +52,7 @@ def test_a_future_that_never_comes_is_told_once(client: Client, method: str) -> 
     told: list[Event] = []
     watching = watch.Watch(client, told.append)  # type: ignore[arg-type]
     getattr(client._connection, method)("LOOKUP", None, timeout=0.01)
-    wait_until(lambda: told, 20, "the complaint")
+    wait_until(lambda: told, what="the complaint")
     assert texts(told)[0].startswith("the future of LOOKUP is pending")
     watching.check_nothing_is_pending()
     assert texts(told) == [texts(told)[0], "futures of a closed client are pending: LOOKUP"]

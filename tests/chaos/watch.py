@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvframework.api import MessagingFuture
@@ -34,6 +35,7 @@ class Watch:
         connection = client._connection
         self._watch_futures(connection, "request")
         self._watch_futures(connection, "bulk_request")
+        self._watch_futures(connection, "begin")
         self._watch_calls(client)
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
@@ -46,6 +48,8 @@ class Watch:
             with self._lock:
                 self._pending[future] = (name, began, time.monotonic() + timeout + ALLOWANCE_S)
             future.add_done_callback(self._resolved)
+            if method == "begin":
+                future.add_done_callback(partial(self._note_failure, name))
             return future
 
         setattr(connection, method, watched)
@@ -55,7 +59,7 @@ class Watch:
 
         def watched(name: str, *args: Any, timeout: float | None = None, **options: Any) -> Any:
             began = time.monotonic()
-            allowed = client.control_timeout_s if timeout is None else timeout
+            allowed = client.deadlines.of(name) if timeout is None else timeout
             try:
                 return original(name, *args, timeout=timeout, **options)
             except KVFrameworkError as error:
@@ -67,6 +71,13 @@ class Watch:
                 self._check(f"the call {name}", began, began + allowed + ALLOWANCE_S)
 
         client.request = watched  # type: ignore[method-assign]
+
+    def _note_failure(self, name: str, future: MessagingFuture[Any]) -> None:
+        error = future.exception()
+        if isinstance(error, KVFrameworkError):
+            self.failures[error.code] += 1
+        if isinstance(error, DeadlineExceeded):
+            self._tell(TimedOut(name, time.monotonic()))
 
     def _resolved(self, future: MessagingFuture[Any]) -> None:
         with self._lock:

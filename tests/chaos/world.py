@@ -118,7 +118,7 @@ class World:
             number=number,
             model=f"model {number % 2}",
             path="wire" if number % 3 == 2 else "auto",
-            control_timeout_s=0.05 if number == 0 else 0.5,
+            deadline_scale=0.5 if number == 0 else 5.0,
         )
 
         def hear(event: AnyEvent) -> None:

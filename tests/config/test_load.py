@@ -143,6 +143,8 @@ FIELD_ERRORS = {
     "no table": ('l1 = "pinned"', "kvf.toml: [l1]", "expected a table, found a string", ""),
     "eviction no table": ('[l1]\neviction = "lru"', "kvf.toml: [l1.eviction]", "expected a table", ""),
     "timeout": ('[[l2]]\nuse = "redis"\ntimeout_s = 0', "kvf.toml: [[l2]] #1 timeout_s", "> 0", ""),
+    "calls at once": ('[[l2]]\nuse = "x"\nloads = 0', "kvf.toml: [[l2]] #1 loads", "expected `int` >= 1", ""),
+    "what TOML cannot say": ('[[l2]]\nuse = "x"\nloads = "2"', "kvf.toml: [[l2]] #1 loads", "expected `int`, got", ""),
     "policy": ('[[l2]]\nuse = "redis"\nwrite_policy = "now"', "kvf.toml: [[l2]] #1 write_policy", "'now'", ""),
     "tier's watermarks": (
         '[[l2]]\nuse = "x"\nhigh_watermark = 0.5',

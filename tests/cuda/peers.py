@@ -70,7 +70,7 @@ class Peer:
         self.process.stdin.close()
         self.process.stdout.close()
         try:
-            self.process.wait(5)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
 

@@ -90,7 +90,7 @@ def batches(draw: st.DrawFn) -> CopyBatch:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches(), to_arena=st.booleans(), blocks=st.integers(1, 3), shift=st.sampled_from([0, 1, 2, 4, 8]))
 def test_a_kernel_copies_what_the_fragments_say(
     kernels: HostKernels, batch: CopyBatch, to_arena: bool, blocks: int, shift: int
@@ -138,7 +138,7 @@ def test_words_are_as_wide_as_everything_allows(kernels: HostKernels) -> None:
     assert ctypes.sizeof(Batch) <= 4096
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lanes=st.integers(1, 400), places=st.integers(1, 400), run=st.sampled_from([1, 64, 1 << 20, 1 << 30]))
 def test_parts_fit_the_table_and_are_the_whole(lanes: int, places: int, run: int) -> None:
     def column(count: int, factor: int) -> array.array[int]:

@@ -183,8 +183,10 @@ def test_a_copy_that_fails_has_done_half(node: CudaNode, copying: Peer) -> None:
 def test_a_poisoned_context_is_useless_and_another_process_is_not(node: CudaNode, copying: Peer, other: Peer) -> None:
     copying("cuEventCreate", NO_TIMING, keep="e")
     node.inject("poison", node.devices[0])
+    gated(copying, "$s")
     copying("batch", *FRAGMENTS)
     copying("cuEventRecord", "$e", "$s")
+    open_gate(copying)
     wait_until(lambda: node.hits("poison"), what="the poisoning")
     for function, arguments in {"cuEventQuery": ["$e"], "cuMemAlloc": [10], "cuStreamCreate": [0]}.items():
         with pytest.raises(Refused, match="ILLEGAL_ADDRESS"):

@@ -69,7 +69,7 @@ class Peer:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(60)
         self.process.stdout.close()
 
 

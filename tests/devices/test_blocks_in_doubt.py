@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-import kvframework.client.connection
 from kvframework.client import KVClient
 from kvframework.errors import TransportMismatch
 from kvframework.server import Server
@@ -28,7 +28,7 @@ def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
     engine = KitEngine(rig, client, 1, NHD)
     request = engine.request()
     assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-    monkeypatch.setattr(kvframework.client.connection, "TRANSFER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=0.2))
     with rig.holding_copies():
         late = engine.load(request, engine.target())
         wait_until(rig.held, PATIENCE_S, "a copy that is held")

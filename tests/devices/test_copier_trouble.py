@@ -77,7 +77,7 @@ def test_where_the_arena_cannot_be_pinned_the_next_transport_is_taken(
     endpoint = f"ipc://{tmp_path}/s.sock"
     with (
         choice.serving(endpoint, node, "cannot_pin", "sound"),
-        KVClient(endpoint, plugins=choice.registry(), control_timeout_s=5.0) as client,
+        KVClient(endpoint, plugins=choice.registry(), deadline_scale=20.0) as client,
     ):
         assert client.wait_up(PATIENCE_S)
         adapter = choice.worker(client, node)

@@ -7,12 +7,12 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvframework.api import MessagingFuture, futures
-from kvframework.client import connection
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError, ServerGone
 from kvframework.server import Server
 from kvframework.testing.accelerator import SimulatedNode
@@ -287,7 +287,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
                 request = engine.request()
                 assert engine.store(request, engine.source()).result(PATIENCE_S) is True
                 stream = rig.stream()
-                monkeypatch.setattr(connection, "TRANSFER_TIMEOUT_S", 1.0)
+                monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=1.0))
                 with rig.holding_copies():
                     future = engine.load(request, engine.target())
                     wait_until(rig.held, PATIENCE_S, "a copy that is held")

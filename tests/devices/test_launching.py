@@ -256,7 +256,7 @@ class Launching(RuleBasedStateMachine):
 
 
 TestLaunching = Launching.TestCase
-TestLaunching.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLaunching.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_backoff_grows_and_forgets() -> None:

@@ -127,7 +127,7 @@ def test_a_job_that_waits_for_its_pace_is_cancelled_at_once(paced: Paced) -> Non
     assert paced.done == [1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     jobs=st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.lists(st.integers(1, 400), max_size=5)), max_size=12)
 )

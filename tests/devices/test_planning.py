@@ -98,7 +98,7 @@ def elements(batches):
     return set(moved)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(made=memories(), skip=st.integers(0, 15), data=st.data())
 def test_a_plan_moves_exactly_the_elements_of_the_transfer(made, skip, data) -> None:
     layout, memory = made

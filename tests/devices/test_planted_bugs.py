@@ -48,7 +48,7 @@ def outcome() -> str:
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "--tb=no", "-c", os.devnull, "--rootdir", "."]
     command = [sys.executable, "-m", "pytest", *options, *chosen]
     environment = {**os.environ, "COLUMNS": "400"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     return run.stdout + run.stderr
 
 

@@ -8,11 +8,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvframework.client import KVClient, registration
+from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded
 from kvframework.testing.accelerator import SimulatedNode
@@ -21,6 +22,8 @@ from kvframework.testing.transport import RigSpec
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, status_of
+from kvframework.wire import messages as m
+from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.table import REQUESTS
 from tests.devices.rigs import simdev
 from tests.devices.slow_copier import OPENS_NOTHING, STARTS_LATER
@@ -92,7 +95,7 @@ def test_a_close_under_a_silent_server_waits_until_nothing_is_mapped(
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded):
-            client.request("NOOP", registration.m.Empty(), registration.m.Empty, timeout=0.2)
+            client.request("NOOP", m.Empty(), m.Empty, timeout=0.2)
         assert not client.usable
         thread = closing_in_background(engine)
         thread.join(0.3)
@@ -130,7 +133,7 @@ def test_a_registration_that_comes_too_late_is_taken_back(
     later.touch()
     with closing(client_of(rig, servers.endpoint)) as observer:
         with monkeypatch.context() as patch:
-            patch.setattr(registration, "_LENDING_TIMEOUT_S", 0.3)
+            patch.setattr(client, "deadlines", replace(client.deadlines, lending_s=0.3))
             with pytest.raises(DeadlineExceeded):
                 KitEngine(rig, client, 1, NHD)
         assert registers(observer)
@@ -141,7 +144,7 @@ def test_a_registration_that_comes_too_late_is_taken_back(
 
 
 def test_a_registration_waits_longer_than_a_copier_may_take_to_start() -> None:
-    assert START_S < REQUESTS["REGISTER_KV_CACHE"].deadline_s < registration._LENDING_TIMEOUT_S
+    assert START_S < REQUESTS["REGISTER_KV_CACHE"].deadline_s < LOCAL.lending_s
 
 
 def test_an_instance_that_a_new_server_cannot_open_is_nobody_elses_trouble(

@@ -28,7 +28,7 @@ def prove(folder: Path) -> int:
         env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     passed = re.search(r"^(\d+) passed\b", done.stdout, re.MULTILINE)

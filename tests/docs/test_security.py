@@ -65,4 +65,4 @@ def serve_it(command: list[str], environment: dict[str, str]) -> None:
             wait_until(lambda: run("status", "--json", **environment).returncode == 0, 30)
         finally:
             server.terminate()
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0

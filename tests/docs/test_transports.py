@@ -77,7 +77,7 @@ def test_the_engine_in_small_stores_and_loads(tmp_path: Path, monkeypatch: pytes
         path = str(made.path)
         with ServerProcess("transport.0.use=simdev", f"transport.0.node={path}") as server:
             command = [sys.executable, "-W", "error", str(DEMO), server.endpoint, path]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
             assert done.stdout.splitlines() == ["stored True", "loaded True True"], done.stderr + server.log
         assert made.violations() == []
 
@@ -96,7 +96,7 @@ def test_without_pytest_the_kit_says_what_to_install() -> None:
         "    except ModuleNotFoundError as error:\n"
         "        print(error.name, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     said = 'pytest the kits need pytest: pip install "kvframework[testing]"'
     assert done.stdout.splitlines() == [said, said]
 

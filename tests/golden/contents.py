@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from kvf_hashers import Sha256
-from kvframework.api import GroupDesc, MemoryLayoutDesc, ObjectKey, compute_namespace, salt_digest
+from kvframework.api import GroupDesc, KVLayout, LayerGroup, MemoryLayoutDesc, ObjectKey, compute_namespace, salt_digest
+from kvframework.engine.layer_order import layer_order
 from kvframework.storage.envelope import FORMAT_VERSION, layout_fingerprint, seal
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, record_key
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, RankOrder, record_key
 from kvframework.wire import non_gpu_namespace
 from kvframework.wire.messages import RegisterNonGpuContextPayload
 from tests.golden.samples import explicit
@@ -19,7 +20,11 @@ KEY = ObjectKey(NAMESPACE, bytes(range(16, 32)), 3, 1, bytes(range(32, 64)))
 DESC = MemoryLayoutDesc(
     256, (GroupDesc((2, 4, 256, 64), "bfloat16"), GroupDesc((1, 2, 16, 4096), "uint8", "opaque:amx", 1024))
 )
-RECORD = NamespaceRecord("org/model ü", 2, DESC)
+LAYERS = (("layers.0", "layers.2"), ("layers.1", "layers.10"))
+ORDER = layer_order(
+    KVLayout("paged", tuple(LayerGroup(len(names), 16, 1, 8, "int8", layer_names=names) for names in LAYERS))
+)
+RECORD = NamespaceRecord("org/model ü", 2, DESC, orders=(RankOrder(1, ORDER),))
 OBJECT = bytes(range(64)) * 4
 # Zstandard may pack otherwise tomorrow, but has to unpack this.
 ZSTD = bytes.fromhex(
@@ -77,7 +82,14 @@ def names() -> dict[str, Any]:
         },
         "key of a namespace's record": _hex(record_key(NAMESPACE)),
         "layout fingerprint": {"value": explicit(DESC), "fingerprint": _hex(layout_fingerprint(DESC))},
-        "salt": {"value": "a tenant ü", "digest": _hex(salt_digest("a tenant ü"))},
+        "salt": {
+            "value": "a tenant ü",
+            "digest": _hex(salt_digest("a tenant ü")),
+            "layers": [list(group) for group in LAYERS],
+            "order of layers": _hex(ORDER),
+            "digest with this order": _hex(salt_digest("a tenant ü", ORDER)),
+            "digest of the order alone": _hex(salt_digest("", ORDER)),
+        },
         "namespace": {
             "value": explicit(DESC),
             "namespace": _hex(

@@ -77,11 +77,13 @@ def test_values_in_l2_are_opened_or_of_another_format(document: Any) -> None:
         stored, packed = raw(value["object"]), raw(value["packed"])
         place = memoryview(bytearray(len(stored)))
         place[: len(packed)] = packed
+        header, key, layout = (raw(value[each]) for each in ("header", "key", "layout"))
+        received = len(header) + len(packed)
         if document["format"] != FORMAT_VERSION:
             with pytest.raises(Damaged, match="format version"):
-                unseal(raw(value["header"]), raw(value["key"]), place, layout=raw(value["layout"]))
+                unseal(header, key, place, received=received, layout=layout)
             continue
-        codec, found = unseal(raw(value["header"]), raw(value["key"]), place, layout=raw(value["layout"]))
+        codec, found = unseal(header, key, place, received=received, layout=layout)
         assert (codec, bytes(found)) == (value["codec"], packed)
         if codec == "zstd":
             zstd.ZstdCodec(1).decode_into(memoryview(bytes(found)), place)

@@ -110,7 +110,7 @@ def test_nothing_is_imported_but_what_is_named(site: Path, tmp_path: Path) -> No
         marker.unlink(missing_ok=True)
         code = f"from kvframework.plugins import PluginRegistry\nregistry = PluginRegistry()\n{statement}"
         path = f"import sys\nsys.path.insert(0, {str(site)!r})\n"
-        subprocess.run([sys.executable, "-c", path + code], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", path + code], check=True, timeout=240)
         return marker.read_text().split() if marker.exists() else []
 
     assert imported("registry.list(); registry.names('codec')") == []
@@ -130,7 +130,7 @@ plugins = {name for name in sys.modules if name.startswith("kvf_") and "." not i
 assert not heavy, heavy
 assert plugins == {"kvf_hashers"}, plugins
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_a_module_with_several_entry_points_is_registered_once(site: Path, tmp_path: Path) -> None:

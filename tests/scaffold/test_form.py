@@ -43,6 +43,6 @@ def test_mypy_finds_nothing(tmp_path: Path) -> None:
 def run(folder: Path, *arguments: str, **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=110, check=False,
+        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ from tests.plugins.fake_distributions import install
 def new(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, "new", *arguments],
-        cwd=folder, env=environment(site), capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, env=environment(site), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_it_passes_its_own_tests(rendered: Rendered, kind: str) -> None:
 def test_all_are_listed_as_available(rendered: Rendered) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvframework.cli.main", "plugins", "list", "--json"],
-        env=environment_with(rendered.site), capture_output=True, text=True, timeout=60, check=False,
+        env=environment_with(rendered.site), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}

@@ -66,7 +66,7 @@ def clear(world: World) -> str | None:
 
 def poll(world: World) -> str | None:
     number = world.dice.pick(len(world.manager.controllers))
-    return f"{world.manager.controllers[number].name} has something to do" if world.poll(number) else None
+    return f"{world.manager.controllers[number][0].name} has something to do" if world.poll(number) else None
 
 
 def drive(world: World) -> str | None:
@@ -113,7 +113,6 @@ def shut_down(world: World) -> str | None:
     manager = world.manager
     manager._tiers.stop()
     manager._prefetcher.stop()
-    manager._closing = True
     for _ in range(2000):
         for number in range(len(manager.controllers)):
             world.poll(number)

@@ -32,17 +32,9 @@ class Job:
         """The name of the step that was not taken yet; "" if its answer waits to be handed on."""
         return "" if self._step is None else self._step.func.__name__
 
-    @property
-    def waits_for(self) -> tuple[Any, ...]:
-        """Of a step that waits: its keys, and for how long."""
-        assert self._step is not None
-        return self._step.args
-
     def take(self) -> None:
         step, self._step = self._step, None
         assert step is not None
-        if step.func.__name__ == "wait_written":
-            return
         try:
             self._answer = step()
         except (TierError, ValueError) as error:

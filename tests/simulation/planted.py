@@ -17,8 +17,9 @@ from kvframework.storage.leases import LeaseBook, PinLease, StoredObject, WriteL
 from kvframework.storage.loading import Loader, LoadTask
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import ObjectTable
+from kvframework.storage.prefetch import Prefetcher, TierLoads
 from kvframework.storage.steps import Steps
-from kvframework.storage.write_queue import WriteQueue
+from kvframework.storage.write_queue import Batch, WriteQueue
 
 Plant = Callable[[], Any]
 PLANTED: dict[str, Plant] = {}
@@ -99,7 +100,7 @@ def a_ticket_without_a_hit_ends_before_it_is_asked(original: Any, lookups: Looku
 
 @plant(ObjectTable, "candidates")
 def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes: int) -> list[PackedKey]:
-    for stored in table._objects.values():
+    for stored in table._objects:
         stored.pins = 0
     return list(table._policy.victims())[:2] if table.used_bytes > used_bytes else []
 
@@ -129,11 +130,16 @@ def what_is_sent_is_not_pinned(original: Any, manager: StorageManager, key: Pack
     return lease
 
 
-@plant(ObjectTable, "clear")
-def clear_drops_what_is_in_use(original: Any, table: ObjectTable) -> Any:
-    for stored in table._objects.values():
+@plant(ObjectTable, "drop_unused")
+def clear_drops_what_is_in_use(original: Any, table: ObjectTable, objects: Sequence[StoredObject]) -> Any:
+    for stored in objects:
         stored.pins = 0
-    return original(table)
+    return original(table, objects)
+
+
+@plant(ObjectTable, "_victims")
+def room_is_made_of_what_is_pinned(_original: Any, table: ObjectTable) -> Any:
+    return iter(sorted(table._objects, key=lambda stored: -stored.pins))
 
 
 @plant(RangeAllocator, "free")
@@ -154,6 +160,28 @@ def a_cancelled_load_forgets_its_end(original: Any, loader: Loader, task: LoadTa
 def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> Steps[None]:
     yield from original(loader, task, on_done)
     on_done()
+
+
+@plant(Prefetcher, "writers_ended")
+def the_end_of_a_writer_wakes_nothing(_original: Any, prefetcher: Prefetcher, _any_writing: Any) -> None:
+    """And its time does not either."""
+    for queue in prefetcher.queues:
+        for load in queue.waiting:
+            load.waits_until = math.inf
+
+
+@plant(Prefetcher, "_hand_over")
+def a_load_between_two_tiers_is_lost(original: Any, prefetcher: Prefetcher, load: Any, store: L2Store) -> None:
+    if store is prefetcher._stores[-1]:
+        return
+    original(prefetcher, load, store)
+
+
+@plant(TierLoads, "wake")
+def a_load_that_waited_goes_on_twice(original: Any, queue: TierLoads, due: Any) -> None:
+    before = list(queue.waiting)
+    original(queue, due)
+    queue.waiting = before
 
 
 @plant(Loader, "_fetch")
@@ -187,14 +215,30 @@ def a_failure_is_taken_for_damage(
 
 
 @plant(WriteQueue, "put_back")
-def a_batch_that_failed_is_forgotten(_original: Any, queue: WriteQueue) -> None:
-    queue._sending = {}
+def a_batch_that_failed_is_forgotten(_original: Any, queue: WriteQueue, batch: Batch) -> None:
+    for key in queue._unsettled(batch):
+        del queue._sending[key]
 
 
 @plant(WriteQueue, "found")
-def what_was_lost_is_not_counted(original: Any, queue: WriteQueue, keys: Sequence[PackedKey]) -> None:
-    queue._sending = dict.fromkeys(keys)
-    original(queue, keys)
+def what_was_lost_is_not_counted(original: Any, queue: WriteQueue, batch: Batch, keys: Sequence[PackedKey]) -> Any:
+    for key in set(queue._unsettled(batch)).difference(keys):
+        del queue._sending[key]
+    return original(queue, batch, keys)
+
+
+@plant(WriteQueue, "take")
+def two_writers_take_the_same(original: Any, queue: WriteQueue, now: float) -> Batch:
+    batch: Batch = original(queue, now)
+    queue._waiting.update(dict.fromkeys(batch.keys))
+    return batch
+
+
+@plant(WriteQueue, "put_back")
+def a_writer_puts_back_what_another_sends(original: Any, queue: WriteQueue, batch: Batch) -> None:
+    original(queue, batch)
+    for other in {id(each): each for each in queue._sending.values()}.values():
+        original(queue, other)
 
 
 @plant(WriteQueue, "removed")

@@ -12,6 +12,8 @@ from tests.simulation.planted import PLANTED
 from tests.simulation.play import Failure, Play, draw, play, report, shorten
 
 SEEDS = range(6)
+# Some bugs need what few seeds do; the first seed that finds one ends the search.
+HUNT = range(40)
 STEPS = 25_000
 MILLION = 1_000_000
 
@@ -50,7 +52,7 @@ def test_a_seed_does_the_same_each_time() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_found(name: str) -> None:
     with PLANTED[name]():
-        assert any(isinstance(play(seed, draw(seed), STEPS), Failure) for seed in SEEDS)
+        assert any(isinstance(play(seed, draw(seed), STEPS), Failure) for seed in HUNT)
 
 
 def test_what_is_found_is_shortened_to_what_matters() -> None:

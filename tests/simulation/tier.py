@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
@@ -13,6 +14,7 @@ from tests.simulation.dice import Dice
 from tests.simulation.model import must
 from tests.simulation.prompts import CONTENT
 
+R = TypeVar("R", bound="int | Outcome")
 MODES = ("down", "late", "full", "read-only", "flaky", "raises", "miscounts")
 
 
@@ -41,17 +43,21 @@ class SimTier(Tier):
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         self._begin(deadline)
-        return self._end([self._flaky() or self._here(key) for key in keys])
+        outcomes = self._end([self._flaky() or self._here(key) for key in keys])
+        if len(outcomes) == len(keys):
+            self.told["missing"] += outcomes.count(Outcome.MISSING)
+        return outcomes
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
+    ) -> list[int | Outcome]:
         self._begin(deadline)
-        outcomes = []
+        outcomes: list[int | Outcome] = []
         for key, each in zip(keys, parts, strict=True):
-            outcome = self._flaky() or self._here(key)
+            outcome: int | Outcome = self._flaky() or self._here(key)
             if outcome is Outcome.FOUND:
                 value = self.values[key]
+                outcome = len(value)
                 if key in self.spoilt:
                     self.may_delete[key] += 1
                 for part in each:
@@ -145,7 +151,7 @@ class SimTier(Tier):
         if self.mode == "raises":
             raise TierBug("a bug of the tier")
 
-    def _end(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def _end(self, outcomes: list[R]) -> list[R]:
         """What was done is done; the answer may not come."""
         if self.mode == "late" and self.dice.chance(70):
             raise TierError("too late")

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvframework.api import MemoryLayoutDesc, PackedKey, Select
 from kvframework.storage.breaker import Breaker
-from kvframework.storage.leases import NO_DEADLINE, PinLease
+from kvframework.storage.leases import NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.loading import LoadTask
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.objects import Reservation
@@ -106,8 +106,13 @@ class WatchedManager(StorageManager):
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
         lease = super().pin(keys, owner=owner, request_id=request_id, lease_s=lease_s)
         must((lease is None) != all(key in self.model.objects for key in keys), "a pin says hit or miss wrongly")
-        if lease is not None:
-            self._guard(lease)
+        return lease
+
+    def pin_objects(
+        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
+    ) -> PinLease:
+        lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        self._guard(lease)
         return lease
 
     def unpin(self, lease_id: str, *, owner: int) -> PinLease:

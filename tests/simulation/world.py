@@ -28,7 +28,6 @@ UNITS = 36
 CLIENTS = 4
 TIMEOUT_S = 2.0
 TICKET_S = 20.0
-LOADS_AT_ONCE = 3
 
 
 class Session(ClientInfo):
@@ -68,6 +67,7 @@ class World:
         self._policies = [chance.choice(list(WRITE_POLICIES)) for _ in range(2)]
         self._queues = [chance.choice([3, 12, 1000]) for _ in range(2)]
         self._promote = chance.random() < 0.8
+        self._at_once = [(chance.choice([1, 2, 3]), chance.choice([1, 2, 3])) for _ in range(2)]
         capacity = chance.choice([None, 60_000])
         self.tiers = [SimTier(0, None, self.clock), SimTier(1, capacity, self.clock)]
         self._sessions = 0
@@ -97,8 +97,10 @@ class World:
             for tier in self.tiers
         ]
         attached = [
-            AttachedTier(store, WRITE_POLICIES[policy](), queue, self._promote)
-            for store, policy, queue in zip(self.stores, self._policies, self._queues, strict=True)
+            AttachedTier(store, WRITE_POLICIES[policy](), queue, self._promote, loads=loads, writes=writes)
+            for store, policy, queue, (loads, writes) in zip(
+                self.stores, self._policies, self._queues, self._at_once, strict=True
+            )
         ]
         self.manager = WatchedManager(
             self.model,
@@ -112,7 +114,7 @@ class World:
             threads=False,
         )
         self.lookups = Lookups(self.manager, KeyResolver(None), ticket_s=TICKET_S)  # type: ignore[arg-type]
-        self.writebacks = self.manager.controllers[:-1]
+        self.writebacks = self.manager._tiers.writebacks
         self.ledgers = [Ledger(writeback, tier) for writeback, tier in zip(self.writebacks, self.tiers, strict=True)]
         self.jobs: list[Job] = []
         self.copies = Client(Session(INTERNAL_OWNER))
@@ -135,10 +137,9 @@ class World:
     # the storage threads
 
     def poll(self, number: int) -> bool:
-        """Gives one controller's thread something to do, if it has time and there is something."""
-        controller = self.manager.controllers[number]
-        busy = sum(job.controller is controller for job in self.jobs)
-        if busy >= (1 if controller in self.writebacks else LOADS_AT_ONCE):
+        """Gives one of a controller's threads something to do, if one has time and there is something."""
+        controller, threads = self.manager.controllers[number]
+        if sum(job.controller is controller for job in self.jobs) >= threads:
             return False
         steps = controller.poll()
         if steps is None:
@@ -158,11 +159,6 @@ class World:
             if job.ended:
                 self.jobs.remove(job)
             return True
-        if job.due == "wait_written":
-            keys, timeout_s = job.waits_for
-            waits = self.now < job.since + timeout_s and not self.manager._closing
-            if waits and self.manager._table.any_writing(keys):
-                return False
         job.take()
         return True
 
@@ -182,7 +178,7 @@ class World:
 
     @property
     def idle(self) -> bool:
-        pending = sum(writeback.pending for writeback in self.writebacks)  # type: ignore[attr-defined]
+        pending = sum(writeback.pending for writeback in self.writebacks)
         broken = any(store.state != "closed" for store in self.stores)
         return not pending and not broken and not self.manager._prefetcher.in_flight
 
@@ -193,6 +189,6 @@ class World:
     def abandon(self) -> None:
         """kill -9. What was on its way to a tier may have come there all the same."""
         for job in self.jobs:
-            if job.due and job.due != "wait_written" and job.due not in dir(self.manager) and self.dice.chance(30):
+            if job.due and job.due not in dir(self.manager) and self.dice.chance(30):
                 job.take()
             job.abandon()

@@ -49,7 +49,7 @@ class Actor:
     def hear(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the actor ended with {self._process.wait(10)}"
+        assert line, f"the actor ended with {self._process.wait(60)}"
         answer = msgspec.json.decode(line)
         if isinstance(answer, dict):
             raise KVFrameworkError.from_code(answer["error"], answer["fact"])

@@ -11,7 +11,7 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 
 
 def main(endpoint: str, namespace: str, length: str) -> None:
-    with KVClient(endpoint, control_timeout_s=20.0, connect_timeout_s=30.0) as client:
+    with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=30.0) as client:
         chunk = client.chunk_size
         scheduler = SchedulerAdapter(
             client, model_name="m", namespace=bytes.fromhex(namespace), chunk_tokens=chunk

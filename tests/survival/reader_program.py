@@ -30,7 +30,7 @@ class Held:
 
 
 def main(endpoint: str, path: str) -> None:
-    with KVClient(endpoint, control_timeout_s=20.0, connect_timeout_s=30.0) as client:
+    with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=30.0) as client:
         engine = Engine(client, 50, path=path, wide=WIDE)
         request = engine.request(TOKENS)
         submit = engine.worker.submit_retrieve

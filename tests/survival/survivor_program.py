@@ -196,7 +196,7 @@ def main() -> None:
     report = Report()
     events = Events(settings.events)
     # The machine that runs tests is slower than an engine allows its cache to be.
-    with KVClient(settings.endpoint, control_timeout_s=2.0) as client:
+    with KVClient(settings.endpoint, deadline_scale=20.0) as client:
         assert client.wait_up(20)
         Watcher(client, events)
         engine = Survivor(settings, client, report)

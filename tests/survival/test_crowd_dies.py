@@ -52,8 +52,8 @@ def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
             assert client.call("CLEAR", m.Clear()).in_use == CHUNKS
             for child in children:
                 os.kill(child, signal.SIGKILL)
-            wait_until(lambda: held(client) == before, 20, "the end of all that the dead had")
-            wait_until(lambda: len(descriptors(server.pid)) <= files, 20, "the end of their descriptors")
+            wait_until(lambda: held(client) == before, what="the end of all that the dead had")
+            wait_until(lambda: len(descriptors(server.pid)) <= files, what="the end of their descriptors")
             assert client.retrieve(key) is not None
             assert client.call("CLEAR", m.Clear()).in_use == 0, "nothing is pinned any more"
             counters = client.status()["messaging"]["counters"]

@@ -126,7 +126,7 @@ def test_no_caller_waits_longer_than_its_own_deadline(
     gate = tmp_path / "gate"
     registered = client.register()
     client.store(key_for(registered, [1] * 256), b"HERE")
-    with KVClient(server.endpoint, control_timeout_s=0.2) as engine:
+    with KVClient(server.endpoint) as engine:
         assert engine.wait_up(PATIENCE_S)
         scheduler = SchedulerAdapter(engine, model_name="tiny", namespace=registered.namespace, chunk_tokens=256)
         request = RequestHashes(engine.hasher, 256, request_id="r")

@@ -119,7 +119,11 @@ def test_bursts_beyond_the_capacity(server: ServerProcess, chance: random.Random
             assert outcome.stored + outcome.present + outcome.dropped == len(prompt)
             assert outcome.in_flight == 0
             # Whatever was dropped lies behind whatever was stored.
-            assert engine.load(prompt) == outcome.stored + outcome.present
+            loaded = engine.load(prompt)
+            if outcome.dropped:  # what is present may lie behind it
+                assert outcome.stored <= loaded <= outcome.stored + outcome.present
+            else:
+                assert loaded == len(prompt)
             stored += outcome.stored
             dropped += outcome.dropped
             engine.free_all_but(chance.choice([0, 0, 1, 4]))

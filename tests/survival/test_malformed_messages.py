@@ -112,7 +112,7 @@ def test_others_are_served_without_a_pause(server: RemoteServer) -> None:
 def status_check(server: ServerProcess, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", "--check", "--timeout", str(timeout)]
     return subprocess.run(
-        [*command, "--endpoint", server.endpoint], capture_output=True, text=True, timeout=100, check=False,
+        [*command, "--endpoint", server.endpoint], capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
 

@@ -39,8 +39,8 @@ def clients(server: ServerProcess) -> Iterator[tuple[KVClient, KVClient]]:
     """Of two sessions, as two engine processes have."""
     with (
         server.client() as cleaner,
-        KVClient(server.endpoint, control_timeout_s=PATIENCE_S) as one,
-        KVClient(server.endpoint, control_timeout_s=PATIENCE_S) as two,
+        KVClient(server.endpoint, deadline_scale=20.0) as one,
+        KVClient(server.endpoint, deadline_scale=20.0) as two,
     ):
         cleaner.call("CLEAR", m.Clear())
         yield one, two
@@ -84,7 +84,7 @@ class Worker:
         return request
 
     def store(self, token: int) -> bool:
-        return self.worker.submit_store(self.request(token), 0, self.chunk, [list(range(self.per_chunk))]).result(0)
+        return self.worker.submit_store(self.request(token), 0, self.chunk, [list(range(self.per_chunk))]).result(30)
 
     def hit(self, token: int) -> int:
         result = self.scheduler.lookup(self.request(token))
@@ -96,7 +96,7 @@ class Worker:
         blocks = list(range(self.blocks - self.per_chunk, self.blocks))
         for tensor in self.kv.values():
             tensor.zero_()
-        loaded = self.worker.submit_retrieve(self.request(token), 0, self.chunk, [blocks]).result(0)
+        loaded = self.worker.submit_retrieve(self.request(token), 0, self.chunk, [blocks]).result(30)
         kept = {name: tensor.clone() for name, tensor in self.kv.items()}
         for name, tensor in self.kv.items():
             own = torch.full_like(tensor, self.value)
@@ -179,4 +179,4 @@ def test_workers_whose_objects_are_equal_share_them(clients: tuple[KVClient, KVC
 def status(server: ServerProcess, *arguments: str) -> str:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", server.endpoint, *arguments]
     wide = {**os.environ, "COLUMNS": "250"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=wide).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, env=wide).stdout

@@ -140,7 +140,10 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
                     looks.setdefault(f"copier {number}", []).append(look_at(copier, Traced(0, 0)))
             told = {who: report(seen, turns // 2 // LOOKS) for who, seen in looks.items()}
             print(f"{kind}, {turns} turns:", json.dumps(told, indent=1))
-            if all(each["objects_a_turn"] < OBJECTS_LIMIT[size] for each in told.values()):
+            if all(
+                each["objects_a_turn"] < OBJECTS_LIMIT[size] and each["resident_bytes_a_turn"] < RESIDENT_LIMIT[size]
+                for each in told.values()
+            ):
                 break
         assert len({tuple(sorted(each.items())) for each in ranges}) == 1, f"arena ranges: {ranges}"
         for who, seen in looks.items():
@@ -165,7 +168,7 @@ def at_rest(watcher: WireClient) -> dict[str, Any]:
         # An instance that stays keeps nothing of the arena.
         return held(watcher) == {} and status["prefetch"]["in_flight"] == 0 and status["l1"]["objects"] == 0
 
-    wait_until(rests, 20, "rest")
+    wait_until(rests, what="rest")
     l1 = watcher.status()["l1"]
     names = ("used_bytes", "free_bytes", "largest_free_bytes", "quarantined_bytes", "objects")
     return {name: l1[name] for name in names}

@@ -31,7 +31,7 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
     with (
         ServerProcess("server.retrieve_lease_s=1", "server.store_share=1.0", capacity="4MiB") as server,
         server.client(timeout=PATIENCE_S) as watcher,
-        KVClient(server.endpoint, control_timeout_s=PATIENCE_S) as client,
+        KVClient(server.endpoint, deadline_scale=20.0) as client,
     ):
         other = Engine(client, 1, wide=WIDE)
         assert other.store(other.request(TOKENS), BLOCKS)

@@ -69,7 +69,7 @@ def test_engines_outlive_every_death_of_their_server(
                     assert status["non_gpu_instance_ids"] == [engine.instance_id for engine in engines]
                 for engine in engines:
                     pid, most = engine.process.pid, open_before[engine.instance_id]
-                    wait_until(lambda pid=pid: arenas(pid) == 1, 10, "the end of the old arena")  # type: ignore[misc]
+                    wait_until(lambda pid=pid: arenas(pid) == 1, what="the end of the old arena")  # type: ignore[misc]
                     await_no_more(pid, most)
                     assert children(pid) == set()
                 assert children(server.pid) == set()
@@ -79,8 +79,8 @@ def test_engines_outlive_every_death_of_their_server(
             reports = [engine.stop() for engine in engines]
             assert all(report.stored > len(KNOWN) and report.loaded > 0 for report in reports), reports
         with server.client() as watcher:
-            wait_until(lambda: watcher.status()["non_gpu_instance_ids"] == [], 5, "the end of the engines")
-            wait_until(lambda: held(watcher) == {}, 10, "what they held")
+            wait_until(lambda: watcher.status()["non_gpu_instance_ids"] == [], what="the end of the engines")
+            wait_until(lambda: held(watcher) == {}, what="what they held")
         assert server.stop() == 0
         assert [path.name for path in endpoint_folder.iterdir()] == [server.log_file.name]
         assert "Traceback" not in server.log
@@ -98,8 +98,8 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             other.store(key_for(registered, [7] * 1024), b"kept")
             await_count(other, "stored", 4)
             other.call("CLEAR", m.Clear())
-        with KVClient(server.endpoint, control_timeout_s=30.0) as client:
-            assert client.wait_up(10)
+        with KVClient(server.endpoint, deadline_scale=20.0) as client:
+            assert client.wait_up(20)
             scheduler = SchedulerAdapter(client, model_name="tiny", namespace=registered.namespace, chunk_tokens=256)
             request = RequestHashes(client.hasher, 256, request_id="r")
             request.extend([7] * 1024)
@@ -114,7 +114,7 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             assert not any(future.query() for future in futures)
             killed = time.monotonic()
             server.kill9()
-            wait_until(lambda: all(future.query() for future in futures), 10, "an end of every future")
+            wait_until(lambda: all(future.query() for future in futures), what="an end of every future")
             assert client.boot_id is None
             late = client.submit("STORE", key, 1, [[0] * 64], b"", 0)
             assert late.query(), "nothing is asked of nobody"
@@ -148,7 +148,7 @@ def _settled(client: WireClient, key: CacheKey) -> int:
             last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
         return not last[0].pending
 
-    wait_until(done, 20, "a load from L2")
+    wait_until(done, what="a load from L2")
     if last[0].ticket:
         client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
     return last[0].hit_tokens
@@ -157,7 +157,7 @@ def _settled(client: WireClient, key: CacheKey) -> int:
 def await_no_more(pid: int, before: dict[int, str]) -> None:
     """The process has no more descriptors open than before."""
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: len(descriptors(pid)) <= len(before), 10)
+        wait_until(lambda: len(descriptors(pid)) <= len(before))
     now = descriptors(pid)
     assert len(now) <= len(before), f"opened: {now.items() - before.items()}, closed: {before.items() - now.items()}"
 

@@ -21,7 +21,7 @@ TIMES = 1000
 
 
 def test_resolved_is_visible_in_another_process() -> None:
-    with ServerProcess(capacity="32MiB") as server, KVClient(server.endpoint, control_timeout_s=20.0) as client:
+    with ServerProcess(capacity="32MiB") as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
         engines = [Engine(client, 1, path="arena", wide=2), Engine(client, 2, path="wire", wide=2)]
         namespaces = {engine.registration.namespace.hex() for engine in engines}
         assert len(namespaces) == 1

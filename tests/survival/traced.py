@@ -42,7 +42,7 @@ def traced_of(pid: int) -> Traced:
     path = Path(os.environ[FOLDER_VARIABLE]) / str(pid)
     path.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)
-    wait_until(path.exists, 20, "the traced memory")
+    wait_until(path.exists, what="the traced memory")
     return Traced(**json.loads(path.read_text()))
 
 

@@ -38,7 +38,7 @@ class Patient(KVClient):
 
 
 def connected(endpoint: str) -> KVClient:
-    client = Patient(endpoint, control_timeout_s=TIMEOUT_S)
+    client = Patient(endpoint, deadline_scale=20.0)
     assert client.wait_up(TIMEOUT_S)
     return client
 
@@ -58,9 +58,9 @@ def key_of(known: m.Registered, tokens: list[int], worker_id: int | None = 0) ->
 
 def keep(client: KVClient, known: m.Registered, instance_id: int) -> None:
     """Stores what all turns look up. The bytes do not matter here."""
-    plan = client.prepare_store(key_of(known, KEPT), instance_id)
+    plan = client.prepare_store(key_of(known, KEPT), instance_id).result()
     if plan.lease:
-        assert client.commit_store(plan.lease).ok
+        assert client.commit_store(plan.lease).result().ok
 
 
 def sessions(endpoint: str, _rig: str) -> Turn:
@@ -72,8 +72,8 @@ def sessions(endpoint: str, _rig: str) -> Turn:
         keep(keeper, own, 0)
         with connected(endpoint) as client:
             known = registered(client, number)
-            assert client.prepare_store(key_of(known, [number] * 512), number).lease
-            assert client.prepare_retrieve(key_of(known, KEPT), number).hit
+            assert client.prepare_store(key_of(known, [number] * 512), number).result().lease
+            assert client.prepare_retrieve(key_of(known, KEPT), number).result().hit
             assert client.request("LOOKUP", m.Lookup(key_of(known, KEPT, None)), m.LookupReply).hit_tokens == 512
 
     return turn
@@ -97,9 +97,9 @@ def registrations(endpoint: str, _rig: str) -> Turn:
         scheduler = SchedulerAdapter(client, model_name="m", namespace=known.namespace, chunk_tokens=256)
         request = RequestHashes(client.hasher, 256, request_id=f"r{number}")
         request.extend(KEPT)
-        wait_until(lambda: worker.submit_store(request, 0, 512, blocks).result(0), TIMEOUT_S, "a store")
+        wait_until(lambda: worker.submit_store(request, 0, 512, blocks).result(30), TIMEOUT_S, "a store")
         scheduler.free(scheduler.lookup(request))
-        wait_until(lambda: worker.submit_retrieve(request, 0, 512, blocks).result(0), TIMEOUT_S, "a load")
+        wait_until(lambda: worker.submit_retrieve(request, 0, 512, blocks).result(30), TIMEOUT_S, "a load")
         worker.get_finished()
         worker.close()
 
@@ -141,8 +141,8 @@ def aborted(endpoint: str, _rig: str) -> Turn:
         client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def turn(number: int) -> None:
-        client.abort_store(client.prepare_store(key_of(known, [number] * 1024), 0).lease)
-        withdrawn = client.prepare_store(key_of(known, [number] * 512), 0)
+        client.abort_store(client.prepare_store(key_of(known, [number] * 1024), 0).result().lease)
+        withdrawn = client.prepare_store(key_of(known, [number] * 512), 0).result()
         client.request("END_SESSION", m.EndSession(), m.SessionEnded)
         client.abort_store(withdrawn.lease)
         client.request("CLEAR", m.Clear(), m.Cleared)

@@ -14,10 +14,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
+T = TypeVar("T", bound="int | Outcome")
 HEAD = struct.Struct("<c72sI")
 REPLY = struct.Struct("<cI")
 FOUND_OUT = {b"+": Outcome.FOUND, b"-": Outcome.MISSING}
@@ -101,8 +103,9 @@ class LineTier(Tier):
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
-        def take(index: int, status: bytes, value: bytes) -> Outcome:
+    ) -> list[int | Outcome]:
+        def take(index: int, status: bytes, value: bytes) -> int | Outcome:
+            received = len(value)
             if status == b"-":
                 return Outcome.MISSING
             if len(value) > sum(part.nbytes for part in parts[index]):
@@ -110,7 +113,7 @@ class LineTier(Tier):
             for part in parts[index]:
                 piece, value = value[: part.nbytes], value[part.nbytes :]
                 part[: len(piece)] = piece
-            return Outcome.FOUND
+            return received
 
         return self.each(b"G", keys, deadline, take)
 
@@ -126,9 +129,9 @@ class LineTier(Tier):
         operation: bytes,
         keys: Sequence[PackedKey],
         deadline: float,
-        outcome: Callable[[int, bytes, bytes], Outcome],
+        outcome: Callable[[int, bytes, bytes], T],
         values: Sequence[bytes] = (),
-    ) -> list[Outcome]:
+    ) -> list[T]:
         outcomes = []
         if not self.lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             raise TierError("another call took all the time", where=self.name)

@@ -55,7 +55,7 @@ class MemoryTier(Tier):
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         return [self.contains_one(key) for key in self.in_time(keys, deadline)]
 
-    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
+    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
         return [self.get_one(key, each) for key, each in zip(self.in_time(keys, deadline), parts, strict=True)]
 
     def put(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
@@ -86,7 +86,7 @@ class MemoryTier(Tier):
     def contains_one(self, key: PackedKey) -> Outcome:
         return Outcome.MISSING if self.value(key) is None else Outcome.FOUND
 
-    def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+    def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
         value = self.value(key)
         if value is None:
             return Outcome.MISSING
@@ -96,7 +96,7 @@ class MemoryTier(Tier):
         for part in parts:
             size = min(part.nbytes, rest.nbytes)
             part[:size], rest = rest[:size], rest[size:]
-        return Outcome.FOUND
+        return len(value)
 
     def put_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
         value = b"".join(parts)

@@ -23,7 +23,7 @@ class TestRetainsABuffer(Planted):
             self.later = {**getattr(self, "later", {}), key: [part[:] for part in parts]}
             return super().put_one(key, parts)
 
-        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
             for each, late in getattr(self, "later", {}).items():
                 super().put_one(each, late)
             self.later = {}
@@ -38,7 +38,7 @@ class TestReordersOutcomes(Planted):
 
 class TestRaisesOnAMiss(Planted):
     class Bug(MemoryTier):
-        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
             if self.value(key) is None:
                 raise TierError("no such key")
             return super().get_one(key, parts)
@@ -134,20 +134,47 @@ class TestDeletesTwice(Planted):
 
 class TestCutsLongerValues(Planted):
     class Bug(MemoryTier):
-        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
             value = self.value(key)
             if value is None:
                 return Outcome.MISSING
-            rest = value[: sum(part.nbytes for part in parts)]
+            whole = rest = value[: sum(part.nbytes for part in parts)]
             for part in parts:
                 size = min(part.nbytes, len(rest))
                 part[:size], rest = rest[:size], rest[size:]
-            return Outcome.FOUND
+            return len(whole)
+
+
+class TestTellsTheLengthOfTheBuffer(Planted):
+    class Bug(MemoryTier):
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
+            outcome = super().get_one(key, parts)
+            return outcome if isinstance(outcome, Outcome) else sum(part.nbytes for part in parts)
+
+
+class TestTellsTheLengthThatWasStored(Planted):
+    class Bug(MemoryTier):
+        """What it received is less, since it lost the end."""
+
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
+            value = self.value(key) or b""
+            before = [bytes(part) for part in parts]
+            outcome = super().get_one(key, parts)
+            if len(value) > 60_000 and not isinstance(outcome, Outcome):
+                parts[-1][-1:] = before[-1][-1:]
+            return outcome
+
+
+class TestTellsThatItFound(Planted):
+    class Bug(MemoryTier):
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
+            outcome = super().get_one(key, parts)
+            return outcome if isinstance(outcome, Outcome) else Outcome.FOUND
 
 
 class TestFailsShorterValues(Planted):
     class Bug(MemoryTier):
-        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
             if len(self.value(key) or b"") < sum(part.nbytes for part in parts):
                 return Outcome.FAILED
             return super().get_one(key, parts)
@@ -161,7 +188,7 @@ class TestReadsOnlyTheFirstPart(Planted):
 
 class TestOneLongerValueSpoilsTheBatch(Planted):
     class Bug(MemoryTier):
-        def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
+        def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
             outcomes = super().get_into(keys, parts, deadline=deadline)
             bad = outcomes.index(Outcome.DAMAGED) if Outcome.DAMAGED in outcomes else len(outcomes)
             return outcomes[: bad + 1] + [Outcome.FAILED] * (len(outcomes) - bad - 1)
@@ -200,7 +227,7 @@ class TestLeaksAFileWithoutReopen(Planted):
 
 class TestKeepsMemory(Planted):
     class Bug(MemoryTier):
-        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> Outcome:
+        def get_one(self, key: PackedKey, parts: Sequence[memoryview]) -> int | Outcome:
             self.last = parts
             return super().get_one(key, parts)
 

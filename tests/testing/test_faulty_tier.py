@@ -26,7 +26,7 @@ def put(tier: Tier, value: bytes = VALUE) -> list[Outcome]:
     return tier.put([KEY], [list(half)], deadline=soon())
 
 
-def get(tier: Tier, nbytes: int = len(VALUE)) -> tuple[Outcome, bytes]:
+def get(tier: Tier, nbytes: int = len(VALUE)) -> tuple[int | Outcome, bytes]:
     out = bytearray(nbytes)
     parts = [memoryview(out)[:1000], memoryview(out)[1000:]]
     return tier.get_into([KEY], [parts], deadline=soon())[0], bytes(out)
@@ -42,7 +42,7 @@ def test_without_faults_a_faulty_tier_is_the_tier(inner: MemoryTier) -> None:
     tier.stop()
     assert tier.name == inner.name
     assert put(tier) == [Outcome.STORED]
-    assert get(tier) == (Outcome.FOUND, VALUE)
+    assert get(tier) == (len(VALUE), VALUE)
     assert tier.contains([KEY], deadline=soon()) == [Outcome.FOUND]
     tier.touch([KEY], deadline=soon())
     tier.ping(deadline=soon())
@@ -57,7 +57,7 @@ def test_without_faults_a_faulty_tier_is_the_tier(inner: MemoryTier) -> None:
 def test_a_read_flips_one_bit(inner: MemoryTier) -> None:
     put(inner)
     outcome, found = get(FaultyTier(inner, 2, ("flip",), rate=1.0))
-    assert outcome is Outcome.FOUND
+    assert outcome == len(VALUE)
     assert sum((one ^ other).bit_count() for one, other in zip(found, VALUE, strict=True)) == 1
 
 
@@ -71,9 +71,8 @@ def test_a_short_read_leaves_the_rest_as_it_was(inner: MemoryTier) -> None:
     value = b"\x01" * len(VALUE)
     put(inner, value)
     for seed in range(5):
-        outcome, found = get(FaultyTier(inner, seed, ("short",), rate=1.0))
-        assert outcome is Outcome.FOUND
-        read = found.count(1)
+        read, found = get(FaultyTier(inner, seed, ("short",), rate=1.0))
+        assert isinstance(read, int)
         assert read < len(value)
         assert found == b"\x01" * read + bytes(len(value) - read)
 
@@ -136,7 +135,7 @@ class Credulous:
 
     def get_into(self, keys: Sequence[bytes], ranges: Sequence[memoryview], /) -> list[bool]:
         outcomes = self._tier.get_into(keys, [[place] for place in ranges], deadline=soon())
-        return [outcome is Outcome.FOUND for outcome in outcomes]
+        return [not isinstance(outcome, Outcome) for outcome in outcomes]
 
     def put(self, keys: Sequence[bytes], values: Sequence[memoryview], /) -> object:
         return self._tier.put(keys, [[value] for value in values], deadline=soon())

@@ -28,7 +28,7 @@ def client() -> Iterator[KVClient]:
             command += ["--set", setting]
         with subprocess.Popen(command) as server:
             try:
-                with KVClient(endpoint, control_timeout_s=PATIENCE_S) as connected:
+                with KVClient(endpoint, deadline_scale=20.0) as connected:
                     assert connected.wait_up(PATIENCE_S), "the server does not answer"
                     yield connected
             finally:

@@ -17,7 +17,7 @@ def look(connection: sqlite3.Connection, key: PackedKey, limit: Limit) -> Outcom
     return Outcome.FOUND if found else Outcome.MISSING
 
 
-def load(connection: sqlite3.Connection, key: PackedKey, into: Sequence[memoryview], limit: Limit) -> Outcome:
+def load(connection: sqlite3.Connection, key: PackedKey, into: Sequence[memoryview], limit: Limit) -> int | Outcome:
     limit.check()
     room = sum(part.nbytes for part in into)
     # One statement, so that no other writer comes between size and value; a value that is too long is not read.
@@ -30,11 +30,11 @@ def load(connection: sqlite3.Connection, key: PackedKey, into: Sequence[memoryvi
         return Outcome.MISSING
     if found[0] is None:
         return Outcome.DAMAGED
-    rest = memoryview(found[0])
+    value = rest = memoryview(found[0])
     for part in into:
         piece, rest = rest[: part.nbytes], rest[part.nbytes :]
         part.cast("B")[: piece.nbytes] = piece
-    return Outcome.FOUND
+    return value.nbytes
 
 
 def total(connection: sqlite3.Connection) -> int:

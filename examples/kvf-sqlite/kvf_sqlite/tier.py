@@ -48,8 +48,8 @@ class SqliteTier(Tier):
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-    ) -> list[Outcome]:
-        def each(connection: sqlite3.Connection, limit: Limit) -> list[Outcome]:
+    ) -> list[int | Outcome]:
+        def each(connection: sqlite3.Connection, limit: Limit) -> list[int | Outcome]:
             return [load(connection, key, into, limit) for key, into in zip(keys, parts, strict=True)]
 
         return self._run(lambda limit: self._connections.read(limit, each), deadline)

@@ -74,7 +74,7 @@ def must_be_whole(path: str, seeds: set[int]) -> int:
     entries = list(tier.scan(deadline=soon()))
     for entry in entries:
         buffer = bytearray(entry.nbytes)
-        assert tier.get_into([entry.key], [[memoryview(buffer)]], deadline=soon()) == [Outcome.FOUND]
+        assert tier.get_into([entry.key], [[memoryview(buffer)]], deadline=soon()) == [len(buffer)]
         assert buffer == entry.key[:1] * VALUE_BYTES
     assert {entry.key[0] for entry in entries} == seeds
     assert tier.usage(deadline=soon()).used_bytes == VALUE_BYTES * len(entries)

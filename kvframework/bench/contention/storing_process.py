@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvframework.bench.server import PATIENT
 from kvframework.bench.shapes import Shape
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
@@ -72,7 +73,7 @@ def _engine(start: Start, stack: ExitStack) -> Transfers:
     from kvframework.bench.paged_memory import PagedMemory
     from kvframework.bench.transfers import Transfers
 
-    client = stack.enter_context(KVClient(start.server, name="bench storing", control_timeout_s=_TIMEOUT_S))
+    client = stack.enter_context(KVClient(start.server, name="bench storing", deadline_scale=PATIENT))
     _ = client.hello
     memory = PagedMemory(start.shape, shuffled=True)
     return stack.enter_context(Transfers(client, start.shape, memory, start.options, instance_id=_INSTANCE))

@@ -16,6 +16,7 @@ import zmq
 
 from kvframework.bench.scale.messages import Clear, Fill, Order, Report, Run, Start
 from kvframework.bench.scale.requests import Requests
+from kvframework.bench.server import PATIENT
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
 
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def _connect(order: Start, stack: ExitStack) -> Requests:
-    client = stack.enter_context(KVClient(order.server, name="bench", control_timeout_s=_TIMEOUT_S))
+    client = stack.enter_context(KVClient(order.server, name="bench", deadline_scale=PATIENT))
     _ = client.hello
     context = zmq.Context()
     stack.callback(context.destroy, 0)

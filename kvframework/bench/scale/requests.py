@@ -13,7 +13,6 @@ from kvframework.bench.bare_peer import ECHO
 from kvframework.bench.errors import BenchFailed, WrongBytes
 from kvframework.bench.scale.prompts import Prompts, contents, shape
 from kvframework.client import KVClient
-from kvframework.client.connection import SETUP_TIMEOUT_S
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 
@@ -27,9 +26,7 @@ class Requests:
         self._client = client
         self._dealer = dealer
         self._instance_id = instance_id
-        registered = client.request(
-            "REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape(instance_id), m.Registered, timeout=SETUP_TIMEOUT_S
-        )
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape(instance_id), m.Registered)
         arena = client.arena()
         if arena is None:
             raise BenchFailed("the server's arena is not mapped here")
@@ -77,10 +74,10 @@ class Requests:
         objects = contents(digests, self.object_bytes)
         key = self._prompts.key(digests, rank=0)
         started = time.perf_counter()
-        plan = self._client.prepare_store(key, self._instance_id)
+        plan = self._client.prepare_store(key, self._instance_id).result()
         for place, data in zip(plan.ranges, objects, strict=False):
             self._arena[place.offset : place.offset + place.length] = data
-        outcome = self._client.commit_store(plan.lease) if plan.lease else plan.outcome
+        outcome = self._client.commit_store(plan.lease).result() if plan.lease else plan.outcome
         seconds = time.perf_counter() - started
         if may_be_there and outcome.present == self._prompts.chunks:
             return seconds
@@ -94,12 +91,12 @@ class Requests:
         objects = contents(digests, self.object_bytes)
         key = self._prompts.key(digests, rank=0)
         started = time.perf_counter()
-        plan = self._client.prepare_retrieve(key, self._instance_id)
+        plan = self._client.prepare_retrieve(key, self._instance_id).result()
         same = len(plan.ranges) == len(objects) and all(
             bytes(self._arena[place.offset : place.offset + place.length]) == data
             for place, data in zip(plan.ranges, objects, strict=True)
         )
-        held = plan.hit and self._client.commit_retrieve(plan.lease)
+        held = plan.hit and self._client.commit_retrieve(plan.lease).result()
         seconds = time.perf_counter() - started
         if not held:
             raise BenchFailed("a retrieve of what was stored is a miss")

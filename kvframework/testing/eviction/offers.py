@@ -32,6 +32,18 @@ class OfferTests(EvictionKit):
             policy.on_remove(key)
         must_offer(policy, [key for index, key in enumerate(keys) if index % 3])
 
+    def test_many_accesses_at_once_are_as_many_one_by_one(self, make_policy: MakePolicy) -> None:
+        """Also of a key that is in the batch twice."""
+        one_by_one, at_once = make_policy(), make_policy()
+        keys = fresh_keys(40)
+        for policy in (one_by_one, at_once):
+            insert(policy, keys)
+        for batch in (keys[5:30], keys[::-3], [*keys[7:9], *keys[8:10]], []):
+            for key in batch:
+                one_by_one.on_access(key)
+            at_once.on_access_many(batch)
+            assert list(one_by_one.victims()) == list(at_once.victims()), "in another order than one by one"
+
     def test_a_key_that_comes_again_is_in_once(self, policy: EvictionPolicy) -> None:
         keys = fresh_keys(20)
         for turn in range(4):

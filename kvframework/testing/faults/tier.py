@@ -7,18 +7,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
 TIER_FAULTS = {
     "slow": "a call takes some milliseconds longer",
-    "short": "a value is read, or stored, only in part, and yet said to be whole",
+    "short": "a value is read only in part, over what the buffer held before, or is stored in part as if whole",
     "flip": "one bit of a value is another when it is read, or when it is stored",
     "refused": "a call raises TierError and does nothing",
     "lost": "a value is said to be stored and is not, or said to be missing and is there",
 }
 
+R = TypeVar("R", bound="int | Outcome")
 Parts = Sequence[Sequence[memoryview]]
 
 
@@ -58,14 +60,14 @@ class FaultyTier(Tier):
         self._call()
         return [self._perhaps_lost(each) for each in self._inner.contains(keys, deadline=deadline)]
 
-    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[Outcome]:
+    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
         self._call()
         unread = [[bytes(part) for part in each] if self._hits("short") else None for each in parts]
         outcomes = self._inner.get_into(keys, parts, deadline=deadline)
-        for each, before, outcome in zip(parts, unread, outcomes, strict=True):
-            if outcome is Outcome.FOUND:
+        for index, (each, before, outcome) in enumerate(zip(parts, unread, outcomes, strict=True)):
+            if not isinstance(outcome, Outcome):
                 if before is not None:
-                    self._unread(each, before)
+                    outcomes[index] = self._unread(each, before, outcome)
                 if self._hits("flip"):
                     self._flip(each)
         return [self._perhaps_lost(each) for each in outcomes]
@@ -118,8 +120,9 @@ class FaultyTier(Tier):
         if self._hits("refused"):
             raise TierError("refused by the test", where=self.name)
 
-    def _perhaps_lost(self, outcome: Outcome) -> Outcome:
-        return Outcome.MISSING if outcome is Outcome.FOUND and self._hits("lost") else outcome
+    def _perhaps_lost(self, outcome: R) -> R | Outcome:
+        there = outcome is Outcome.FOUND or not isinstance(outcome, Outcome)
+        return Outcome.MISSING if there and self._hits("lost") else outcome
 
     def _perhaps_spoilt(self, parts: Sequence[memoryview]) -> Sequence[memoryview]:
         short, flip = self._hits("short"), self._hits("flip")
@@ -130,13 +133,14 @@ class FaultyTier(Tier):
             self._flip([memoryview(value)])
         return [memoryview(value)[: self._below(len(value)) if short and value else None]]
 
-    def _unread(self, parts: Sequence[memoryview], before: Sequence[bytes]) -> None:
-        """Puts back what was in `parts`, from some byte on."""
-        first = self._below(max(sum(part.nbytes for part in parts), 1))
+    def _unread(self, parts: Sequence[memoryview], before: Sequence[bytes], received: int) -> int:
+        """Puts back what was in `parts`, from some byte on; the number of bytes before."""
+        kept = first = self._below(max(received, 1))
         for part, old in zip(parts, before, strict=True):
             at = min(first, part.nbytes)
             part[at:] = old[at:]
             first -= at
+        return kept
 
     def _flip(self, parts: Sequence[memoryview]) -> None:
         total = sum(part.nbytes for part in parts)

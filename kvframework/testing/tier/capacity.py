@@ -72,8 +72,8 @@ class CapacityTests(TierKit):
 
         buffers = [bytearray(len(value)) for value in values.values()]
         outcomes = fillable.get_into(list(values), self.parts_of(buffers), deadline=self.soon())
-        found = [index for index, outcome in enumerate(outcomes) if outcome is FOUND]
         expected = list(values.values())
+        found = [index for index, received in enumerate(outcomes) if received == len(expected[index])]
         assert sum(len(buffers[index]) for index in found) <= capacity, "it holds more than it says it can"
         assert all(buffers[index] == expected[index] for index in found)
 

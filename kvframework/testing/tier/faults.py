@@ -6,9 +6,10 @@ import pytest
 
 from kvframework.api import Tier
 from kvframework.storage.breaker import Breaker
+from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2 import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
-from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
+from kvframework.testing.tier.content import exercise, load, must_heal, persist, save, value_of
 from kvframework.testing.tier.kit import TierKit
 
 TURNS = 60
@@ -36,6 +37,21 @@ class FaultTests(TierKit):
         faulty.stop()
         assert load(store, keys) == [False] * len(keys)
         assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
+        must_heal(store, keys, self.patience_s)
+
+    @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+    def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, tier: Tier, kept: float) -> None:
+        """As in a place of L1 that held the same object before: what was not received is there all the same."""
+        store = L2Store(tier, timeout_s=self.patience_s)
+        keys = self.fresh_keys(6)
+        save(store, keys)
+        for key in keys:
+            whole = bytearray(HEADER_BYTES + len(value_of(key)))
+            assert tier.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
+            self.store(tier, key, bytes(whole[: int(kept * len(whole))]))
+        places = [bytearray(value_of(key)) for key in keys]
+        assert store.get_into(keys, [memoryview(place) for place in places]) == [False] * len(keys)
+        assert store.counters["corrupt"] == len(keys)
         must_heal(store, keys, self.patience_s)
 
     def test_a_refusing_tier_is_asked_again(self, tier: Tier) -> None:

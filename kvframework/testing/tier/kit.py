@@ -146,7 +146,8 @@ class TierKit:
     def store(self, tier: Tier, key: PackedKey, value: bytes) -> None:
         assert tier.put([key], [[memoryview(value)]], deadline=self.soon()) == [STORED]
 
-    def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[Outcome, bytes]:
+    def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[int | Outcome, bytes]:
+        """The bytes that were received, or why there are none; and a buffer of `nbytes` afterwards."""
         buffer = bytearray(nbytes)
         (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
         return outcome, bytes(buffer)
@@ -154,7 +155,7 @@ class TierKit:
     def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "other bytes") -> None:
         """Fails unless `value` is found."""
         outcome, found = self.load(tier, key, len(value))
-        assert outcome is FOUND, why
+        assert outcome == len(value), why
         self.must_be([found], [value], why)
 
     def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -54,6 +55,7 @@ class LifecycleTests(TierKit):
             give_up = self.soon()
             buffers = [bytearray(len(value)) for _ in keys]
             while time.monotonic() < give_up:
+                outcomes: Sequence[int | Outcome]
                 try:
                     if put:
                         outcomes = tier.put(keys, [[memoryview(value)]] * len(keys), deadline=self.soon())
@@ -63,7 +65,7 @@ class LifecycleTests(TierKit):
                     break
                 finally:
                     begun.release()
-                assert all(isinstance(outcome, Outcome) for outcome in outcomes)
+                assert all(isinstance(outcome, int | Outcome) for outcome in outcomes)
             ended.append(time.monotonic())
 
         def close() -> None:

@@ -71,7 +71,7 @@ class TierMachine(RuleBasedStateMachine):
         outcomes = self._tier.get_into(keys, self._kit.parts_of(buffers), deadline=self._kit.soon())
         assert outcomes == [self._expected(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
-            if outcome is FOUND:
+            if not isinstance(outcome, Outcome):
                 value = self._model[key]
                 assert buffer[: len(value)] == value
 
@@ -97,7 +97,7 @@ class TierMachine(RuleBasedStateMachine):
     def _known(self, keys: Sequence[PackedKey]) -> list[Outcome]:
         return [FOUND if key in self._model else MISSING for key in keys]
 
-    def _expected(self, key: PackedKey, nbytes: int) -> Outcome:
+    def _expected(self, key: PackedKey, nbytes: int) -> int | Outcome:
         if key not in self._model:
             return MISSING
-        return DAMAGED if len(self._model[key]) > nbytes else FOUND
+        return DAMAGED if len(self._model[key]) > nbytes else len(self._model[key])

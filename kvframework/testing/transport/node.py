@@ -64,7 +64,7 @@ def serving(rig: TransportRig) -> Iterator[Server]:
 
 def client_of(rig: TransportRig, endpoint: str) -> KVClient:
     """A connected client; the caller closes it."""
-    client = KVClient(endpoint, plugins=registry_for(rig), control_timeout_s=5.0)
+    client = KVClient(endpoint, plugins=registry_for(rig), deadline_scale=20.0)
     assert client.wait_up(PATIENCE_S), "no connection to the server"
     return client
 

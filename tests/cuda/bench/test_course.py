@@ -31,7 +31,7 @@ def course(node: CudaNode, parts: str, *, bug: str = "", **changes: object) -> O
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and NVRTC")
     environ = {**os.environ, **building.environment(node.path, kernels=True)}
     command = [sys.executable, "-m", "tests.cuda.bench.course_program", parts, bug, json.dumps(changes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return msgspec.json.decode(done.stdout, type=Outcome)
 
@@ -157,7 +157,7 @@ def test_a_gpu_without_memory_has_steps_left_out(tmp_path: Path) -> None:
             "transfers",
             "--markdown",
         ]
-        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "Simulated" in done.stdout
     assert "of the GPU and as much of the host" in done.stdout
@@ -167,7 +167,7 @@ def test_a_gpu_without_memory_has_steps_left_out(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_command_measures_all_parts_on_a_gpu() -> None:
     command = [sys.executable, "-m", "kvframework.cli.main", "bench", "cuda", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if done.returncode == 2 and "[bench.unavailable] no" in done.stderr:
         pytest.skip(f"there is no GPU here: {done.stderr.splitlines()[-2]}")
     assert done.returncode == 0, done.stderr

@@ -203,7 +203,7 @@ def test_without_a_gpu_the_command_says_so_and_measures_nothing() -> None:
     # Where there is one, it is hidden.
     done = subprocess.run(
         ["env", "CUDA_VISIBLE_DEVICES=", "KVF_SIMULATED_CUDA=", *command],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "[bench.unavailable] no GPU can be used here: cu" in done.stderr
