@@ -29,9 +29,20 @@ def redis_binary() -> Path | None:
 def redis_command(binary: Path, socket: Path) -> list[str]:
     """A server for this user alone, on a Unix socket; it keeps nothing on disk."""
     return [
-        str(binary), "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700",
-        "--save", "", "--appendonly", "no", "--dir", str(socket.parent),
-    ]  # fmt: skip
+        str(binary),
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--unixsocketperm",
+        "700",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(socket.parent),
+    ]
 
 
 def _executable(name: str) -> Path | None:

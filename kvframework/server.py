@@ -36,22 +36,22 @@ from kvframework.api import (
 )
 from kvframework.config import Config, L2Config, default_endpoint
 from kvframework.devices import DeviceServerTransport
-from kvframework.engine.engine import CacheEngine
-from kvframework.engine.registration import AttachedTransport
 from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.dispatch import check_handlers
-from kvframework.messaging.server import MessageServer
-from kvframework.plugins.check import codec_tables, resolve_table
-from kvframework.plugins.creation import Creator
-from kvframework.plugins.registry import PluginRegistry
-from kvframework.storage.codecs import CodecTable
-from kvframework.storage.l2 import L2Store
+from kvframework.messaging.server.dispatch import check_handlers
+from kvframework.messaging.server.loop import MessageServer
+from kvframework.registry.check import codec_tables, resolve_table
+from kvframework.registry.creation import Creator
+from kvframework.registry.registry import PluginRegistry
+from kvframework.service.cache import CacheService
+from kvframework.service.registration import AttachedTransport
+from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.room import Watermarks
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.tiers import AttachedTier
+from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.tier_room import Watermarks
-from kvframework.storage.tiers import AttachedTier
-from kvframework.storage.write_policy import WRITE_POLICIES
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Server:
         for table in config.layout:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
-        self.engine = CacheEngine(
+        self.engine = CacheService(
             config.server,
             storage=self._storage(),
             hasher=hasher,
@@ -121,10 +121,14 @@ class Server:
         the arena is left to the kernel, which takes a second for some gigabytes."""
         log.info(
             "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
-            kvframework.__version__, os.getpid(), self.engine.boot_id.hex()[:8], ByteSize(self.engine.storage.capacity),
+            kvframework.__version__,
+            os.getpid(),
+            self.engine.boot_id.hex()[:8],
+            ByteSize(self.engine.storage.capacity),
             " and ".join(table.tier.use for table in self._config.l2) or "none",
-            self.engine.chunk_size, self._config.source,
-        )  # fmt: skip
+            self.engine.chunk_size,
+            self._config.source,
+        )
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         if self._config.server.insecure:
             log.warning("insecure = true: everybody who reaches the TCP port is served, in plain text")
@@ -215,9 +219,10 @@ class Server:
                 name = handler.spec.name
                 if not name.startswith(f"{provider.name}.") or name in handlers:
                     raise PluginBroken(
-                        f"requests.{provider.name} declares a request {name!r}", where=table.where,
+                        f"requests.{provider.name} declares a request {name!r}",
+                        where=table.where,
                         available=f"names that start with '{provider.name}.', each once",
-                    )  # fmt: skip
+                    )
                 handlers[name] = handler
         check_handlers(handlers.values(), REQUESTS)
         return handlers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.log_limit import LogLimit
+from kvframework.logs.limit import LogLimit
 
 AT_ONCE, EVERY_S = 3, 10.0
 

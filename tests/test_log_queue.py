@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework import log_queue
-from kvframework.log_printed import PrintedLines
-from kvframework.log_queue import QueuedHandler
-from tests.full_pipe import full_pipe
-from tests.waiting import wait_until
+from kvframework.logs.printed import PrintedLines
+from kvframework.logs.queue import QueuedHandler
+from tests.support.full_pipe import full_pipe
+from tests.support.waiting import wait_until
 
 MISSING = re.compile(r"(\d+) lines are missing here")
 
@@ -178,7 +178,7 @@ def test_a_closed_standard_error_is_not_what_has_its_number_by_now() -> None:
         "import logging, os\n"
         "arena = os.memfd_create('arena')\n"
         "os.ftruncate(arena, 4096)\n"
-        "from kvframework.log_form import configure_logging, end_logging\n"
+        "from kvframework.logs.form import configure_logging, end_logging\n"
         "configure_logging('info', 'human')\n"
         "logging.getLogger('a').error('a line')\n"
         "end_logging()\n"

@@ -41,6 +41,10 @@ def test_it_serves_its_user_alone_and_keeps_nothing() -> None:
     assert command[0] == "/bin/redis-server"
     options = dict(zip(command[1::2], command[2::2], strict=True))
     assert options == {
-        "--port": "0", "--unixsocket": "/run/x/redis.sock", "--unixsocketperm": "700", "--save": "",
-        "--appendonly": "no", "--dir": "/run/x",
-    }  # fmt: skip
+        "--port": "0",
+        "--unixsocket": "/run/x/redis.sock",
+        "--unixsocketperm": "700",
+        "--save": "",
+        "--appendonly": "no",
+        "--dir": "/run/x",
+    }

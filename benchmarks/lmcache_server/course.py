@@ -30,7 +30,7 @@ from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import Latency, rate_gb_s, ratio
 from kvframework.bench.transfers import Transfers
 from kvframework.client import RequestHashes
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 LENGTHS = (1024, 8192, 32768)
 _ARENA_BYTES = 512 << 20

@@ -109,9 +109,15 @@ class Peer:
 
     def _key(self, tokens: int) -> IPCCacheServerKey:
         return IPCCacheServerKey(
-            model_name=self._model, world_size=1, worker_id=0, token_ids=self._tokens[:tokens], start=0, end=tokens,
-            request_id=next(self._names), num_kv_readers=1,
-        )  # fmt: skip
+            model_name=self._model,
+            world_size=1,
+            worker_id=0,
+            token_ids=self._tokens[:tokens],
+            start=0,
+            end=tokens,
+            request_id=next(self._names),
+            num_kv_readers=1,
+        )
 
     def _submit(self, submit: Any, key: IPCCacheServerKey, blocks: Sequence[int]) -> bool:
         event = self._context.create_recorded_event()

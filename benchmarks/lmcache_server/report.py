@@ -21,15 +21,25 @@ def about(document: SideBySide) -> str:
 def side_tables(document: SideBySide, *, markdown: bool) -> list[Table]:
     """Store and retrieve as shares of `copy`, LOOKUP in milliseconds."""
     transfers = new_table(
-        "shape, path, contender", "copy GB/s", "store GB/s", "of `copy`", "min to max", "retrieve GB/s", "of `copy`",
+        "shape, path, contender",
+        "copy GB/s",
+        "store GB/s",
+        "of `copy`",
         "min to max",
-    )  # fmt: skip
+        "retrieve GB/s",
+        "of `copy`",
+        "min to max",
+    )
     for row in document.transfers:
         store, retrieve = rate_cells(row.store_gb_s)[0], rate_cells(row.retrieve_gb_s)[0]
         transfers.add_row(
-            f"{row.shape} ({ByteSize(row.nbytes)}), {row.path}, {row.contender}", rate_cells(row.copy_gb_s)[0],
-            store, *share_cells(row.store), retrieve, *share_cells(row.retrieve),
-        )  # fmt: skip
+            f"{row.shape} ({ByteSize(row.nbytes)}), {row.path}, {row.contender}",
+            rate_cells(row.copy_gb_s)[0],
+            store,
+            *share_cells(row.store),
+            retrieve,
+            *share_cells(row.retrieve),
+        )
     lookups = new_table("LOOKUP, all in L1", "p50 ms", "p99 ms", "p50 to echo", "min to max")
     for looked in document.lookups:
         p50, p99 = (f"{us / 1000:.2f}" for us in (looked.latency.p50_us, looked.latency.p99_us))
@@ -55,10 +65,13 @@ def side_panels(document: SideBySide) -> list[Panel]:
         made.append(Bars(f"share of the fastest plain copy, {path} path", "x", bars))
     looked = [
         Bar(
-            f"{row.tokens // 1024}k, {row.what}", row.latency.p50_us / 1000, row.latency.p50_us / 1000,
-            row.latency.p99_us / 1000, kind=row.what.partition(",")[0] if row.what != ECHO else "reference",
+            f"{row.tokens // 1024}k, {row.what}",
+            row.latency.p50_us / 1000,
+            row.latency.p50_us / 1000,
+            row.latency.p99_us / 1000,
+            kind=row.what.partition(",")[0] if row.what != ECHO else "reference",
         )
         for row in document.lookups
-    ]  # fmt: skip
+    ]
     made.append(Bars("LOOKUP of tokens in L1, p50, up to p99", "ms", looked, log=True))
     return made

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvframework.bench.child import BenchChild, running
 from kvframework.bench.errors import BenchUnavailable
-from tests.ports import free_port
+from tests.support.ports import free_port
 
 _START_S = 90.0
 _ENTRY = "from lmcache.cli.main import main; main()"
@@ -39,11 +39,29 @@ def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Itera
     port, http = free_port(), free_port()
     name = f"lmcache-bench-{os.getpid()}"
     command = [
-        sys.executable, "-c", _ENTRY, "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1",
-        "--http-port", str(http), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--chunk-size", "256",
-        "--disable-observability", "--supported-transfer-mode", "engine_driven",
+        sys.executable,
+        "-c",
+        _ENTRY,
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(http),
+        "--l1-size-gb",
+        str(l1_gb),
+        "--eviction-policy",
+        "LRU",
+        "--chunk-size",
+        "256",
+        "--disable-observability",
+        "--supported-transfer-mode",
+        "engine_driven",
         *(("--shm-name", name, "--no-l1-use-lazy") if shared else ()),
-    ]  # fmt: skip
+    ]
     try:
         with running(f"LMCache {'shared' if shared else 'pickle'}", command, directory) as child:
             _await_port(port, child)

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks.lmcache_server.server import prepare, running_lmcache
 from kvframework.bench.child import scratch
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.vllm.engine import Ask, Order, kvframework_transfer
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Answer, run_engine
@@ -141,8 +141,10 @@ def added_by_storing(setting: Setting, pairs: int) -> str:
             asks.append(Ask(text, tokens=setting.new_tokens, params=params))
     with kvframework() as transfer:
         answers = setting.engine(transfer, asks)
-    ttft = {name: [a.ttft for a, ask in zip(answers, asks, strict=True) if ask.params == params]
-            for name, params in (("storing", stores), ("not", computes))}  # fmt: skip
+    ttft = {
+        name: [a.ttft for a, ask in zip(answers, asks, strict=True) if ask.params == params]
+        for name, params in (("storing", stores), ("not", computes))
+    }
     ratios = sorted(a / b - 1 for a, b in zip(ttft["storing"], ttft["not"], strict=True))
     return (
         f"Storing, in one engine, {pairs} pairs: {statistics.median(ttft['storing']):.3f} s beside "

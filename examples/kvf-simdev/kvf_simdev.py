@@ -86,9 +86,10 @@ class SimEngine(EngineDriver[Event]):
             self._runtime.wait(stream, ready)
         else:
             raise DeviceError(
-                f"the engine's event is a {type(ready).__name__}", where="simdev",
+                f"the engine's event is a {type(ready).__name__}",
+                where="simdev",
                 available="None, or an Event of the simulated runtime",
-            )  # fmt: skip
+            )
         self._runtime.record(event, stream)
 
     @translated
@@ -101,9 +102,10 @@ class SimEngine(EngineDriver[Event]):
     def hold(self, stream: object | None) -> Callable[[], None]:
         if stream is not None and not isinstance(stream, Stream):
             raise DeviceError(
-                f"a {type(stream).__name__} cannot wait", where="simdev",
+                f"a {type(stream).__name__} cannot wait",
+                where="simdev",
                 available="None, or a Stream of the simulated runtime",
-            )  # fmt: skip
+            )
         return self._runtime.hold(stream or self._runtime.default_stream(self._device))
 
 

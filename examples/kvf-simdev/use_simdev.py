@@ -18,9 +18,14 @@ group = {"layers": ["layer.*"], "axes": ["plane", "block", "token", "head", "dim
 with KVClient(endpoint) as client:
     assert client.wait_up(10.0), "no server"
     worker = WorkerAdapter(
-        client, instance_id=1, model_name="demo", transport="simdev", transport_options={"node": node},
-        layout="paged", layout_options={"groups": [group]},
-    )  # fmt: skip
+        client,
+        instance_id=1,
+        model_name="demo",
+        transport="simdev",
+        transport_options={"node": node},
+        layout="paged",
+        layout_options={"groups": [group]},
+    )
     worker.register_kv_caches(caches, block_size=16)
     request = RequestHashes(client.hasher, client.chunk_size, request_id="r1")
     request.extend(range(512))

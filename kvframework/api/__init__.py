@@ -66,8 +66,8 @@ from kvframework.api.providers import (
     TransportProvider,
 )
 from kvframework.api.requests import (
+    CacheServices,
     ClientInfo,
-    EngineServices,
     Handler,
     HandlerResult,
     InstanceContext,
@@ -129,6 +129,7 @@ __all__ = [
     "Buffer",
     "ByteSize",
     "CacheKey",
+    "CacheServices",
     "ClientInfo",
     "Codec",
     "CodecProvider",
@@ -142,7 +143,6 @@ __all__ = [
     "Diagnose",
     "EngineDriver",
     "EngineLink",
-    "EngineServices",
     "EngineView",
     "EvictionPolicy",
     "EvictionProvider",

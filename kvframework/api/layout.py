@@ -169,9 +169,12 @@ def validate_layout(layout: KVLayout) -> None:
         where = f"layout.groups[{index}]"
         dtype_bytes(group.dtype)
         counts = {
-            "num_layers": group.num_layers, "block_size": group.block_size, "heads": group.heads,
-            "head_dim": group.head_dim, "compress_ratio": group.compress_ratio,
-        }  # fmt: skip
+            "num_layers": group.num_layers,
+            "block_size": group.block_size,
+            "heads": group.heads,
+            "head_dim": group.head_dim,
+            "compress_ratio": group.compress_ratio,
+        }
         for name, value in counts.items():
             if not 1 <= value <= 1 << 24:
                 raise BadLayout(f"{name} is {value}", where=where, available="1 to 16777216")
@@ -188,8 +191,9 @@ def validate_layout(layout: KVLayout) -> None:
         if group.packing and (group.heads, group.dtype, group.compress_ratio) != (1, "uint8", 1):
             raise BadLayout(
                 f"opaque blocks with heads={group.heads}, dtype={group.dtype}, compress_ratio={group.compress_ratio}",
-                where=where, available="heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
-            )  # fmt: skip
+                where=where,
+                available="heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
+            )
         if len(group.packing) > MAX_PACKING:
             raise BadLayout(f"packing has {len(group.packing)} characters", where=where, available=f"{MAX_PACKING}")
         if not 0 <= group.num_blocks <= 1 << 32 or any(not 0 <= stride < 1 << 48 for stride in group.strides):
@@ -223,9 +227,11 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
     for index, desc in enumerate(groups):
         if desc.nbytes > MAX_OBJECT_BYTES:
             raise BadLayout(
-                f"one object would be {desc.nbytes} bytes", where=f"layout.groups[{index}]",
-                available=f"at most {MAX_OBJECT_BYTES}", hint="check hidden size and layer count, or lower chunk_size",
-            )  # fmt: skip
+                f"one object would be {desc.nbytes} bytes",
+                where=f"layout.groups[{index}]",
+                available=f"at most {MAX_OBJECT_BYTES}",
+                hint="check hidden size and layer count, or lower chunk_size",
+            )
     return MemoryLayoutDesc(tokens, groups)
 
 
@@ -235,9 +241,10 @@ def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
         if group.packing and not group.state and skip_first_n_tokens % group.block_size:
             raise BadRange(
                 f"skip_first_n_tokens is {skip_first_n_tokens}, but layer group {index} has opaque blocks",
-                where="skip_first_n_tokens", available=f"multiples of its block size, {group.block_size}",
+                where="skip_first_n_tokens",
+                available=f"multiples of its block size, {group.block_size}",
                 hint="round down to whole blocks",
-            )  # fmt: skip
+            )
 
 
 class Layout(ABC):

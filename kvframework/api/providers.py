@@ -12,7 +12,7 @@ from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.findings import Finding
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
-from kvframework.api.requests import EngineServices, Handler
+from kvframework.api.requests import CacheServices, Handler
 from kvframework.api.tier import L1Memory, Tier
 from kvframework.api.transport import EngineLink, ServerTransport, TransferContext
 from kvframework.api.types import NoOptions, Options
@@ -167,4 +167,4 @@ class RequestsProvider(Provider[O]):
     """Requests of a plugin's own; their names start with `name` and a dot."""
 
     kind = "requests"
-    create: Callable[[O, EngineServices], Sequence[Handler]]  # type: ignore[type-arg]
+    create: Callable[[O, CacheServices], Sequence[Handler]]  # type: ignore[type-arg]

@@ -115,7 +115,7 @@ class InstanceContext(ABC):
         """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
 
 
-class EngineServices(ABC):
+class CacheServices(ABC):
     """What handlers of plugins may ask of the engine. Thread-safe; nothing here blocks on L2. `hasher` is the one whose
     digests engines and server share."""
 

@@ -45,8 +45,10 @@ def _echoes(peer: BarePeer, *, rounds: int, calls: int, stage: Stage) -> list[Ec
     with stage("echoing over a bare socket", rounds) as advance:
         measured = interleave(
             {name: lambda payload=payload: peer.echo(payload) for name, payload in payloads.items()},  # type: ignore[misc]
-            rounds=rounds, calls=calls, advance=advance,
-        )  # fmt: skip
+            rounds=rounds,
+            calls=calls,
+            advance=advance,
+        )
     return [Echo(int(name), Latency.of(samples)) for name, samples in measured.items()]
 
 

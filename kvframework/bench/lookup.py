@@ -59,11 +59,16 @@ def _requests(client: KVClient, peer: BarePeer, rounds: int, calls: int, stage: 
         measured = interleave(cases, rounds=rounds, calls=calls, advance=advance)
     return [
         RequestFigures(
-            name, tokens, nbytes, Latency.of(measured[name]), Latency.of(measured[_echo_name(nbytes)]),
-            ratio(measured[name], measured[_echo_name(nbytes)]), reach,
+            name,
+            tokens,
+            nbytes,
+            Latency.of(measured[name]),
+            Latency.of(measured[_echo_name(nbytes)]),
+            ratio(measured[name], measured[_echo_name(nbytes)]),
+            reach,
         )
         for name, tokens, nbytes, reach in rows
-    ]  # fmt: skip
+    ]
 
 
 def _hashing(client: KVClient, rounds: int, stage: Stage) -> list[HashFigures]:
@@ -75,11 +80,14 @@ def _hashing(client: KVClient, rounds: int, stage: Stage) -> list[HashFigures]:
             bare = measured.get("bare")
             figures.append(
                 HashFigures(
-                    length, client.hasher.fingerprint,
-                    Latency.of(measured["request"]), ratio(measured["request"], bare) if bare else None,
-                    Latency.of(measured["packed"]), ratio(measured["packed"], bare) if bare else None,
+                    length,
+                    client.hasher.fingerprint,
+                    Latency.of(measured["request"]),
+                    ratio(measured["request"], bare) if bare else None,
+                    Latency.of(measured["packed"]),
+                    ratio(measured["packed"], bare) if bare else None,
                 )
-            )  # fmt: skip
+            )
     return figures
 
 

@@ -21,9 +21,10 @@ def lookup_case(scheduler: SchedulerAdapter, request: RequestHashes, expected: i
         # A failed lookup reads as a miss, and would make a fast one.
         if (result.hit_tokens, result.pending, scheduler.failures) != (expected, False, failures):
             raise BenchFailed(
-                f"a lookup found {result.hit_tokens} tokens", available=f"{expected} were expected",
+                f"a lookup found {result.hit_tokens} tokens",
+                available=f"{expected} were expected",
                 hint="the log above says why a lookup failed" if scheduler.failures > failures else "",
-            )  # fmt: skip
+            )
         return seconds
 
     return run

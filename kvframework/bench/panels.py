@@ -95,28 +95,32 @@ def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:
     return [
         lines("throughput", "requests/s", [("", [row.requests_s.median for row in rows])]),
         lines(
-            "latency", "µs",
+            "latency",
+            "µs",
             [(" p50", [row.latency.p50_us for row in rows]), (" p99", [row.latency.p99_us for row in rows])],
         ),
         lines("the server's processor time", "µs a request", [("", [row.server_us.median for row in rows])]),
-    ]  # fmt: skip
+    ]
 
 
 def _host(figures: HostFigures) -> list[Panel]:
     sizes = [float(echo.nbytes) for echo in figures.echoes]
     return [
         Bars(
-            f"copy of {ByteSize(figures.copies[0].nbytes)}", "GB/s",
+            f"copy of {ByteSize(figures.copies[0].nbytes)}",
+            "GB/s",
             [spread_bar(way.name, way.gb_s) for way in figures.copies],
         ),
         Lines(
-            "bare ZMQ echo", "bytes", "µs",
+            "bare ZMQ echo",
+            "bytes",
+            "µs",
             [
                 Line("p50", sizes, [echo.latency.p50_us for echo in figures.echoes]),
                 Line("p99", sizes, [echo.latency.p99_us for echo in figures.echoes], dashed=True, like="p50"),
             ],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _lookup(figures: LookupFigures) -> list[Panel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from kvframework.bench.errors import BenchUnavailable
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 TRANSPORT = "cpu_gather"
 _OPTION = "path"
@@ -25,5 +25,7 @@ def transport_options(path: Path, plugins: PluginRegistry) -> dict[str, object]:
         return {}
     raise BenchUnavailable(
         f"the {path.value} path is not in this server",
-        where=f"transport {TRANSPORT}", available=Path.arena.value, hint="bench --path arena",
-    )  # fmt: skip
+        where=f"transport {TRANSPORT}",
+        available=Path.arena.value,
+        hint="bench --path arena",
+    )

@@ -94,9 +94,14 @@ def _lines(axes: Axes, panel: Lines) -> None:
     for line in panel.lines:
         colour = colours.setdefault(line.like or line.name, f"C{len(colours)}")
         axes.plot(
-            line.xs, line.ys, label=line.name, color=colour, marker="o", markersize=4,
+            line.xs,
+            line.ys,
+            label=line.name,
+            color=colour,
+            marker="o",
+            markersize=4,
             linestyle="--" if line.dashed else "-",
-        )  # fmt: skip
+        )
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale="log", yscale="log")
     steps = sorted({x for line in panel.lines for x in line.xs})
     axes.set_xticks(steps, [_number(step) for step in steps])

@@ -18,9 +18,15 @@ _INSTANCE = 1
 _CHUNK_TOKENS = 256
 _WIDE = 1024
 _SHAPE = m.RegisterNonGpuContextPayload(
-    instance_id=_INSTANCE, model_name=MODEL, world_size=1, block_size=16, num_layers=2, hidden_dim_size=16,
-    dtype_str="bfloat16", use_mla=False,
-)  # fmt: skip
+    instance_id=_INSTANCE,
+    model_name=MODEL,
+    world_size=1,
+    block_size=16,
+    num_layers=2,
+    hidden_dim_size=16,
+    dtype_str="bfloat16",
+    use_mla=False,
+)
 
 
 def shape_of(object_bytes: int) -> m.RegisterNonGpuContextPayload:
@@ -57,9 +63,15 @@ class Prefixes:
         """As the adapters make it."""
         end = request.hashed_tokens
         return CacheKey(
-            model_name=MODEL, world_size=1, worker_id=rank, namespace=self.namespace, start=0, end=end,
-            request_id=request.request_id, digests=request.digests(end),
-        )  # fmt: skip
+            model_name=MODEL,
+            world_size=1,
+            worker_id=rank,
+            namespace=self.namespace,
+            start=0,
+            end=end,
+            request_id=request.request_id,
+            digests=request.digests(end),
+        )
 
     def scheduler(self) -> SchedulerAdapter:
         return SchedulerAdapter(

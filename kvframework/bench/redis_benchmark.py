@@ -33,9 +33,19 @@ def benchmark_rates(
 ) -> dict[str, Spread]:
     """GB/s by command, SET and GET: one client, one request at a time. Blocks for seconds. Raises `BenchFailed`."""
     command = [
-        str(tool), "-s", str(redis.socket), "-c", "1", "-n", str(requests), "-d", str(value_bytes), "-t", "set,get",
+        str(tool),
+        "-s",
+        str(redis.socket),
+        "-c",
+        "1",
+        "-n",
+        str(requests),
+        "-d",
+        str(value_bytes),
+        "-t",
+        "set,get",
         "--csv",
-    ]  # fmt: skip
+    ]
     rates = []
     for _ in range(runs):
         try:

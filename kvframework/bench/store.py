@@ -19,7 +19,7 @@ from kvframework.bench.progress import Stage, no_progress
 from kvframework.bench.server import running_server
 from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import Rounds, rate_gb_s, ratio
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 _ARENA_SLACK = 32 << 20
 

@@ -115,9 +115,14 @@ def _requests(requests: list[RequestFigures]) -> Table:
     table = new_table("request", "bytes", "p50", "p99", "echo p50", "echo p99", "p50 to echo", "min to max", "reach")
     for row in requests:
         table.add_row(
-            row.name, str(row.request_bytes), *latency_cells(row.latency), *latency_cells(row.echo),
-            f"{row.ratio.median:.1f} x", range_cell(row.ratio), f"{row.reach:g} x" if row.reach else "",
-        )  # fmt: skip
+            row.name,
+            str(row.request_bytes),
+            *latency_cells(row.latency),
+            *latency_cells(row.echo),
+            f"{row.ratio.median:.1f} x",
+            range_cell(row.ratio),
+            f"{row.reach:g} x" if row.reach else "",
+        )
     return table
 
 
@@ -149,8 +154,10 @@ def _add_transfers(table: Table, shape: ShapeFigures, *, wire: bool) -> None:
     for name, figures in (("store", shape.store), ("retrieve", shape.retrieve)):
         bare = figures.of_bare_transfer
         table.add_row(
-            f"{shape.shape}, {name} ({ByteSize(shape.nbytes)})", *rate_cells(figures.gb_s), f"{figures.first_gb_s:.2f}",
+            f"{shape.shape}, {name} ({ByteSize(shape.nbytes)})",
+            *rate_cells(figures.gb_s),
+            f"{figures.first_gb_s:.2f}",
             *share_cells(figures.of_copy),
             *([f"{bare.median:.2f} x" if bare else "-"] if wire else []),
             "0.8 x of bare ZMQ" if wire else f"{shape.reach:g} x",
-        )  # fmt: skip
+        )

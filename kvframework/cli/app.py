@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import bench, config, demo, doctor, keys, new, plugins, serve, status
+from kvframework.cli import bench, config, doctor, keys, new, plugins, serve, status
 from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples, print_error, print_unforeseen, stdout
+from kvframework.cli.demo import command as demo
 from kvframework.errors import KVFrameworkError
 
 NAME = "kvframework"

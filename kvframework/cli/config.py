@@ -14,7 +14,7 @@ from kvframework.cli.config_view import as_toml, view_config
 from kvframework.cli.console import examples, print_document, stdout
 from kvframework.cli.serve import CONFIG_HELP, SET_HELP
 from kvframework.config import Config, assemble, load_config, read_layers
-from kvframework.plugins import PluginRegistry, check_config
+from kvframework.registry import PluginRegistry, check_config
 
 _app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
 

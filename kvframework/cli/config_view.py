@@ -22,7 +22,7 @@ from kvframework.api import (
     shown_options,
 )
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
-from kvframework.plugins import PluginRegistry, codec_tables, resolve_table
+from kvframework.registry import PluginRegistry, codec_tables, resolve_table
 
 Path = tuple[str | int, ...]
 _NO_KEYS: Mapping[str, object] = MappingProxyType({})

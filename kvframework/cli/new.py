@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from kvframework.cli.console import examples, stdout
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 from kvframework.scaffold import choose_names, render, write_distribution
 
 _EPILOG = examples(

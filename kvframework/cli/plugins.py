@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table
-from kvframework.cli.inspection_view import show_report
-from kvframework.cli.plugin_view import PluginView, show_plugin
+from kvframework.cli.plugin_view import PluginView, show_plugin, show_report
 from kvframework.config import apply_override
 from kvframework.errors import PluginNotFound
 from kvframework.inspection import inspect_plugin
-from kvframework.plugins import KINDS, PluginInfo, PluginRegistry, discover
+from kvframework.registry import KINDS, PluginInfo, PluginRegistry, discover
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 _STYLES = {"available": "green", "unavailable": "yellow"}

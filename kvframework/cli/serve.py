@@ -16,7 +16,7 @@ from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.cli.shutdown import StopRequested, StopSignals
 from kvframework.config import Config, load_config
 from kvframework.errors import KVFrameworkError
-from kvframework.log_form import configure_logging, end_logging
+from kvframework.logs.form import configure_logging, end_logging
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
 SET_HELP = "Override one value of the TOML; repeatable."

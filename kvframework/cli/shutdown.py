@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from kvframework.bounded import call_within
-from kvframework.log_form import chosen_log, end_logging
+from kvframework.logs.form import chosen_log, end_logging
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api import ByteSize
-from kvframework.engine.trouble import trouble
 from kvframework.errors import KVFrameworkError
-from kvframework.one_line import one_line
+from kvframework.logs.limit import one_line
+from kvframework.service.health import trouble
 
 Document = dict[str, Any]
 REFUSED_SHOWN = 4
@@ -119,10 +119,15 @@ def _tiers(tiers: list[Document]) -> _Rows:
     table = _Rows("L2", "circuit", "codec", "used", "get ms", "put ms", *counters, "to write", parted=6)
     for tier in tiers:
         cells = (
-            tier.get("name", "?"), tier.get("state", "?"), tier.get("codec", "-"), _usage(tier),
-            _latency(tier, "get_into"), _latency(tier, "put"),
-            *(tier.get(counter, 0) for counter in counters), tier.get("write_pending", 0),
-        )  # fmt: skip
+            tier.get("name", "?"),
+            tier.get("state", "?"),
+            tier.get("codec", "-"),
+            _usage(tier),
+            _latency(tier, "get_into"),
+            _latency(tier, "put"),
+            *(tier.get(counter, 0) for counter in counters),
+            tier.get("write_pending", 0),
+        )
         table.add(*cells)
     return table
 
@@ -152,16 +157,34 @@ def _devices(devices: list[Document]) -> Table:
 
 def _instances(instances: list[Document]) -> _Rows:
     table = _Rows(
-        "instance", "pid", "model", "rank", "namespace", "transport", "format", "layers", "dtype", "chunk",
-        "bytes/token", parted=5,
-    )  # fmt: skip
+        "instance",
+        "pid",
+        "model",
+        "rank",
+        "namespace",
+        "transport",
+        "format",
+        "layers",
+        "dtype",
+        "chunk",
+        "bytes/token",
+        parted=5,
+    )
     for context in instances:
         rank = "?" if context["rank"] is None else context["rank"]
         cells = (
-            context["instance_id"], context["pid"], context["model"], f"{rank}/{context['world_size']}",
-            context["namespace"][:8], context["transport"], context["format"], context["layers"], context["dtype"],
-            context["chunk_tokens"], f"{context['bytes_per_token']:g}",
-        )  # fmt: skip
+            context["instance_id"],
+            context["pid"],
+            context["model"],
+            f"{rank}/{context['world_size']}",
+            context["namespace"][:8],
+            context["transport"],
+            context["format"],
+            context["layers"],
+            context["dtype"],
+            context["chunk_tokens"],
+            f"{context['bytes_per_token']:g}",
+        )
         table.add(*cells)
     return table
 

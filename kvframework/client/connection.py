@@ -34,10 +34,10 @@ from kvframework.client.curve import keys_for
 from kvframework.client.replies import as_response, mapped
 from kvframework.config import default_endpoint
 from kvframework.errors import DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
-from kvframework.log_limit import LogLimit
-from kvframework.messaging.client import Connection
+from kvframework.logs.limit import LogLimit
+from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.curve import CurveKeys
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
 from kvframework.wire.handshake import offer
@@ -389,9 +389,10 @@ class KVClient(EngineLink):
         hasher: KeyHasher = provider.create(self.plugins.options(provider, {}, where="the server's hasher"))
         if hasher.fingerprint != reply.hasher_fingerprint:
             raise VersionMismatch(
-                f"the server hashes with {reply.hasher_fingerprint}", available=f"{hasher.fingerprint} here",
+                f"the server hashes with {reply.hasher_fingerprint}",
+                available=f"{hasher.fingerprint} here",
                 hint="install the same hasher beside the engine and the server",
-            )  # fmt: skip
+            )
         return hasher
 
 

@@ -28,7 +28,8 @@ def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] 
         return None
     if not server or not secret:
         raise CurveKeyError(
-            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set", where=endpoint,
+            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set",
+            where=endpoint,
             hint=f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one",
-        )  # fmt: skip
+        )
     return CurveKeys(Path(server), Path(secret)).load()

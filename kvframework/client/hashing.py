@@ -58,9 +58,10 @@ class RequestHashes:
         hashed."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
             raise BadRange(
-                f"end is {end}", where=f"request {self.request_id!r}",
+                f"end is {end}",
+                where=f"request {self.request_id!r}",
                 available=f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed",
-            )  # fmt: skip
+            )
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
 
     def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:
@@ -71,14 +72,18 @@ class RequestHashes:
             if self._made_elsewhere <= index and extra != self._extras.get(index, b""):
                 if index in self._extras:
                     raise RequestError(
-                        f"two different extras for chunk {index}", where=f"request {self.request_id}",
-                        available="one a chunk", hint="join what is folded into one chunk",
-                    )  # fmt: skip
+                        f"two different extras for chunk {index}",
+                        where=f"request {self.request_id}",
+                        available="one a chunk",
+                        hint="join what is folded into one chunk",
+                    )
                 if index < hashed:
                     raise RequestError(
-                        f"an extra for chunk {index}, which is hashed without it", where=f"request {self.request_id}",
-                        available=f"chunk {hashed} or later", hint="give extras before their chunk's last token",
-                    )  # fmt: skip
+                        f"an extra for chunk {index}, which is hashed without it",
+                        where=f"request {self.request_id}",
+                        available=f"chunk {hashed} or later",
+                        hint="give extras before their chunk's last token",
+                    )
                 added[index] = bytes(extra)
             elif index < 0:
                 raise RequestError(f"an extra for chunk {index}", available="0 or more, counted from the first chunk")

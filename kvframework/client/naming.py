@@ -49,9 +49,10 @@ def named_identity(
     """
     if not model or not weights:
         raise RequestError(
-            f"the model is called {model!r} and its weights {weights!r}", available="a name for each",
+            f"the model is called {model!r} and its weights {weights!r}",
+            available="a name for each",
             hint="give both, the same ones to every engine that is to share",
-        )  # fmt: skip
+        )
     more = {name: value for name, value in (settings or {}).items() if value}
     described = msgspec.json.encode(
         [_kv_part(config), dtype.removeprefix("torch."), more], enc_hook=str, order="deterministic"

@@ -35,7 +35,7 @@ from kvframework.errors import (
     TransportMismatch,
     VersionMismatch,
 )
-from kvframework.log_limit import LogLimit
+from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -91,9 +91,12 @@ class Instance:
         self._lends = False
         boot_id = client.boot_id
         choose_transport(
-            client, identity.transport, identity.transport_options, register=self._register_with,
+            client,
+            identity.transport,
+            identity.transport_options,
+            register=self._register_with,
             where=f"transport of instance {identity.instance_id}",
-        )  # fmt: skip
+        )
         client.when_up(self._register_again)
         try:
             if client.boot_id != boot_id:
@@ -197,11 +200,14 @@ class Instance:
         unregister = m.Unregister(identity.instance_id)
         deadlines = self._client.deadlines
         reply = self._client.request(
-            "REGISTER_KV_CACHE", payload, m.Registered, urgent=urgent,
+            "REGISTER_KV_CACHE",
+            payload,
+            m.Registered,
+            urgent=urgent,
             # A device's copier may have to be started first.
             timeout=deadlines.lending_s if handles else deadlines.setup_s,
             on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
-        )  # fmt: skip
+        )
         desc = self._layout.object_desc(self._declared, self._client.chunk_size)
         if (reply.namespace, reply.desc) != (payload.namespace, desc):
             self._client.send("UNREGISTER_KV_CACHE", unregister)

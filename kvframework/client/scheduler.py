@@ -14,7 +14,7 @@ from kvframework.api import CacheKey, MessagingFuture
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
-from kvframework.log_limit import LogLimit
+from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)

@@ -157,9 +157,15 @@ class WorkerAdapter:
         """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. False:
         compute them."""
         future = self._submit(
-            "loads", lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
-            request, start, end, block_ids, kv_caches, event,
-        )  # fmt: skip
+            "loads",
+            lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
+            request,
+            start,
+            end,
+            block_ids,
+            kv_caches,
+            event,
+        )
         self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
         return future
 

@@ -2,10 +2,13 @@
 
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
+    FULL_SUFFIX,
+    LIVENESS_SUFFIX,
     Endpoint,
     check_private_directory,
     default_directory,
     default_endpoint,
+    ipc_path,
     parse_endpoint,
     prepare_private_directory,
 )
@@ -18,6 +21,8 @@ from kvframework.config.toml import toml_value
 __all__ = [
     "CONFIG_VARIABLE",
     "FIELD_DEFAULT",
+    "FULL_SUFFIX",
+    "LIVENESS_SUFFIX",
     "Config",
     "CurveConfig",
     "Endpoint",
@@ -34,6 +39,7 @@ __all__ = [
     "convert",
     "default_directory",
     "default_endpoint",
+    "ipc_path",
     "load_config",
     "parse_endpoint",
     "prepare_private_directory",

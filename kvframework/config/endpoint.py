@@ -12,7 +12,12 @@ from typing import Literal, NamedTuple
 
 from kvframework.errors import EndpointError
 
-# The kernel takes 107 bytes; the liveness socket lies beside the server's, with ".live" behind its name.
+# Beside the server's socket: the liveness socket, and the place of the socket itself while the server takes no client
+# (who is connected goes on, and who comes learns why).
+LIVENESS_SUFFIX = ".live"
+FULL_SUFFIX = ".full"
+# The kernel takes 107 bytes, suffix included.
+_MAX_SUN_PATH = 107
 MAX_SOCKET_PATH_BYTES = 100
 
 _IPC = "ipc://"
@@ -51,13 +56,31 @@ def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
     return Endpoint("ipc", path=path)
 
 
+def ipc_path(endpoint: str) -> str:
+    """The socket path of an `ipc://` endpoint. Raises `EndpointError` if it is another kind, relative or too long."""
+    if not endpoint.startswith("ipc:///"):
+        raise EndpointError("not an endpoint of a local server", where=endpoint, available="ipc:///absolute/path")
+    path = endpoint[len("ipc://") :]
+    size = len(os.fsencode(path + LIVENESS_SUFFIX))  # no suffix is longer
+    if size > _MAX_SUN_PATH or "\0" in path or path.endswith("/"):
+        raise EndpointError(
+            f"no socket can have this path ({size} bytes with {LIVENESS_SUFFIX!r})",
+            where=endpoint,
+            available=f"at most {_MAX_SUN_PATH} bytes",
+            hint="choose a shorter path, for example below $XDG_RUNTIME_DIR",
+        )
+    return path
+
+
 def _parse_tcp(text: str, where: str) -> Endpoint:
     match = _ADDRESS.fullmatch(text.removeprefix(_TCP))
     if match is None or not 1 <= int(match["port"]) <= 65535:
         raise EndpointError(
-            f"{text!r} is no host and port", where=where, available="tcp://HOST:PORT, tcp://[ADDRESS]:PORT",
+            f"{text!r} is no host and port",
+            where=where,
+            available="tcp://HOST:PORT, tcp://[ADDRESS]:PORT",
             hint="a server names the address that it listens at",
-        )  # fmt: skip
+        )
     return Endpoint("tcp", host=match["six"] or match["host"], port=int(match["port"]))
 
 

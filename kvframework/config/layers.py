@@ -7,9 +7,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.config.default import DEFAULT_SOURCE, DEFAULT_TOML
 from kvframework.config.overrides import apply_override, override_keys
 from kvframework.config.toml import parse_toml, read_toml
+
+DEFAULT_SOURCE = "embedded default"
+
+DEFAULT_TOML = """
+[server]
+# endpoint: a private ipc:// socket, see kvframework.config.endpoint
+
+[l1]
+use = "pinned"
+capacity = "1GiB"
+
+[l1.eviction]
+use = "lru"
+
+[hasher]
+use = "sha256"
+
+[[transport]]
+use = "cpu_gather"
+
+[[layout]]
+use = "paged"
+
+[[layout]]
+use = "opaque"
+
+[[layout]]
+use = "dynamic_cache"
+"""
+
 
 CONFIG_VARIABLE = "KVFRAMEWORK_CONFIG"
 

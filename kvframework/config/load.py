@@ -44,7 +44,7 @@ def load_config(
     """Reads `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
     `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`,
-    `ConfigFieldError` and `EndpointError`; plugins are neither imported nor asked, see `kvframework.plugins.check`.
+    `ConfigFieldError` and `EndpointError`; plugins are neither imported nor asked, see `kvframework.registry.check`.
     """
     return assemble(read_layers(path, overrides, environ))
 
@@ -84,10 +84,11 @@ def _check_secure(server: ServerConfig, where: str) -> None:
     """Nobody serves the KV of prompts to a whole network by accident. Raises `EndpointError`."""
     if server.curve is None and not server.insecure:
         raise EndpointError(
-            "plain tcp:// needs CURVE keys, or the word that it may be insecure", where=where,
+            "plain tcp:// needs CURVE keys, or the word that it may be insecure",
+            where=where,
             available="[server.curve] secret_key = FILE, clients = DIR; or [server] insecure = true",
             hint="make keys with: kvframework keys new DIR",
-        )  # fmt: skip
+        )
     if server.curve is not None and server.insecure:
         raise EndpointError(
             "insecure = true contradicts [server.curve]", where=where, hint="leave one of them out of the file"

@@ -79,9 +79,13 @@ class Copier:
         self._next_beat = 0.0
         self._pinned = Pinning(driver, size)
         self._launcher = Launcher(
-            driver, limit=options.in_flight, pace=options.pace, usable=self._pinned.usable, done=self._done,
+            driver,
+            limit=options.in_flight,
+            pace=options.pace,
+            usable=self._pinned.usable,
+            done=self._done,
             clock=time.monotonic,
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         """Returns when the server is gone. Raises `DeviceLost`."""

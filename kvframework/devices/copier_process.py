@@ -22,7 +22,7 @@ from kvframework.api import Arena, ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError
-from kvframework.log_form import LogForm, configure_logging, end_logging
+from kvframework.logs.form import LogForm, configure_logging, end_logging
 
 log = logging.getLogger(__name__)
 

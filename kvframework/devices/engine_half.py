@@ -27,7 +27,7 @@ from kvframework.api import (
 )
 from kvframework.devices.handles import Views, lend
 from kvframework.errors import BadBlockIds, BadRange, DeviceError, NotRegistered, TransportMismatch
-from kvframework.log_limit import LogLimit
+from kvframework.logs.limit import LogLimit
 
 if TYPE_CHECKING:
     import torch
@@ -181,9 +181,11 @@ class DeviceTransfer(TransferContext):
         assert self._declared is not None
         if _places(self._layout.block_views(self._declared, kv_caches)) != self._places:
             raise TransportMismatch(
-                "these are not the tensors that were registered", where="kv_caches",
-                available="memory that stays where it is", hint="register again, or use cpu_gather",
-            )  # fmt: skip
+                "these are not the tensors that were registered",
+                where="kv_caches",
+                available="memory that stays where it is",
+                hint="register again, or use cpu_gather",
+            )
 
 
 class _Lent:

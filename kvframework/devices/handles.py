@@ -98,9 +98,10 @@ def lend(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> t
     devices = {each.allocation.device for each in lent}
     if len(devices) != 1:
         raise BadLayout(
-            f"the tensors lie on {len(devices)} devices: {', '.join(sorted(devices))}", available="one device",
+            f"the tensors lie on {len(devices)} devices: {', '.join(sorted(devices))}",
+            available="one device",
             hint="register one instance for each device",
-        )  # fmt: skip
+        )
     return devices.pop(), tuple(msgspec.msgpack.encode(each) for each in (*lent, *placed))
 
 
@@ -141,9 +142,11 @@ def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
             raise BadLayout(f"objects of form {each.form}", available=f"{CANONICAL}, {OPAQUE}...")
         if not 1 <= layout.blocks_of(index) < NO_BLOCK:
             raise BadLayout(
-                f"{layout.blocks_of(index)} blocks", where=f"layout.groups[{index}]",
-                available="memory that stays where it is", hint="use cpu_gather for tensors passed at each submit",
-            )  # fmt: skip
+                f"{layout.blocks_of(index)} blocks",
+                where=f"layout.groups[{index}]",
+                available="memory that stays where it is",
+                hint="use cpu_gather for tensors passed at each submit",
+            )
 
 
 def _decode(handle: bytes, index: int) -> _Lent:
@@ -161,6 +164,7 @@ def _check_view(view: LentView, allocations: Sequence[Allocation], group: LayerG
     end = view.offset + last + dtype_bytes(group.dtype)
     if view.blocks < blocks or end > allocations[view.allocation].nbytes:
         raise RequestError(
-            f"a view of {view.blocks} blocks ends at byte {end}", where=where,
+            f"a view of {view.blocks} blocks ends at byte {end}",
+            where=where,
             available=f"{blocks} blocks in an allocation of {allocations[view.allocation].nbytes} bytes",
-        )  # fmt: skip
+        )

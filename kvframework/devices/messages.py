@@ -167,8 +167,9 @@ def from_copier(payload: bytes) -> FromCopier:
 
 
 def copy_message(number: int, context: int, job: CopyJob) -> Copy:
-    ranges = array.array("Q", [value for place in job.ranges for value in (place.chunk, place.group, place.offset,
-                                                                          place.length)])  # fmt: skip
+    ranges = array.array(
+        "Q", [value for place in job.ranges for value in (place.chunk, place.group, place.offset, place.length)]
+    )
     return Copy(
         number,
         context,

@@ -28,7 +28,7 @@ from kvframework.devices.handles import read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
 from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
-from kvframework.log_form import chosen_log
+from kvframework.logs.form import chosen_log
 
 MAX_DEVICES = 64
 # A process that is killed ends at once, unless its driver holds it in the kernel.
@@ -143,7 +143,8 @@ def _name_of(thing: Callable[..., object] | type, plugin: str) -> str:
         found = getattr(found, part, None)
     if found is not thing or module == "__main__":
         raise PluginBroken(
-            f"transport.{plugin}: {name or thing!r} cannot be found by its name", where=module,
+            f"transport.{plugin}: {name or thing!r} cannot be found by its name",
+            where=module,
             hint="the copier is a process of its own: define it at the top of a module that can be imported",
-        )  # fmt: skip
+        )
     return f"{module}:{name}"

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import CopyJob, KVLayout, MemoryLayoutDesc, MessagingFuture
-from kvframework.devices.backoff import Backoff
 from kvframework.devices.messages import (
     Beat,
     Cancel,
@@ -36,7 +35,7 @@ from kvframework.devices.messages import (
     framed,
     from_copier,
 )
-from kvframework.devices.spawned import SpawnedCopier
+from kvframework.devices.spawned import Backoff, SpawnedCopier
 from kvframework.errors import DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)
@@ -96,9 +95,13 @@ class CopierSupervisor:
         """The device's part of the status document. From any thread."""
         with self._lock:
             return {
-                "device": self.device, "pid": self.pid, "starts": self.starts, "instances": len(self._instances),
-                "copies": len(self._pending), "last_error": self.last_error,
-            }  # fmt: skip
+                "device": self.device,
+                "pid": self.pid,
+                "starts": self.starts,
+                "instances": len(self._instances),
+                "copies": len(self._pending),
+                "last_error": self.last_error,
+            }
 
     # the serving thread, and whoever cancels
 

@@ -30,9 +30,11 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         yield Finding(
-            "cuda.library", "warn", "there is a driver and no libcuda.so.1 that can be loaded",
+            "cuda.library",
+            "warn",
+            "there is a driver and no libcuda.so.1 that can be loaded",
             "start the container with the NVIDIA runtime, or install the driver's libraries",
-        )  # fmt: skip
+        )
     else:
         yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
     found = sorted(each for each in devices.glob("nvidia[0-9]*"))
@@ -94,9 +96,11 @@ def _torch(driver: bool) -> Finding:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
         return Finding(
-            "torch.version", "ok", "torch is not installed; the server needs none",
+            "torch.version",
+            "ok",
+            "torch is not installed; the server needs none",
             'cpu_gather needs it in engines: pip install "kvframework[torch]"',
-        )  # fmt: skip
+        )
     try:
         text = Path(str(found.locate_file("torch/version.py"))).read_text()
     except OSError:
@@ -104,8 +108,10 @@ def _torch(driver: bool) -> Finding:
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     if driver and match is None:
         return Finding(
-            "torch.version", "warn", f"torch {found.version} is built without CUDA, and there is an NVIDIA driver",
+            "torch.version",
+            "warn",
+            f"torch {found.version} is built without CUDA, and there is an NVIDIA driver",
             "install a torch that is built for CUDA where engines run",
-        )  # fmt: skip
+        )
     built = f"for CUDA {match[1]}" if match else "without CUDA"
     return Finding("torch.version", "ok", f"torch {found.version}, {built}")

@@ -20,9 +20,11 @@ def python() -> Iterator[Finding]:
     yield Finding("python.version", "ok", what)
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         yield Finding(
-            "python.gil", "warn", "this build has no global interpreter lock; kvframework is not tested on it",
+            "python.gil",
+            "warn",
+            "this build has no global interpreter lock; kvframework is not tested on it",
             "run the server with the usual build of the same version",
-        )  # fmt: skip
+        )
     else:
         yield Finding("python.gil", "ok", "a build with the global interpreter lock")
     if sys.platform != "linux":

@@ -11,7 +11,7 @@ from kvframework.api import ByteSize, Finding, Level
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
 _FEWEST_CLIENTS = 1
-# Of kvframework.messaging.gate, which the doctor does not import.
+# Of kvframework.messaging.server.gate, which the doctor does not import.
 SAFE_LIMIT, SESSIONS_SHARE = 4096, 0.65
 
 
@@ -30,9 +30,11 @@ def _descriptors() -> Finding:
         return Finding("limits.descriptors", "ok", fact)
     level: Level = "warn" if clients >= _FEWEST_CLIENTS else "fail"
     return Finding(
-        "limits.descriptors", level, f"{fact}; below {SAFE_LIMIT} a crowd may take the last before the server sees it",
+        "limits.descriptors",
+        level,
+        f"{fact}; below {SAFE_LIMIT} a crowd may take the last before the server sees it",
         "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn",
-    )  # fmt: skip
+    )
 
 
 def memlock(needed_by: str = "") -> Finding:
@@ -44,6 +46,8 @@ def memlock(needed_by: str = "") -> Finding:
     if not needed_by:
         return Finding("limits.memlock", "ok", f"{fact}; only a device transport locks any")
     return Finding(
-        "limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device",
+        "limits.memlock",
+        "warn",
+        f"{fact}, and {needed_by} pins L1 for its device",
         "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited",
-    )  # fmt: skip
+    )

@@ -25,7 +25,7 @@ from kvframework.api import (
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
 from kvframework.errors import KVFrameworkError
-from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.registry import PluginRegistry, resolve_table
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from kvframework.api import Finding
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigError
 from kvframework.inspection.isolated import run_isolated
-from kvframework.plugins import codec_tables
+from kvframework.registry import codec_tables
 
 # What is left of a check's time when a plugin's own diagnosis has to be done.
 _TO_END_S = 1.0
@@ -55,9 +55,12 @@ def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Ite
             yield msgspec.json.decode(line, type=Finding)
         except msgspec.ValidationError as error:
             yield Finding(
-                "plugin.diagnose", "fail", f"{subject.table.use}: its diagnosis is no finding: {error}",
-                "ask the plugin's author", where,
-            )  # fmt: skip
+                "plugin.diagnose",
+                "fail",
+                f"{subject.table.use}: its diagnosis is no finding: {error}",
+                "ask the plugin's author",
+                where,
+            )
     if ran.ended:
         said = ran.printed.strip().splitlines()
         fact = f"{subject.table.use}: the process that asks it {ran.ended}{f': {said[-1]}' if said else ''}"

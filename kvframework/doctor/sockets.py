@@ -74,6 +74,8 @@ def _missing(path: Path) -> Finding:
     if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
         return Finding("socket.directory", "ok", f"{path} is not there yet; the server makes it")
     return Finding(
-        "socket.directory", "fail", f"{path} is not there, and this user may not make it in {above}",
+        "socket.directory",
+        "fail",
+        f"{path} is not there, and this user may not make it in {above}",
         "make it with mode 0700, or set [server] endpoint",
-    )  # fmt: skip
+    )

@@ -23,8 +23,8 @@ from kvframework.api import (
     TransferContext,
 )
 from kvframework.inspection.problems import Problem, problem
-from kvframework.plugins.creation import declared_attributes
-from kvframework.plugins.loader import AnyProvider
+from kvframework.registry.creation import declared_attributes
+from kvframework.registry.loader import AnyProvider
 
 
 class Maker(NamedTuple):
@@ -66,9 +66,12 @@ def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
             continue
         if not callable(function) or not _takes(function, [None] * maker.arguments, {}):
             yield problem(
-                "wrong-signature", f"{title}: {maker.name}", f"it does not take {maker.arguments} arguments",
-                expected=f"a function of {maker.arguments}, see {type(provider).__name__}", hint="mend its parameters",
-            )  # fmt: skip
+                "wrong-signature",
+                f"{title}: {maker.name}",
+                f"it does not take {maker.arguments} arguments",
+                expected=f"a function of {maker.arguments}, see {type(provider).__name__}",
+                hint="mend its parameters",
+            )
         if inspect.iscoroutinefunction(function):
             yield problem(
                 "async-method", f"{title}: {maker.name}", "it is a coroutine function", expected="def", hint="write def"
@@ -79,9 +82,12 @@ def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator
     """What the core would trip over with objects of `made`."""
     for name in sorted(getattr(made, "__abstractmethods__", ())):
         yield problem(
-            "missing-method", f"{title}: {made.__name__}", f"it has no {name}()",
-            expected=f"{name}{_text(contract, name)}", hint=f"implement it as {contract.__name__} describes it",
-        )  # fmt: skip
+            "missing-method",
+            f"{title}: {made.__name__}",
+            f"it has no {name}()",
+            expected=f"{name}{_text(contract, name)}",
+            hint=f"implement it as {contract.__name__} describes it",
+        )
     for name, told in inspect.getmembers(contract, inspect.isfunction):
         own = inspect.getattr_static(made, name, None)
         if name.startswith("_") or own is told or own is None or getattr(own, "__isabstractmethod__", False):
@@ -91,10 +97,12 @@ def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator
             yield problem("async-method", place, "it is asynchronous", expected=f"def {name}", hint="write def")
         elif inspect.isfunction(own) and not _serves(own, told):
             yield problem(
-                "wrong-signature", place, f"it takes {inspect.signature(own)}",
+                "wrong-signature",
+                place,
+                f"it takes {inspect.signature(own)}",
                 expected=f"{name}{inspect.signature(told)}",
                 hint="take the parameters of the contract, by these names; more need defaults",
-            )  # fmt: skip
+            )
 
 
 def attribute_problems(made: object, contract: type[Any], title: str) -> Iterator[Problem]:
@@ -102,9 +110,12 @@ def attribute_problems(made: object, contract: type[Any], title: str) -> Iterato
     for name in declared_attributes(contract):
         if not hasattr(made, name):
             yield problem(
-                "missing-attribute", f"{title}: {type(made).__name__}", f"it has no attribute {name}",
-                expected=f"{name}, see {contract.__name__}", hint="set it in the class or in __init__",
-            )  # fmt: skip
+                "missing-attribute",
+                f"{title}: {type(made).__name__}",
+                f"it has no attribute {name}",
+                expected=f"{name}, see {contract.__name__}",
+                hint="set it in the class or in __init__",
+            )
 
 
 def capability_problems(provider: AnyProvider, made: type[Any] | None, title: str) -> Iterator[Problem]:
@@ -112,23 +123,32 @@ def capability_problems(provider: AnyProvider, made: type[Any] | None, title: st
     known = TIER_CAPABILITIES if isinstance(provider, (TierProvider, L1Provider)) else {}
     for name in sorted(provider.capabilities - known.keys()):
         yield problem(
-            "unknown-capability", title, f"there is no capability {name!r}", expected=", ".join(known) or "none",
+            "unknown-capability",
+            title,
+            f"there is no capability {name!r}",
+            expected=", ".join(known) or "none",
             hint="leave it out",
-        )  # fmt: skip
+        )
     if made is None or not isinstance(provider, TierProvider):
         return
     for name, method in _METHODS.items():
         implemented = getattr(made, method, None) is not getattr(Tier, method)
         if name in provider.capabilities and not implemented:
             yield problem(
-                "false-capability", title, f"it declares {name!r}, and {made.__name__} has no {method}() of its own",
-                expected=f"{method}(), or no {name!r}", hint=TIER_CAPABILITIES[name],
-            )  # fmt: skip
+                "false-capability",
+                title,
+                f"it declares {name!r}, and {made.__name__} has no {method}() of its own",
+                expected=f"{method}(), or no {name!r}",
+                hint=TIER_CAPABILITIES[name],
+            )
         if implemented and name not in provider.capabilities:
             yield problem(
-                "undeclared-capability", title, f"{made.__name__} has {method}(), and {name!r} is not declared",
-                expected=f"capabilities=frozenset({{{name!r}, ...}})", hint="the core calls it only if it is declared",
-            )  # fmt: skip
+                "undeclared-capability",
+                title,
+                f"{made.__name__} has {method}(), and {name!r} is not declared",
+                expected=f"capabilities=frozenset({{{name!r}, ...}})",
+                hint="the core calls it only if it is declared",
+            )
 
 
 def _serves(own: Callable[..., Any], told: Callable[..., Any]) -> bool:

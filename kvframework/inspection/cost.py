@@ -22,9 +22,22 @@ MOST_BYTES = 32 << 20
 _ATTEMPTS = 3
 # Of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
 _HEAVY = frozenset(
-    ("cuda", "cupy", "flash_attn", "jax", "numba", "pycuda", "pynvml", "tensorflow", "torch", "torch_npu",
-     "transformers", "triton", "vllm")
-)  # fmt: skip
+    (
+        "cuda",
+        "cupy",
+        "flash_attn",
+        "jax",
+        "numba",
+        "pycuda",
+        "pynvml",
+        "tensorflow",
+        "torch",
+        "torch_npu",
+        "transformers",
+        "triton",
+        "vllm",
+    )
+)
 _HINT = "import it inside `create`, or in a module that only `create` imports"
 
 

@@ -13,25 +13,31 @@ from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
 from kvframework.inspection.problems import Problem, problem
-from kvframework.plugins import loader
-from kvframework.plugins.loader import AnyProvider
-from kvframework.plugins.options import describe_options
+from kvframework.registry import loader
+from kvframework.registry.loader import AnyProvider
+from kvframework.registry.options import describe_options
 
 
 def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
     """What can be said without calling anything but the probe."""
     if not isinstance(provider.summary, str) or not provider.summary.strip():
         yield problem(
-            "no-summary", title, "its summary is empty", expected="a line of text",
+            "no-summary",
+            title,
+            "its summary is empty",
+            expected="a line of text",
             hint="`kvframework plugins info` shows it",
-        )  # fmt: skip
+        )
     try:
         loader.probe(provider, title)
     except PluginError as error:
         yield problem(
-            "probe-fails", title, error.fact.removeprefix(f"{title}: "), expected="None, or why it cannot run here",
+            "probe-fails",
+            title,
+            error.fact.removeprefix(f"{title}: "),
+            expected="None, or why it cannot run here",
             hint="find out with importlib.util.find_spec, without an import",
-        )  # fmt: skip
+        )
     yield from _option_problems(provider, title)
 
 
@@ -50,26 +56,36 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
         place = f"{title}: {provider.options.__name__}.{field.name}"
         if not option.description.strip():
             yield problem(
-                "undocumented-option", place, "the option has no description",
+                "undocumented-option",
+                place,
+                "the option has no description",
                 expected=f"{field.name}: Annotated[..., msgspec.Meta(description=...)]",
                 hint="`kvframework plugins info` shows it",
-            )  # fmt: skip
+            )
         if option.name in reserved:
             yield problem(
-                "reserved-option", place, f"{option.name} is a key of the core: the plugin never sees it",
-                expected=f"a name that is none of {', '.join(reserved)}", hint="rename the option",
-            )  # fmt: skip
+                "reserved-option",
+                place,
+                f"{option.name} is a key of the core: the plugin never sees it",
+                expected=f"a name that is none of {', '.join(reserved)}",
+                hint="rename the option",
+            )
         if _unreadable(field.type):
             yield problem(
-                "unreadable-option", place, f"nothing can be read as {option.type}",
+                "unreadable-option",
+                place,
+                f"nothing can be read as {option.type}",
                 expected="a type that msgspec reads by itself, or ByteSize",
                 hint="take a text, and make the rest of it in `create`",
-            )  # fmt: skip
+            )
         elif not option.required and (reason := _wrong_default(provider.options, option.name, option.default)):
             yield problem(
-                "wrong-default", place, reason, expected="a value as a TOML could say it, within the option's bounds",
+                "wrong-default",
+                place,
+                reason,
+                expected="a value as a TOML could say it, within the option's bounds",
                 hint="take a text, number, boolean, array, table or None, and make the rest of it in `create`",
-            )  # fmt: skip
+            )
 
 
 def _unreadable(kind: inspect.Type) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvframework.api import hookspecs
 from kvframework.inspection.problems import Problem, problem
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 
 _HOOKS = [kind.hook for kind in KINDS.values()]
 _MARK = f"{hookspecs.PROJECT}_impl"
@@ -26,24 +26,33 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
         if options is None:
             if name.startswith(_PREFIX) and _defined_here(function, plugin) and (meant := _meant(name)):
                 yield problem(
-                    "unmarked-hook", place, "it looks like a hook and is not marked",
-                    expected=f"@hookimpl before def {meant}()", hint="mark it with @kvframework.api.hookimpl",
-                )  # fmt: skip
+                    "unmarked-hook",
+                    place,
+                    "it looks like a hook and is not marked",
+                    expected=f"@hookimpl before def {meant}()",
+                    hint="mark it with @kvframework.api.hookimpl",
+                )
             continue
         marked += 1
         hook = options.get("specname") or name
         if hook not in _HOOKS:
             meant = _meant(hook)
             yield problem(
-                "misspelt-hook", place, f"there is no hook {hook}", expected=", ".join(_HOOKS),
+                "misspelt-hook",
+                place,
+                f"there is no hook {hook}",
+                expected=", ".join(_HOOKS),
                 hint=f"did you mean {meant}?" if meant else "rename it",
-            )  # fmt: skip
+            )
         yield from _shape_problems(function, place)
     if not marked:
         yield problem(
-            "no-hook", where, "nothing in it is marked with @hookimpl", expected=" or ".join(_HOOKS),
+            "no-hook",
+            where,
+            "nothing in it is marked with @hookimpl",
+            expected=" or ".join(_HOOKS),
             hint="mark the function that returns the providers with @kvframework.api.hookimpl",
-        )  # fmt: skip
+        )
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -71,19 +80,28 @@ def _shape_problems(function: Callable[..., Any], place: str) -> Iterator[Proble
         or inspect.isgeneratorfunction(function)
     ):
         yield problem(
-            "async-hook", place, "it is a coroutine function or a generator", expected="def that returns a list",
+            "async-hook",
+            place,
+            "it is a coroutine function or a generator",
+            expected="def that returns a list",
             hint="hooks run once, at startup, in a process without an event loop",
-        )  # fmt: skip
+        )
     parameters = list(inspect.signature(function).parameters.values())
     only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     others = [str(each) for each in parameters if each.kind is not each.KEYWORD_ONLY]
     if only:
         yield problem(
-            "keyword-only-hook", place, f"it takes {', '.join(only)} by keyword only", expected="no parameter",
+            "keyword-only-hook",
+            place,
+            f"it takes {', '.join(only)} by keyword only",
+            expected="no parameter",
             hint="hooks are called without arguments; options come to `create`",
-        )  # fmt: skip
+        )
     if others:
         yield problem(
-            "hook-arguments", place, f"it takes {', '.join(others)}", expected="no parameter",
+            "hook-arguments",
+            place,
+            f"it takes {', '.join(others)}",
+            expected="no parameter",
             hint="hooks are called without arguments; options come to `create`",
-        )  # fmt: skip
+        )

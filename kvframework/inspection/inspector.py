@@ -9,9 +9,8 @@ import msgspec
 
 from kvframework.inspection.cost import cost_problems
 from kvframework.inspection.isolated import Ran, run_isolated
-from kvframework.inspection.lines import Line
 from kvframework.inspection.metadata import metadata_problems
-from kvframework.inspection.problems import Problem, problem
+from kvframework.inspection.problems import Line, Problem, problem
 from kvframework.inspection.source import import_problems, read_sources
 from kvframework.inspection.targets import Target, find_targets
 
@@ -74,6 +73,9 @@ def _death(target: Target, ran: Ran, step: str) -> Problem:
     else:
         name, where = ("import-fails" if step == "import" else "hook-fails"), target.value
     return problem(
-        name, where, f"{step}: the process {ran.ended}{cause}", expected="a call that returns",
+        name,
+        where,
+        f"{step}: the process {ran.ended}{cause}",
+        expected="a call that returns",
         hint="a plugin raises what goes wrong, and waits for nothing without a deadline",
-    )  # fmt: skip
+    )

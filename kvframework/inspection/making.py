@@ -14,8 +14,8 @@ import msgspec
 from kvframework.api import (
     Buffer,
     CacheKey,
+    CacheServices,
     ClientInfo,
-    EngineServices,
     Handler,
     InstanceContext,
     KeyHasher,
@@ -34,7 +34,7 @@ from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
 from kvframework.inspection.contracts import Maker
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.source import SourceFile, classes_of
-from kvframework.plugins.loader import AnyProvider
+from kvframework.registry.loader import AnyProvider
 
 WHERE = "plugins check"
 
@@ -110,9 +110,12 @@ def _of(given: Mapping[str, object]) -> str:
 
 def _fails(title: str, fact: str, maker: Maker) -> Problem:
     return problem(
-        "create-fails", title, fact, expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
+        "create-fails",
+        title,
+        fact,
+        expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
         hint="what cannot be had here is a KVFrameworkError, or the probe's to say",
-    )  # fmt: skip
+    )
 
 
 def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Maker) -> Iterator[Problem]:
@@ -123,14 +126,20 @@ def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Ma
         name = handler.spec.name
         if not name.startswith(f"{provider.name}."):
             yield problem(
-                "create-fails", title, f"the request {name!r} is outside its namespace",
-                expected=f"{provider.name}.NAME", hint="rename the request",
-            )  # fmt: skip
+                "create-fails",
+                title,
+                f"the request {name!r} is outside its namespace",
+                expected=f"{provider.name}.NAME",
+                hint="rename the request",
+            )
         if inspect.iscoroutinefunction(handler.call):
             yield problem(
-                "async-method", f"{title}: {name}", "its handler is asynchronous", expected="def",
+                "async-method",
+                f"{title}: {name}",
+                "its handler is asynchronous",
+                expected="def",
                 hint="return a MessagingFuture for what takes time",
-            )  # fmt: skip
+            )
 
 
 class _NoHasher(KeyHasher):
@@ -142,7 +151,7 @@ class _NoHasher(KeyHasher):
         return b""
 
 
-class _NoServices(EngineServices):
+class _NoServices(CacheServices):
     """For handlers that are made and never called."""
 
     chunk_size = 256

@@ -9,7 +9,7 @@ from importlib import metadata
 from kvframework.api import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.targets import Target
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 
 _OURS = "kvframework"
 
@@ -18,27 +18,39 @@ def metadata_problems(target: Target) -> Iterator[Problem]:
     """Blocking: reads metadata files."""
     if not target.offers:
         yield problem(
-            "not-installed", target.module, "no installed distribution has an entry point for it",
-            expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]', hint="install the plugin: pip install -e .",
-        )  # fmt: skip
+            "not-installed",
+            target.module,
+            "no installed distribution has an entry point for it",
+            expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]',
+            hint="install the plugin: pip install -e .",
+        )
     for rival in target.rivals:
         yield problem(
-            "name-conflict", rival.title, f"{rival.origin} offers it too", expected="a name of its own",
+            "name-conflict",
+            rival.title,
+            f"{rival.origin} offers it too",
+            expected="a name of its own",
             hint="choose another name, or uninstall the other one",
-        )  # fmt: skip
+        )
     for offer in target.offers:
         if offer.api_major != API_VERSION[0] and offer.title not in {
             each.title for each in target.offers if each.api_major == API_VERSION[0]
         }:
             yield problem(
-                "api-version", offer.title, f"its entry point is of plugin API {offer.api_major}",
-                expected=f"the group {ENTRY_POINT_GROUP}", hint="offer it in this group as well",
-            )  # fmt: skip
+                "api-version",
+                offer.title,
+                f"its entry point is of plugin API {offer.api_major}",
+                expected=f"the group {ENTRY_POINT_GROUP}",
+                hint="offer it in this group as well",
+            )
         if offer.kind not in KINDS:
             yield problem(
-                "entry-point-name", offer.title, "its entry point names no kind of plugin",
-                expected=f"KIND.NAME, with one of {', '.join(KINDS)}", hint="rename the entry point",
-            )  # fmt: skip
+                "entry-point-name",
+                offer.title,
+                "its entry point names no kind of plugin",
+                expected=f"KIND.NAME, with one of {', '.join(KINDS)}",
+                hint="rename the entry point",
+            )
     for name in dict.fromkeys(offer.distribution for offer in target.offers):
         yield from _distribution_problems(name)
 
@@ -50,12 +62,18 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
         return
     if not found.metadata["Requires-Python"]:
         yield problem(
-            "no-requires-python", name, "its metadata has no Requires-Python",
-            expected='requires-python = ">=3.10"', hint="write it into [project] of pyproject.toml",
-        )  # fmt: skip
+            "no-requires-python",
+            name,
+            "its metadata has no Requires-Python",
+            expected='requires-python = ">=3.10"',
+            hint="write it into [project] of pyproject.toml",
+        )
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if _OURS not in {*needed, name.lower()}:
         yield problem(
-            "no-dependency", name, "its metadata does not depend on kvframework",
-            expected='dependencies = ["kvframework>=..."]', hint="write it into [project] of pyproject.toml",
-        )  # fmt: skip
+            "no-dependency",
+            name,
+            "its metadata does not depend on kvframework",
+            expected='dependencies = ["kvframework>=..."]',
+            hint="write it into [project] of pyproject.toml",
+        )

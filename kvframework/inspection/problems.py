@@ -6,6 +6,16 @@ from typing import Literal
 
 from msgspec import Struct
 
+
+class Line(Struct, omit_defaults=True):
+    """One line of the report: what comes next, what was found, or what could not be looked at and why."""
+
+    step: str = ""
+    problem: Problem | None = None
+    note: str = ""
+    provider: str = ""
+
+
 Severity = Literal["error", "warning"]
 
 # Each id with its severity and what it means.

@@ -24,14 +24,13 @@ from kvframework.inspection.contracts import (
 )
 from kvframework.inspection.declared import declared_problems
 from kvframework.inspection.hooks import hook_problems
-from kvframework.inspection.lines import Line
 from kvframework.inspection.making import NotMade, class_in_source, declared_class, make
-from kvframework.inspection.problems import Problem, problem
+from kvframework.inspection.problems import Line, Problem, problem
 from kvframework.inspection.source import SourceFile, read_sources
 from kvframework.inspection.targets import Target
-from kvframework.plugins import KINDS, loader
-from kvframework.plugins.compatibility import check_requires
-from kvframework.plugins.loader import AnyProvider
+from kvframework.registry import KINDS, loader
+from kvframework.registry.compatibility import check_requires
+from kvframework.registry.loader import AnyProvider
 
 
 def main() -> None:
@@ -77,17 +76,21 @@ def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator
     for offer in target.offers:
         if offer.title not in providers and offer.kind in KINDS and target.chosen in ("", offer.title):
             yield problem(
-                "entry-point-name", offer.title, f"no provider of {target.value} has that kind and name",
+                "entry-point-name",
+                offer.title,
+                f"no provider of {target.value} has that kind and name",
                 expected=", ".join(providers) or "a provider",
                 hint=closest(offer.title, providers) or "rename one of them",
-            )  # fmt: skip
+            )
     for title in providers:
         if title not in titles and not target.chosen:
             yield problem(
-                "no-entry-point", title, "no entry point stands for this provider",
+                "no-entry-point",
+                title,
+                "no entry point stands for this provider",
                 expected=f'"{title}" = "{target.value}"',
                 hint=f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]',
-            )  # fmt: skip
+            )
 
 
 def _provider(

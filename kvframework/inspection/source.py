@@ -52,9 +52,12 @@ def import_problems(sources: list[SourceFile]) -> Iterator[Problem]:
             for name in _imported(node):
                 if _internal(name):
                     yield problem(
-                        "internal-import", f"{source.module}, line {getattr(node, 'lineno', 0)}", f"it imports {name}",
-                        expected=f"imports of {', '.join(_PUBLIC)} only", hint="the rest changes without notice",
-                    )  # fmt: skip
+                        "internal-import",
+                        f"{source.module}, line {getattr(node, 'lineno', 0)}",
+                        f"it imports {name}",
+                        expected=f"imports of {', '.join(_PUBLIC)} only",
+                        hint="the rest changes without notice",
+                    )
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

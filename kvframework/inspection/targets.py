@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from kvframework.errors import ConfigFieldError, PluginNotFound
-from kvframework.plugins import KINDS, EntryPointInfo, PluginRegistry, discover
+from kvframework.registry import KINDS, EntryPointInfo, PluginRegistry, discover
 
 
 class Target(Struct, frozen=True):
@@ -41,9 +41,11 @@ def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     kind, _, name = text.partition(".")
     if options and not (kind in KINDS and name):
         raise ConfigFieldError(
-            "options are those of one plugin", where=f"--set {next(iter(options))}", available="KIND.NAME",
+            "options are those of one plugin",
+            where=f"--set {next(iter(options))}",
+            available="KIND.NAME",
             hint="name the plugin as `kvframework plugins list` shows it, not its module",
-        )  # fmt: skip
+        )
     if kind in KINDS and name:
         named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
         if not named:

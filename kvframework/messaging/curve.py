@@ -53,9 +53,10 @@ class AdmittedClients:
             paths = self._paths()
         except OSError as error:
             raise CurveKeyError(
-                f"the directory of client keys cannot be read: {error.strerror}", where=str(directory),
+                f"the directory of client keys cannot be read: {error.strerror}",
+                where=str(directory),
                 hint="make keys with: kvframework keys new DIR",
-            ) from None  # fmt: skip
+            ) from None
         self._names = {z85.decode(read_public(path)): path.stem for path in paths}
 
     def name_of(self, key: bytes) -> str | None:
@@ -173,9 +174,10 @@ def _read(path: Path, kind: str) -> bytes:
                 raise CurveKeyError("not a file", where=str(path))
             if kind == _SECRET and status.st_mode & 0o077:
                 raise CurveKeyError(
-                    f"others may use the secret key: {stat.filemode(status.st_mode)}", where=str(path),
+                    f"others may use the secret key: {stat.filemode(status.st_mode)}",
+                    where=str(path),
                     hint=f"chmod 600 {path}, and make a new pair if others have read it",
-                )  # fmt: skip
+                )
             words = file.read(_MAX_FILE_BYTES).split()
     except OSError as error:
         raise CurveKeyError(

@@ -7,7 +7,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-from kvframework.plugins import KINDS, discover
+from kvframework.registry import KINDS, discover
 from kvframework.scaffold.errors import NameRefused
 
 _LONGEST = 32
@@ -54,23 +54,27 @@ def choose_names(kind: str, name: str) -> PluginNames:
     if not _WORDS.fullmatch(name) or len(name) > _LONGEST:
         meant = _repaired(name)
         raise NameRefused(
-            f"{name!r} cannot be the name of a plugin", where="NAME",
+            f"{name!r} cannot be the name of a plugin",
+            where="NAME",
             available=f"lower-case letters, digits and single underscores between them, at most {_LONGEST}",
             hint=f"did you mean {meant}?" if meant else "choose one such as my_store",
-        )  # fmt: skip
+        )
     names = PluginNames(kind, name)
     for offer in discover():
         if (offer.kind, offer.name) == (kind, name):
             raise NameRefused(
-                f"{offer.origin} offers {names.title} already", where="NAME",
+                f"{offer.origin} offers {names.title} already",
+                where="NAME",
                 hint="choose another name: of two plugins with one name neither can be used",
-            )  # fmt: skip
+            )
     found = importlib.util.find_spec(names.module)
     if found is not None:
         raise NameRefused(
-            f"there is a module {names.module} already", where="NAME", available=f"it is at {found.origin}",
+            f"there is a module {names.module} already",
+            where="NAME",
+            available=f"it is at {found.origin}",
             hint="choose another name: only one of the two modules would be found",
-        )  # fmt: skip
+        )
     return names
 
 

@@ -39,6 +39,7 @@ def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
 
 def _failed(folder: Path, error: OSError) -> ScaffoldError:
     return ScaffoldError(
-        f"{folder} cannot be written: {error.strerror or error}", where="--path",
+        f"{folder} cannot be written: {error.strerror or error}",
+        where="--path",
         hint="give --path a place where you may make a folder",
-    )  # fmt: skip
+    )

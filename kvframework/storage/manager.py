@@ -16,15 +16,15 @@ from typing import TypeVar
 
 from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.bounded import call_within
-from kvframework.storage.allocator import RangeAllocator
-from kvframework.storage.l2 import L2Store
-from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
-from kvframework.storage.loading import LoadTask
+from kvframework.storage.l1.allocator import RangeAllocator
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.l1.objects import ObjectTable, Reservation
+from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.prefetch import Prefetcher
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.threads import Controller, StorageThreads
+from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
-from kvframework.storage.objects import ObjectTable, Reservation
-from kvframework.storage.prefetch import Prefetcher
-from kvframework.storage.threads import Controller, StorageThreads
-from kvframework.storage.tiers import AttachedTier, Tiers
 
 log = logging.getLogger(__name__)
 

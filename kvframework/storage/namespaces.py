@@ -30,7 +30,7 @@ _NATURAL: Mapping[int, bytes] = {}
 
 class RankOrder(Message, frozen=True):
     """The order in which one rank's objects hold their layers, where it is not that of their names, see
-    `kvframework.engine.layer_order`. 16 bytes."""
+    `kvframework.service.layer_order`. 16 bytes."""
 
     rank: int
     order: bytes

@@ -192,9 +192,13 @@ class HasherConformance(NamedKit):
         tokens = _packed(range(1, 5 * _CHUNK + 2))
         odd = memoryview(bytearray(b"\xff" + tokens + b"\xff"))[1:-1]
         forms: dict[str, Buffer] = {
-            "bytes": tokens, "bytearray": bytearray(tokens), "memoryview": memoryview(bytearray(tokens)),
-            "read-only": memoryview(tokens), "words": memoryview(tokens).cast("I"), "odd place": odd,
-        }  # fmt: skip
+            "bytes": tokens,
+            "bytearray": bytearray(tokens),
+            "memoryview": memoryview(bytearray(tokens)),
+            "read-only": memoryview(tokens),
+            "words": memoryview(tokens).cast("I"),
+            "odd place": odd,
+        }
         assert hasher.chunk_digests(forms[form], _CHUNK) == hasher.chunk_digests(tokens, _CHUNK)
         assert bytes(forms[form]) == tokens, "tokens are the caller's"
 

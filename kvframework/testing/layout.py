@@ -108,8 +108,11 @@ class LayoutConformance:
         )
         run = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         assert int(run.stdout) == subject.layout.object_desc(declared, _CHUNK).nbytes
 

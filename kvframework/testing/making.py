@@ -18,11 +18,11 @@ import pytest
 from kvframework.api import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
-from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.together import together
 
 _BY_NAME = """
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 registry = PluginRegistry()
 provider = registry.resolve({kind!r}, {use!r})
 made = provider.create(registry.options(provider, {options!r}, where="the kit"))
@@ -72,9 +72,13 @@ class NamedKit:
         else:
             source = _by_state(made)
         run = subprocess.run(
-            [sys.executable, "-"], input=f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}".encode(),
-            env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, timeout=60, check=False,
-        )  # fmt: skip
+            [sys.executable, "-"],
+            input=f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}".encode(),
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr.decode(errors="replace")
         return run.stdout
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvf_blend.server.options import BlendOptions
-from kvframework.api import EngineServices, Handler, RequestsProvider, hookimpl
+from kvframework.api import CacheServices, Handler, RequestsProvider, hookimpl
 
 
-def _create(options: BlendOptions, services: EngineServices) -> list[Handler[Any]]:
+def _create(options: BlendOptions, services: CacheServices) -> list[Handler[Any]]:
     from kvf_blend.server.handlers import BlendHandlers
 
     return BlendHandlers(options, services).handlers()

@@ -31,9 +31,16 @@ class _Attributes(ctypes.Structure):
 
 _CALL = ctypes.CFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
-)  # fmt: skip
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
 
 
 class BatchedCopies:
@@ -60,10 +67,16 @@ class BatchedCopies:
             device, host, sizes = _cut(device, host, run, slices)
         to, source = (host, device) if to_arena else (device, host)
         status = self._copy(
-            to.buffer_info()[0], source.buffer_info()[0], sizes.buffer_info()[0], len(sizes),
-            ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1,
-            ctypes.addressof(self._failed), stream,
-        )  # fmt: skip
+            to.buffer_info()[0],
+            source.buffer_info()[0],
+            sizes.buffer_info()[0],
+            len(sizes),
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._first),
+            1,
+            ctypes.addressof(self._failed),
+            stream,
+        )
         check_status(status, "cuMemcpyBatchAsync")
 
 

@@ -37,9 +37,11 @@ def _architecture(capability: int, known: Sequence[int]) -> str:
     older = [each for each in known if each < capability]
     if not older:
         raise DeviceError(
-            f"NVRTC compiles for no GPU as old as compute capability {capability}", where="cuda_ipc",
-            available=f"{min(known)} and later", hint='set engine = "dma"',
-        )  # fmt: skip
+            f"NVRTC compiles for no GPU as old as compute capability {capability}",
+            where="cuda_ipc",
+            available=f"{min(known)} and later",
+            hint='set engine = "dma"',
+        )
     return f"compute_{max(older)}"
 
 

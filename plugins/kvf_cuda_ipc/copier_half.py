@@ -35,9 +35,11 @@ class CudaCopier(CopierDriver[Event, Stream]):
         seen = [name_of(driver.uuid(each), driver.model(each)) for each in driver.devices()]
         if seen != [device]:
             raise DeviceError(
-                f"{device} is not here", where="cuda_ipc", available=", ".join(seen) or "no GPU",
+                f"{device} is not here",
+                where="cuda_ipc",
+                available=", ".join(seen) or "no GPU",
                 hint="give the server's container the GPUs of the engines",
-            )  # fmt: skip
+            )
         if not driver.shares_events(0):
             raise DeviceError(f"{driver.model(0)} cannot share memory and events", where="cuda_ipc")
         self._context = driver.retain_context(0)
@@ -46,9 +48,10 @@ class CudaCopier(CopierDriver[Event, Stream]):
         self._kernel = None if options.engine == "dma" else _kernel(driver, options)
         if self._batched is None and self._kernel is None:
             raise DeviceError(
-                "nothing can copy here: the driver has no batched copies, and there is no kernel", where="cuda_ipc",
+                "nothing can copy here: the driver has no batched copies, and there is no kernel",
+                where="cuda_ipc",
                 hint='install a driver of CUDA 12.8 or later, or NVRTC: pip install "kvframework[cuda]", or [cuda12]',
-            )  # fmt: skip
+            )
         self._kernel_below = int(options.kernel_below)
         self._slices: list[int] = []
         self._lock = threading.Lock()
@@ -58,9 +61,10 @@ class CudaCopier(CopierDriver[Event, Stream]):
             mapped = self._driver.register_host(self._arena.address + offset, nbytes)
         if mapped != self._arena.address + offset and self._kernel is not None:
             raise DeviceError(
-                "the arena has another address on this GPU, which the kernel does not know of", where="cuda_ipc",
+                "the arena has another address on this GPU, which the kernel does not know of",
+                where="cuda_ipc",
                 hint='set engine = "dma"',
-            )  # fmt: skip
+            )
         with self._lock:
             self._slices = sorted([*self._slices, self._arena.address + offset])
 

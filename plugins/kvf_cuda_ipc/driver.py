@@ -28,13 +28,32 @@ _BATCH_VERSION = 12080
 # After these nothing works in the context any more, or in the process.
 _STICKY = frozenset(
     {
-        "DEINITIALIZED", "DEVICE_UNAVAILABLE", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTAINED",
-        "ILLEGAL_ADDRESS", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "ASSERT", "HARDWARE_STACK_ERROR",
-        "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_FAILED",
-        "TENSOR_MEMORY_LEAK", "SYSTEM_NOT_READY", "SYSTEM_DRIVER_MISMATCH", "EXTERNAL_DEVICE",
-        "MPS_CONNECTION_FAILED", "MPS_RPC_FAILURE", "MPS_SERVER_NOT_READY", "MPS_CLIENT_TERMINATED", "UNKNOWN",
+        "DEINITIALIZED",
+        "DEVICE_UNAVAILABLE",
+        "ECC_UNCORRECTABLE",
+        "NVLINK_UNCORRECTABLE",
+        "CONTAINED",
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "TENSOR_MEMORY_LEAK",
+        "SYSTEM_NOT_READY",
+        "SYSTEM_DRIVER_MISMATCH",
+        "EXTERNAL_DEVICE",
+        "MPS_CONNECTION_FAILED",
+        "MPS_RPC_FAILURE",
+        "MPS_SERVER_NOT_READY",
+        "MPS_CLIENT_TERMINATED",
+        "UNKNOWN",
     }
-)  # fmt: skip
+)
 _HINTS = {
     "NO_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
     "INVALID_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
@@ -224,9 +243,19 @@ class Driver:
         """Starts a kernel with one parameter, a struct that lies at host address `parameter` and is copied now."""
         pointers = (ctypes.c_void_p * 1)(parameter)
         _call(
-            cu.cuLaunchKernel, cu.CUfunction(function), blocks, 1, 1, threads, 1, 1, 0, cu.CUstream(stream),
-            ctypes.addressof(pointers), 0,
-        )  # fmt: skip
+            cu.cuLaunchKernel,
+            cu.CUfunction(function),
+            blocks,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            0,
+            cu.CUstream(stream),
+            ctypes.addressof(pointers),
+            0,
+        )
 
     def _device(self, ordinal: int) -> Any:
         return _call(cu.cuDeviceGet, ordinal)

@@ -57,8 +57,10 @@ class CudaEngine(EngineDriver[LentEvent]):
             if not self._driver.is_lendable(address):
                 raise DeviceError(
                     f"memory at {address:#x} cannot be lent to other processes: it is virtual or managed memory",
-                    where="cuda_ipc", available="what cudaMalloc gave", hint=_LENDING_HINT,
-                )  # fmt: skip
+                    where="cuda_ipc",
+                    available="what cudaMalloc gave",
+                    hint=_LENDING_HINT,
+                )
             if not self._driver.shares_events(ordinal):
                 raise DeviceError(f"{self._driver.model(ordinal)} cannot share memory and events", where="cuda_ipc")
             handle = self._driver.export_memory(base)

@@ -19,9 +19,10 @@ def event_of(ready: object) -> Event:
     if isinstance(ready, int) and not isinstance(ready, bool):
         return Event(_recorded(ready, ready))
     raise DeviceError(
-        f"the engine's event is a {type(ready).__name__}", where="cuda_ipc",
+        f"the engine's event is a {type(ready).__name__}",
+        where="cuda_ipc",
         available="None, torch.cuda.Event, torch.Event, an event of cuda.core, a CUevent as an integer",
-    )  # fmt: skip
+    )
 
 
 def stream_of(stream: object) -> RawStream:
@@ -37,18 +38,20 @@ def stream_of(stream: object) -> RawStream:
     if isinstance(stream, int) and not isinstance(stream, bool):
         return RawStream(_handle(stream, stream))
     raise DeviceError(
-        f"the stream is a {type(stream).__name__}", where="cuda_ipc",
+        f"the stream is a {type(stream).__name__}",
+        where="cuda_ipc",
         available="None, torch.cuda.Stream, a stream of cuda.core, a CUstream as an integer",
-    )  # fmt: skip
+    )
 
 
 def _recorded(found: object, event: object) -> int:
     handle = _handle(found, event)
     if handle == 0:
         raise DeviceError(
-            f"the engine's {type(event).__name__} was never recorded", where="cuda_ipc",
+            f"the engine's {type(event).__name__} was never recorded",
+            where="cuda_ipc",
             hint="record it behind the work that fills the blocks, then submit",
-        )  # fmt: skip
+        )
     return handle
 
 
@@ -58,6 +61,7 @@ def _handle(found: object, of: object) -> int:
         if 0 <= handle < 1 << 64:
             return handle  # type: ignore[no-any-return]
     raise DeviceError(
-        f"the handle of the engine's {type(of).__name__} is none of the driver's", where="cuda_ipc",
+        f"the handle of the engine's {type(of).__name__} is none of the driver's",
+        where="cuda_ipc",
         available="0 to 2**64 - 1",
-    )  # fmt: skip
+    )

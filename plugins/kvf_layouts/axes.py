@@ -34,10 +34,12 @@ def check_axes(axes: Sequence[str], *, state: bool = False) -> None:
     missing = [axis for axis in needed if axis not in axes]
     if unknown or missing or len(set(axes)) != len(axes) or (state and "token" in axes):
         raise BadLayout(
-            f"axes are {list(axes)}", where="layout.paged.axes", available=_texts(EXAMPLES),
+            f"axes are {list(axes)}",
+            where="layout.paged.axes",
+            available=_texts(EXAMPLES),
             hint=f"each of {', '.join(AXES)} at most once; {' and '.join(needed)} always"
             + (", no token: this is a state" if state else ""),
-        )  # fmt: skip
+        )
 
 
 def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> BadLayout:

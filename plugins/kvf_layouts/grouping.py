@@ -40,8 +40,11 @@ class Signature(NamedTuple):
 
     def fits(self, group: LayerGroup) -> bool:
         return (self.planes, self.heads, self.head_dim, self.dtype) == (
-            group.planes, group.heads, group.head_dim, group.dtype,
-        )  # fmt: skip
+            group.planes,
+            group.heads,
+            group.head_dim,
+            group.dtype,
+        )
 
 
 @dataclass
@@ -140,6 +143,8 @@ def _check_declared(declared: Sequence[LayerGroup], found: Sequence[TensorGroup]
             raise BadLayout(f"layers {', '.join(have.names)}", where=where, available=", ".join(want.layer_names))
         if want.strides and have.strides != {want.strides}:
             raise BadLayout(
-                f"strides {sorted(have.strides)}", where=where, available=f"{want.strides} as declared",
+                f"strides {sorted(have.strides)}",
+                where=where,
+                available=f"{want.strides} as declared",
                 hint="register again when the engine's memory has changed",
-            )  # fmt: skip
+            )

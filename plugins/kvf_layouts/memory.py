@@ -44,19 +44,21 @@ def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     for index, (place, name) in enumerate(places):
         if _repeats(place):
             raise BadLayout(
-                f"elements of one tensor share memory, strides {place.strides} bytes", where=f"layer {name}",
+                f"elements of one tensor share memory, strides {place.strides} bytes",
+                where=f"layer {name}",
                 hint="pass the tensor that was allocated, no expanded view",
-            )  # fmt: skip
+            )
         for other, other_name in places[index + 1 :]:
             if other.address >= place.address + place.span:
                 break
             if overlap(place, other):
                 raise BadLayout(
-                    f"shares memory with layer {name}", where=f"layer {other_name}",
+                    f"shares memory with layer {name}",
+                    where=f"layer {other_name}",
                     available="layers of one group have memory of their own",
                     hint="declare `groups` where layers share memory under block ids of their own; leave out a layer "
                     "that uses the KV of another",
-                )  # fmt: skip
+                )
 
 
 def overlap(one: Place, other: Place) -> bool:

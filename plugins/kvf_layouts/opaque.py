@@ -41,10 +41,11 @@ class OpaqueLayout(Layout):
             raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
         if not self._packing:
             raise BadLayout(
-                "the packing of the blocks is not declared", where="layout.opaque.packing",
-                available="any text that names it, such as \"cpu-amx/bfloat16/hnd/128x64\"",
+                "the packing of the blocks is not declared",
+                where="layout.opaque.packing",
+                available='any text that names it, such as "cpu-amx/bfloat16/hnd/128x64"',
                 hint="put in it all that must be equal before another engine may read these blocks",
-            )  # fmt: skip
+            )
         rules = self._rules or (OpaqueRule(),)
         chosen = rules_of_layers(self._rules, kv_caches)
         for index in range(len(rules)):
@@ -84,9 +85,10 @@ def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Te
         raise BadLayout(
             f"the block axis of shape {tuple(tensor.shape)} is "
             + ("not declared" if block_axis is None else f"{block_axis}"),
-            where=where, available=f"0 to {tensor.dim() - 1}",
+            where=where,
+            available=f"0 to {tensor.dim() - 1}",
             hint="give the layout's option `block_axis`; it is never guessed from sizes",
-        )  # fmt: skip
+        )
     # Memory order: the axes inside a block by falling stride.
     inner = [axis for axis in range(tensor.dim()) if axis != block_axis and tensor.shape[axis] > 1]
     inner.sort(key=tensor.stride, reverse=True)
@@ -95,9 +97,10 @@ def _blocks(name: str, tensor: torch.Tensor, block_axis: int | None) -> torch.Te
         if tensor.stride(axis) != dense:
             raise BadLayout(
                 f"the bytes of a block do not lie together: shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                where=where, available="blocks without gaps",
+                where=where,
+                available="blocks without gaps",
                 hint="pass keys and values as a pair if they lie apart",
-            )  # fmt: skip
+            )
         dense *= tensor.shape[axis]
     blocks, stride = tensor.shape[block_axis], tensor.stride(block_axis)
     elements = tensor.as_strided((blocks, dense), (stride, 1))

@@ -64,13 +64,17 @@ def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[st
                 break
         else:
             raise BadLayout(
-                f"layer {name} is in none of the declared groups", where="layout.groups",
-                available="; ".join(", ".join(rule.layers) for rule in rules), hint="declare a group for it",
-            )  # fmt: skip
+                f"layer {name} is in none of the declared groups",
+                where="layout.groups",
+                available="; ".join(", ".join(rule.layers) for rule in rules),
+                hint="declare a group for it",
+            )
     for index, rule in enumerate(rules):
         if index not in found.values():
             raise BadLayout(
-                f"no layer is left for {', '.join(rule.layers)}", where=f"layout.groups[{index}].layers",
-                available=", ".join(list(found)[:8]), hint="the first group that fits takes a layer",
-            )  # fmt: skip
+                f"no layer is left for {', '.join(rule.layers)}",
+                where=f"layout.groups[{index}].layers",
+                available=", ".join(list(found)[:8]),
+                hint="the first group that fits takes a layer",
+            )
     return found

@@ -49,9 +49,14 @@ def place(segment: mmap.mmap, nodes: Sequence[int]) -> None:
     bits = _WORD_BITS * len(mask) + 1
     mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
     status = _syscall(
-        ctypes.c_long(number), ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(segment)),
-        ctypes.c_ulong(mode), mask, ctypes.c_ulong(bits), ctypes.c_ulong(0),
-    )  # fmt: skip
+        ctypes.c_long(number),
+        ctypes.c_void_p(ctypes.addressof(anchor)),
+        ctypes.c_size_t(len(segment)),
+        ctypes.c_ulong(mode),
+        mask,
+        ctypes.c_ulong(bits),
+        ctypes.c_ulong(0),
+    )
     if status != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

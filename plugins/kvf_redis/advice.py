@@ -77,10 +77,11 @@ def _room(facts: dict[str, str]) -> Iterator[Finding]:
         return
     machine = facts.get("total_system_memory", "")
     yield Finding(
-        "redis.maxmemory", "warn",
+        "redis.maxmemory",
+        "warn",
         f"maxmemory is 0: it grows until the machine{f' ({ByteSize(int(machine))})' if machine else ''} has no memory",
         "CONFIG SET maxmemory SIZE, and the same in redis.conf: what the KV of all nodes needs, within what it has",
-    )  # fmt: skip
+    )
 
 
 def _policy(facts: dict[str, str], options: RedisOptions) -> Iterator[Finding]:
@@ -97,9 +98,11 @@ def _policy(facts: dict[str, str], options: RedisOptions) -> Iterator[Finding]:
 def _log(facts: dict[str, str]) -> Finding:
     if facts.get("aof_enabled") == "1":
         return Finding(
-            "redis.persistence", "warn", "appendonly is on: every value is written to a disk as well",
+            "redis.persistence",
+            "warn",
+            "appendonly is on: every value is written to a disk as well",
             'a server that is only a cache needs appendonly no and save ""',
-        )  # fmt: skip
+        )
     return Finding("redis.persistence", "ok", "appendonly is off")
 
 

@@ -92,9 +92,12 @@ def _serve(
     started = time.perf_counter()
     restored = kv.restore(prompt)
     events.emit(
-        "restored", hit_tokens=restored.hit_tokens, nbytes=restored.nbytes, seconds=restored.seconds,
+        "restored",
+        hit_tokens=restored.hit_tokens,
+        nbytes=restored.nbytes,
+        seconds=restored.seconds,
         copy_seconds=restored.copy_seconds,
-    )  # fmt: skip
+    )
     if arguments.corrupt_kv:
         for layer in restored.cache.layers:
             layer.keys.neg_()

@@ -45,9 +45,10 @@ def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
             input_ids = input_ids[0]
         if input_ids.dim() != 1:
             raise RequestError(
-                f"input_ids has shape {tuple(input_ids.shape)}", available="[tokens] or [1, tokens]",
+                f"input_ids has shape {tuple(input_ids.shape)}",
+                available="[tokens] or [1, tokens]",
                 hint="restore, compute and save the requests of a batch one by one",
-            )  # fmt: skip
+            )
         input_ids = input_ids.tolist()
     tokens = list(input_ids)
     if not tokens:

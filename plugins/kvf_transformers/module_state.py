@@ -25,11 +25,22 @@ from kvframework.errors import RequestError
 _NOT_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "architectures", "use_cache"})
 _NOT_STATE = frozenset(
     {
-        "all_tied_weights_keys", "call_super_init", "dump_patches", "generation_config", "gradient_checkpointing",
-        "hf_device_map", "hf_quantizer", "kernel_config", "loss_type", "model_tags", "name_or_path", "peft_config",
-        "training", "warnings_issued",
+        "all_tied_weights_keys",
+        "call_super_init",
+        "dump_patches",
+        "generation_config",
+        "gradient_checkpointing",
+        "hf_device_map",
+        "hf_quantizer",
+        "kernel_config",
+        "loss_type",
+        "model_tags",
+        "name_or_path",
+        "peft_config",
+        "training",
+        "warnings_issued",
     }
-)  # fmt: skip
+)
 # Ways to compute the same attention; what they differ in is rounding.
 _SAME_ATTENTION = frozenset(
     {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
@@ -143,8 +154,9 @@ class _Walk:
         if merged and own["_disable_adapters"]:
             raise RequestError(
                 f"adapters {', '.join(merged)} are merged and disabled: the next forward pass takes them out",
-                where=path, hint="call unmerge_adapter() before adapters are disabled",
-            )  # fmt: skip
+                where=path,
+                hint="call unmerge_adapter() before adapters are disabled",
+            )
         self.module(own["_modules"]["base_layer"], path, into, (*merged_around, *merged))
         if merged or own["_disable_adapters"]:
             return
@@ -263,8 +275,9 @@ def _unwrapped(model: Any) -> Any:
                 if getattr(config, "is_prompt_learning", False):
                     raise RequestError(
                         f"the adapter puts {_method(config)} before the prompt, which no token stands for",
-                        where=type(model).__name__, hint="put it into the weights, or use the model without the cache",
-                    )  # fmt: skip
+                        where=type(model).__name__,
+                        hint="put it into the weights, or use the model without the cache",
+                    )
             model = model.get_base_model()
         else:
             return model
@@ -275,8 +288,10 @@ def _check_methods(model: Any, inner: Any, active: set[str]) -> None:
         if _method(config) in _REFUSED_METHODS or getattr(config, "alora_invocation_tokens", None):
             raise RequestError(
                 f"the KV of a prefix under an adapter of type {_method(config)} depends on what comes behind it",
-                where=type(inner).__name__, available="adapters that add to weights: LoRA and its like", hint=_MERGE,
-            )  # fmt: skip
+                where=type(inner).__name__,
+                available="adapters that add to weights: LoRA and its like",
+                hint=_MERGE,
+            )
 
 
 def _names(model: Any) -> list[str]:
@@ -308,9 +323,10 @@ def _check_not_random(own: Mapping[str, Any], path: str) -> None:
         named = key == "p" or any(part in key for part in _RANDOM)
         if named and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
             raise RequestError(
-                f"it is in training mode and draws random numbers: {key} is {value}", where=path or "the model",
+                f"it is in training mode and draws random numbers: {key} is {value}",
+                where=path or "the model",
                 hint="call model.eval()",
-            )  # fmt: skip
+            )
 
 
 def _check_hooks(where: str, *hooks: Mapping[int, Any]) -> None:
@@ -319,9 +335,10 @@ def _check_hooks(where: str, *hooks: Mapping[int, Any]) -> None:
             called = _called(getattr(hook, "func", hook))
             if not called.startswith(_TRUSTED_HOOKS):
                 raise RequestError(
-                    f"the forward hook {called} may change KV in a way that no name stands for", where=where,
+                    f"the forward hook {called} may change KV in a way that no name stands for",
+                    where=where,
                     hint="remove the hook, or use the model without the cache",
-                )  # fmt: skip
+                )
 
 
 def _present(tensor: torch.Tensor, name: str, own: Mapping[str, Any], path: str) -> torch.Tensor | Offloaded:

@@ -72,6 +72,8 @@ def _check_classes(where: str, layers: Sequence[object], *, sliding: bool) -> No
     if others:
         hint = "make the cache without a config: DynamicCache()" if not sliding else _HINT
         raise BadLayout(
-            f"layers of {', '.join(others)}", where=where, hint=hint,
+            f"layers of {', '.join(others)}",
+            where=where,
+            hint=hint,
             available=", ".join(sorted(cls.__name__ for cls in allowed)),
-        )  # fmt: skip
+        )

@@ -138,9 +138,11 @@ def _parts_of(weight: Weight) -> Iterator[_Part]:
             yield from _parts_of(Weight(f"{path}.{name}({context})", getattr(tensor, name), merged))
     elif tensor.layout != torch.strided or tensor.is_quantized:
         raise RequestError(
-            f"its memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}", where=path,
-            available="dense tensors", hint="use the model without the cache",
-        )  # fmt: skip
+            f"its memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}",
+            where=path,
+            available="dense tensors",
+            hint="use the model without the cache",
+        )
     else:
         kept = (_storage(tensor),)
         stamp = (_version(tensor), merged)

@@ -127,9 +127,11 @@ class AttachedInstance:
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
-            self._client.endpoint, registration.desc.chunk_tokens,
-            registration.desc.nbytes / registration.desc.chunk_tokens / 1024, registration.namespace.hex(),
-        )  # fmt: skip
+            self._client.endpoint,
+            registration.desc.chunk_tokens,
+            registration.desc.nbytes / registration.desc.chunk_tokens / 1024,
+            registration.namespace.hex(),
+        )
         return None
 
     def _keep_trying(self, tensors: Mapping[str, LayerTensors], told: str) -> None:

@@ -139,6 +139,8 @@ def _check_order(names: Sequence[str]) -> None:
 def _refused(fact: str, layer: str) -> BadLayout:
     known = "; ".join(sorted("/".join(filter(None, each)) for each in _EXACT))
     return BadLayout(
-        f'kvframework.layout is "canonical", but {fact}', where=f"kvf_vllm, layer {layer}",
-        available=f"{known}; with --kv-cache-dtype auto", hint='leave kvframework.layout at "opaque"',
-    )  # fmt: skip
+        f'kvframework.layout is "canonical", but {fact}',
+        where=f"kvf_vllm, layer {layer}",
+        available=f"{known}; with --kv-cache-dtype auto",
+        hint='leave kvframework.layout at "opaque"',
+    )

@@ -90,8 +90,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._options.load == "sync" and len(self._groups) > 1:
             raise ConfigFieldError(
                 f"this model has {len(self._groups)} KV cache groups, which vLLM can only load asynchronously",
-                where="kvframework.load", available="async",
-            )  # fmt: skip
+                where="kvframework.load",
+                available="async",
+            )
         self._errors = ErrorNotes()
         self._client: KVClient | None = None
         self._scheduler: SchedulerSide | None = None

@@ -24,9 +24,19 @@ _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW = frozenset({"SlidingWindowSpec"})
 # What of a layer's cache spec and of the layer says how bytes lie in a block.
 _SPEC_FACTS = (
-    "num_kv_heads", "num_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode", "cache_dtype_str",
-    "state_content_bytes", "tokens_per_state", "page_size_bytes", "model_version", "alignment",
-)  # fmt: skip
+    "num_kv_heads",
+    "num_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "kv_quant_mode",
+    "cache_dtype_str",
+    "state_content_bytes",
+    "tokens_per_state",
+    "page_size_bytes",
+    "model_version",
+    "alignment",
+)
 # Of a cache that holds keys and values as they are.
 _PLAIN = {"kv_quant_mode": 0, "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 
@@ -46,9 +56,11 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
             or not getattr(group, "enable_kv_transfer", True)
         ):
             raise BadLayout(
-                f"KV cache group {index} holds {', '.join(sorted(names))}", where="kvf_vllm",
-                available=", ".join(sorted(_FULL | _WINDOW)), hint="run this model without the connector",
-            )  # fmt: skip
+                f"KV cache group {index} holds {', '.join(sorted(names))}",
+                where="kvf_vllm",
+                available=", ".join(sorted(_FULL | _WINDOW)),
+                hint="run this model without the connector",
+            )
         # vLLM's window counts the position itself.
         window = max(windows.pop() - 1, 0)
         groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), window))
@@ -61,9 +73,11 @@ def check_parallel(parallel: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise TransportMismatch(
-                f"{name} is {getattr(parallel, name)}", where="kvf_vllm", available="1; tensor and data parallelism",
+                f"{name} is {getattr(parallel, name)}",
+                where="kvf_vllm",
+                available="1; tensor and data parallelism",
                 hint="run without the connector, or split the model otherwise",
-            )  # fmt: skip
+            )
 
 
 def rank_of(parallel: Any, kv_cache_config: Any) -> tuple[int, int, bool]:

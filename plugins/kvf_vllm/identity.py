@@ -37,10 +37,21 @@ _BESIDE_WEIGHTS = frozenset(
 # Formats that load the files of the model's directory. Others have their weights from elsewhere.
 _FORMATS_OF_FILES = frozenset(
     {
-        "auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "mistral", "npcache", "pt",
-        "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state",
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
     }
-)  # fmt: skip
+)
 # What may differ between two loads of the same weights.
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_cache"}
 
@@ -128,8 +139,9 @@ def _weights(facts: ModelFacts) -> str:
     # vLLM may have loaded what the file held before.
     log.warning(
         "%s of %s changed after this engine started: its KV is shared with no other engine until it starts again",
-        ", ".join(changed[:3]), facts.name,
-    )  # fmt: skip
+        ", ".join(changed[:3]),
+        facts.name,
+    )
     return f"{content}+{facts.engine}"
 
 
@@ -142,6 +154,7 @@ def _changed_since(path: Path, started: float) -> bool:
 def _unnamed(facts: ModelFacts, why: str) -> ConfigFieldError:
     return ConfigFieldError(
         f"the weights of {facts.name!r} {why}, so that they cannot be told from others",
-        where="kvframework.weights", available="any text that is another one for other weights",
+        where="kvframework.weights",
+        available="any text that is another one for other weights",
         hint='set "kvframework.weights" in kv_connector_extra_config',
-    )  # fmt: skip
+    )

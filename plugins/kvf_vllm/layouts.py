@@ -108,9 +108,10 @@ def block_tensors(
                 raise BadLayout(f"vLLM gave no KV tensor for layer {name}", available=", ".join(list(kv_caches)[:8]))
             if not num_blocks or tensor.shape[0] % num_blocks:
                 raise BadLayout(
-                    f"the first axis of shape {tuple(tensor.shape)} does not count blocks", where=f"layer {name}",
+                    f"the first axis of shape {tuple(tensor.shape)} does not count blocks",
+                    where=f"layer {name}",
                     available=f"a multiple of {num_blocks} blocks",
-                )  # fmt: skip
+                )
             place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
             if place in places:
                 continue

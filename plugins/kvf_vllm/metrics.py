@@ -60,9 +60,12 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
             self._counters[name] = _metric(self._counter_cls, PREFIX + name, documentation=text, labelnames=labels)
         for name, text in SECONDS.items():
             self._histograms[name] = _metric(
-                self._histogram_cls, f"{PREFIX}{name}_seconds", documentation=text, buckets=_BUCKETS,
+                self._histogram_cls,
+                f"{PREFIX}{name}_seconds",
+                documentation=text,
+                buckets=_BUCKETS,
                 labelnames=labelnames,
-            )  # fmt: skip
+            )
         # Without them a scrape before the first event would not show what there is.
         for labels in self.per_engine_labelvalues.values():
             for name, counter in self._counters.items():

@@ -87,9 +87,11 @@ def parse_options(extra: Mapping[str, object]) -> VllmOptions:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ConfigFieldError(
-                f"there is no option {PREFIX}{name}", where=WHERE, available=", ".join(PREFIX + each for each in known),
+                f"there is no option {PREFIX}{name}",
+                where=WHERE,
+                available=", ".join(PREFIX + each for each in known),
                 hint=f"did you mean {PREFIX}{close[0]}?" if close else "leave it out",
-            )  # fmt: skip
+            )
     try:
         return msgspec.convert(mine, VllmOptions)
     except msgspec.ValidationError as error:

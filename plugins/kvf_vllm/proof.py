@@ -45,7 +45,8 @@ def _pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _unproven(layer: str, fact: str) -> BadLayout:
     return BadLayout(
-        f'kvframework.layout is "canonical", but {fact}', where=f"kvf_vllm, layer {layer}",
+        f'kvframework.layout is "canonical", but {fact}',
+        where=f"kvf_vllm, layer {layer}",
         available="the order of elements that this release of vLLM is known to have",
         hint='leave kvframework.layout at "opaque", and report this',
-    )  # fmt: skip
+    )

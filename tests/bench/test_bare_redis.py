@@ -14,7 +14,7 @@ from kvframework.bench.errors import BenchFailed, BenchUnavailable, WrongBytes
 from kvframework.bench.redis_benchmark import benchmark_rates, find_tool
 from kvframework.bench.redis_process import RedisChild, running_redis
 from kvframework.bench.values import Values
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 

@@ -16,7 +16,7 @@ import pytest
 from kvframework.bench.errors import BenchFailed
 from kvframework.bench.lookup import bench_lookup
 from kvframework.client import LookupResult, SchedulerAdapter
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "bench"]
 # The caller's own configuration must not reach the server that is measured.

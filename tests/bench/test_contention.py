@@ -29,7 +29,7 @@ from kvframework.bench.shapes import SHAPES
 from kvframework.bench.tables import tables
 from tests.bench.test_commands import ENVIRON, SPREAD, children, document, stopped
 from tests.bench.test_plot import contention
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 TINY = msgspec.structs.replace(SHAPES["1kb"].quick(), tokens=256)
 
@@ -164,8 +164,9 @@ def test_the_hottest_functions_are_those_with_most_own_time() -> None:
     entries = [Entry(here, 4, 0.002), Entry("<built-in method len>", 8, 0.006), Entry(elsewhere, 1, 0.5)]
     spots = hottest(entries, 2, top=2, without=(elsewhere.co_filename,))
     assert [(spot.function, spot.calls, spot.share) for spot in spots] == [
-        ("built-in method len", 4, 0.75), ("bench/test_contention.py: spin", 2, 0.25),
-    ]  # fmt: skip
+        ("built-in method len", 4, 0.75),
+        ("bench/test_contention.py: spin", 2, 0.25),
+    ]
     assert [round(spot.own_us) for spot in spots] == [3000, 1000]
     assert len(hottest(entries, 2, top=1, without=())) == 1
 
@@ -507,8 +508,16 @@ def test_every_part_has_its_table() -> None:
     cells = [[list(column.cells) for column in table.columns] for table in made]
     assert [row[1] for row in cells[0]][-5:] == ["0.20 x", "0.10 to 0.40", "1.00 x", "0.15 x", ""]
     assert [row[0] for row in cells[1]] == [
-        "1k tokens, hit", "100 µs", "400 µs", "100 µs", "400 µs", "1.00 x", "0.50 to 2.00", "1.00 x", "5 x",
-    ]  # fmt: skip
+        "1k tokens, hit",
+        "100 µs",
+        "400 µs",
+        "100 µs",
+        "400 µs",
+        "1.00 x",
+        "0.50 to 2.00",
+        "1.00 x",
+        "5 x",
+    ]
     assert [row[0] for row in cells[4]] == ["hit", "no kernel", "install it"]
 
 

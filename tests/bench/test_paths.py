@@ -9,7 +9,7 @@ import pytest
 from kvframework.api import NoOptions, Options, TransportProvider, hookimpl
 from kvframework.bench.errors import BenchUnavailable
 from kvframework.bench.paths import Path, transport_options
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 
 
 class WithPath(Options, frozen=True):

@@ -105,8 +105,13 @@ def contention() -> ContentionFigures:
 
 
 FIGURES = {
-    "scale": scale(), "host": host(), "lookup": lookup(), "store": store(), "l2": l2(), "contention": contention(),
-}  # fmt: skip
+    "scale": scale(),
+    "host": host(),
+    "lookup": lookup(),
+    "store": store(),
+    "l2": l2(),
+    "contention": contention(),
+}
 
 
 def document(bench: str) -> Document:
@@ -148,8 +153,9 @@ def test_a_quiet_bar_lies_beside_the_disturbed_one_which_has_the_reach() -> None
     assert isinstance(lookups, Bars)
     assert isinstance(hits, Bars)
     assert [(bar.name, bar.reach, bar.kind) for bar in shares.bars] == [
-        ("1kb, store, quiet", None, "reference"), ("1kb, store", 0.15, ""),
-    ]  # fmt: skip
+        ("1kb, store, quiet", None, "reference"),
+        ("1kb, store", 0.15, ""),
+    ]
     assert [bar.kind for bar in lookups.bars] == ["reference", ""]
     assert [(bar.name, bar.reach) for bar in hits.bars] == [("1kb", 300.0)]
 

@@ -157,11 +157,13 @@ def test_ratios_are_taken_round_by_round() -> None:
     # The machine was three times slower in the second round.
     made = rows(
         {
-            ("echo", 1, 64): samples(1, 3), ("lookup", 1, 64): samples(4, 12),
-            ("echo", 2, 64): samples(2, 6), ("lookup", 2, 64): samples(8, 24),
+            ("echo", 1, 64): samples(1, 3),
+            ("lookup", 1, 64): samples(4, 12),
+            ("echo", 2, 64): samples(2, 6),
+            ("lookup", 2, 64): samples(8, 24),
         },
         first=(1, 64),
-    )  # fmt: skip
+    )
     assert [(row.operation, row.clients) for row in made] == [("echo", 1), ("echo", 2), ("lookup", 1), ("lookup", 2)]
     lookup = made[3]
     assert (lookup.cost_to_first.min, lookup.cost_to_first.max) == (2, 2)
@@ -191,6 +193,10 @@ def test_steps_are_bounded_by_what_is_asked() -> None:
 def test_a_client_process_ends_with_its_input() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvframework.bench.scale.client_process"],
-        input=b'{"type":"clear"}\n', capture_output=True, timeout=240, check=True, env=dict(os.environ),
-    )  # fmt: skip
+        input=b'{"type":"clear"}\n',
+        capture_output=True,
+        timeout=240,
+        check=True,
+        env=dict(os.environ),
+    )
     assert json.loads(done.stdout)["error"] == "it was not started"

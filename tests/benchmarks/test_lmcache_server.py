@@ -82,9 +82,11 @@ def setting(*, flips: str = "") -> Setting:
 def test_both_are_measured_over_both_paths(tmp_path: Path) -> None:
     transfers, lookups = side_by_side(setting(), no_progress)
     assert [(row.path, row.contender, row.way) for row in transfers] == [
-        ("arena", "kvframework", "cpu_gather, arena"), ("arena", "LMCache", "shared"),
-        ("wire", "kvframework", "cpu_gather, wire"), ("wire", "LMCache", "pickle"),
-    ]  # fmt: skip
+        ("arena", "kvframework", "cpu_gather, arena"),
+        ("arena", "LMCache", "shared"),
+        ("wire", "kvframework", "cpu_gather, wire"),
+        ("wire", "LMCache", "pickle"),
+    ]
     assert all(row.verified and row.nbytes == TINY.nbytes and row.store.min > 0 for row in transfers)
     names = ["bare echo", "kvframework", "kvframework, and hashing the request", "LMCache"]
     assert [(row.tokens, row.what) for row in lookups] == [(length, name) for length in LENGTHS for name in names]

@@ -13,7 +13,7 @@ from kvf_blend import messages as b
 from kvf_blend.rotary import Rotary
 from kvframework.api import DIGEST_BYTES, CacheKey
 from kvframework.wire import messages as m
-from tests.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for
 
 CHUNK = 16
 ROTARY = Rotary(style="half", theta=10000.0, head_dim=4, rotary_dim=4)
@@ -104,9 +104,16 @@ class BlendWire(WireClient):
         assert self.registered is not None
         end = len(digests) // DIGEST_BYTES * self.registered.desc.chunk_tokens
         return CacheKey(
-            "tiny", self.world_size, rank, self.registered.namespace, 0, end, "r", digests=digests,
+            "tiny",
+            self.world_size,
+            rank,
+            self.registered.namespace,
+            0,
+            end,
+            "r",
+            digests=digests,
             cache_salt=cache_salt,
-        )  # fmt: skip
+        )
 
     def put_prompt(self, tokens: Sequence[int]) -> None:
         """Stores a prompt's whole chunks as any engine does: exact."""

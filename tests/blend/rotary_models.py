@@ -37,24 +37,47 @@ from kvf_blend.rotary import Rotary
 
 ENDS: dict[str, Any] = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2}
 SMALL: dict[str, Any] = {
-    **ENDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 8192, "pad_token_id": None,
-}  # fmt: skip
+    **ENDS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "pad_token_id": None,
+}
 GPTJ_SMALL: dict[str, Any] = {**ENDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 MLA: dict[str, Any] = {
-    **SMALL, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1,
-    "topk_group": 1, "moe_intermediate_size": 32, **EXPERTS,
-}  # fmt: skip
+    **SMALL,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    **EXPERTS,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
-}  # fmt: skip
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 1024,
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 1024,
     "beta_fast": 16,
-}  # fmt: skip
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -75,8 +98,12 @@ def latent(style: str, **more: Any) -> Rotary:
 
 
 SAID_YARN: dict[str, Any] = {
-    "scaling": "yarn", "factor": 8.0, "original_max_position": 1024, "beta_fast": 16.0, "beta_slow": 1.0,
-}  # fmt: skip
+    "scaling": "yarn",
+    "factor": 8.0,
+    "original_max_position": 1024,
+    "beta_fast": 16.0,
+    "beta_slow": 1.0,
+}
 
 FAMILIES: dict[str, tuple[Any, Rotary]] = {
     "llama": (LlamaConfig(**SMALL), whole()),
@@ -84,7 +111,11 @@ FAMILIES: dict[str, tuple[Any, Rotary]] = {
     "llama, llama3": (
         LlamaConfig(**SMALL, rope_parameters=LLAMA3),
         whole(
-            theta=500000.0, scaling="llama3", factor=8.0, original_max_position=1024, low_freq_factor=1.0,
+            theta=500000.0,
+            scaling="llama3",
+            factor=8.0,
+            original_max_position=1024,
+            low_freq_factor=1.0,
             high_freq_factor=4.0,
         ),
     ),
@@ -104,7 +135,12 @@ FAMILIES: dict[str, tuple[Any, Rotary]] = {
     "gpt_oss, yarn": (
         GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, **EXPERTS),
         whole(
-            theta=150000.0, scaling="yarn", factor=32.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0,
+            theta=150000.0,
+            scaling="yarn",
+            factor=32.0,
+            original_max_position=4096,
+            beta_fast=32.0,
+            beta_slow=1.0,
             truncate=False,
         ),
     ),
@@ -121,7 +157,7 @@ FAMILIES: dict[str, tuple[Any, Rotary]] = {
     "deepseek_v2, yarn": (DeepseekV2Config(**MLA, rope_parameters=YARN), latent("interleaved", **SAID_YARN)),
     "deepseek_v3": (DeepseekV3Config(**MLA), latent("half")),
     "deepseek_v3, yarn": (DeepseekV3Config(**MLA, rope_parameters=YARN), latent("half", **SAID_YARN)),
-}  # fmt: skip
+}
 
 
 def make_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

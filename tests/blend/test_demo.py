@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvframework.cli import demo_blend_run
 from kvframework.cli.app import app
-from kvframework.cli.demo_blend_result import OWN_MODEL, BlendResult, WayResult
-from kvframework.cli.demo_blend_view import show_blend
+from kvframework.cli.demo import blend as demo_blend_run
+from kvframework.cli.demo.result import OWN_MODEL, BlendResult, WayResult
+from kvframework.cli.demo.view import show_blend
 from kvframework.redis_server import redis_binary
 from tests.cli.test_demo import left_behind
 

@@ -12,15 +12,15 @@ import pytest
 from kvf_blend import messages as b
 from kvf_blend.server import lookup
 from kvframework.api import DIGEST_BYTES, MemoryLayoutDesc, NoOptions, PackedKey, TierProvider, hookimpl
-from kvframework.engine.engine import CacheEngine
 from kvframework.errors import Cancelled, DeadlineExceeded
 from kvframework.server import Server
+from kvframework.service.cache import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, SETTINGS, BlendWire, packed, pairs, spans
-from tests.redis_server import RedisServer
 from tests.server.in_process import serving
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
+from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
 SEPARATOR = [7, 7]
 MARKS: dict[str, Any] = {"separator": packed(SEPARATOR)}
@@ -124,13 +124,13 @@ def test_known_segments_come_from_l2_as_well(client: BlendWire) -> None:
 def test_one_task_with_the_registered_layout(client: BlendWire, monkeypatch: pytest.MonkeyPatch) -> None:
     """As LOOKUP's. What L1 answers asks nobody."""
     tasks: list[tuple[int, MemoryLayoutDesc]] = []
-    original = CacheEngine.submit_prefetch_task
+    original = CacheService.submit_prefetch_task
 
-    def spy(self: CacheEngine, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, **named: object) -> object:
+    def spy(self: CacheService, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, **named: object) -> object:
         tasks.append((len(set(keys)), layout_desc))
         return original(self, keys, layout_desc, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CacheEngine, "submit_prefetch_task", spy)
+    monkeypatch.setattr(CacheService, "submit_prefetch_task", spy)
     assert client.registered is not None
     hits = client.look(PROMPT, **MARKS)
     chains = 2 * ((len(PROMPT) - 1) // CHUNK)

@@ -41,9 +41,10 @@ def kv_at(model, position):
     cache = DynamicCache()
     with torch.no_grad():
         model(
-            input_ids=(torch.arange(TOKENS) * 29 % 89)[None], past_key_values=cache,
+            input_ids=(torch.arange(TOKENS) * 29 % 89)[None],
+            past_key_values=cache,
             position_ids=torch.arange(position, position + TOKENS)[None],
-        )  # fmt: skip
+        )
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -135,9 +136,10 @@ REFUSED = {
         "kind 'mrope'",
     ),
     "a part that is no pair": (
-        GPTNeoXConfig(**SMALL, rotary_pct=0.44), "rotary_dim is 7",
+        GPTNeoXConfig(**SMALL, rotary_pct=0.44),
+        "rotary_dim is 7",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)

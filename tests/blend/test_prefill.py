@@ -35,9 +35,20 @@ from kvf_transformers.shapes import layers_of, learn_layers  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
-SMALL = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-         "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 WITHOUT_HEAD_DIM = {key: value for key, value in SMALL.items() if key != "head_dim"}
 
 FAMILIES = {
@@ -51,13 +62,15 @@ REFUSED = {
     "a window": (MistralConfig(**SMALL, sliding_window=8), "window"),
     "windows in some layers": (Gemma2Config(**SMALL), "window"),
     "learned positions": (
-        GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None), "rotary_emb",
+        GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
+        "rotary_emb",
     ),
     "scaled logits": (GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, embedding_multiplier=12.0), "off by"),
     "layers that want to be told more": (
-        Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3), "cannot be called one by one",
+        Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3),
+        "cannot be called one by one",
     ),
-}  # fmt: skip
+}
 
 
 def make_model(config, attention="sdpa", dtype=torch.float32):

@@ -26,7 +26,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs
 from tests.server.in_process import serving
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(40))
 

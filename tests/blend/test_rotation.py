@@ -64,9 +64,12 @@ def unrotated(keys, rotary):
 
 @settings(max_examples=300)
 @given(
-    rotation=rotations(), dtype=st.sampled_from(DTYPES), place=st.floats(0, 1), goal=st.floats(0, 1),
+    rotation=rotations(),
+    dtype=st.sampled_from(DTYPES),
+    place=st.floats(0, 1),
+    goal=st.floats(0, 1),
     seed=st.integers(0, 2**16),
-)  # fmt: skip
+)
 def test_a_key_rotated_to_a_position_is_the_one_computed_there(rotation, dtype, place, goal, seed):
     code, rope, part, rotary = rotation
     before, after = (int((code.furthest - TOKENS) * share**3) for share in (place, goal))
@@ -118,9 +121,12 @@ def test_angles_are_exact_at_any_distance(rotation, shift, seed):
 
 @settings(max_examples=100)
 @given(
-    rotation=rotations(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**16),
-    one=st.integers(-131072, 131072), other=st.integers(-131072, 131072),
-)  # fmt: skip
+    rotation=rotations(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**16),
+    one=st.integers(-131072, 131072),
+    other=st.integers(-131072, 131072),
+)
 def test_shifts_add_up_and_can_be_undone(rotation, dtype, seed, one, other):
     rotary = rotation[3]
     keys = random_keys(rotary.head_dim, dtype, seed)

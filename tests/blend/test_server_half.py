@@ -24,14 +24,29 @@ def test_it_starts_without_torch_and_client() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=240, check=True)
     requests, listed, foreign, modules = done.stdout.split("\n")[:4]
     assert requests.split() == [
-        "blend.CB_LOOKUP_PRE_COMPUTED", "blend.CB_REGISTER_KV_CACHE", "blend.CB_RETRIEVE_PRE_COMPUTED",
-        "blend.CB_STORE_FINAL", "blend.CB_STORE_PRE_COMPUTED", "blend.CB_UNREGISTER_KV_CACHE",
-    ]  # fmt: skip
+        "blend.CB_LOOKUP_PRE_COMPUTED",
+        "blend.CB_REGISTER_KV_CACHE",
+        "blend.CB_RETRIEVE_PRE_COMPUTED",
+        "blend.CB_STORE_FINAL",
+        "blend.CB_STORE_PRE_COMPUTED",
+        "blend.CB_UNREGISTER_KV_CACHE",
+    ]
     assert listed.split() == ["kvf_blend", "kvf_blend.server", "kvf_blend.server.options"], (
         "a list of plugins loads no more"
     )
     assert foreign.split() == []
     assert modules.split() == [
-        "errors", "messages", "rotary", "server", "server.choice", "server.digests", "server.handlers",
-        "server.instances", "server.lookup", "server.matcher", "server.objects", "server.options", "server.segments",
-    ], "the contract in pyproject.toml names the same"  # fmt: skip
+        "errors",
+        "messages",
+        "rotary",
+        "server",
+        "server.choice",
+        "server.digests",
+        "server.handlers",
+        "server.instances",
+        "server.lookup",
+        "server.matcher",
+        "server.objects",
+        "server.options",
+        "server.segments",
+    ], "the contract in pyproject.toml names the same"

@@ -9,13 +9,13 @@ import pytest
 
 from kvf_blend import messages as b
 from kvframework.api import DIGEST_BYTES
-from kvframework.engine.engine import CacheEngine
 from kvframework.errors import LeaseUnknown
 from kvframework.server import Server
+from kvframework.service.cache import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import SETTINGS, BlendWire, packed
 from tests.server.in_process import serving
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SEPARATOR = [7, 7, 7]
 DOCUMENTS = [[100 * number + at for at in range(20 + 10 * number)] for number in range(1, 5)]
@@ -40,15 +40,15 @@ def client(server: Server) -> Iterator[BlendWire]:
 
 def test_what_leaves_between_the_look_and_the_pin(client: BlendWire, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked for anew; if it leaves every time, nothing is promised."""
-    original = CacheEngine.pin
+    original = CacheService.pin
     left = 2
 
-    def pin(self: CacheEngine, *arguments: Any) -> str:
+    def pin(self: CacheService, *arguments: Any) -> str:
         nonlocal left
         left -= 1
         return original(self, *arguments) if left < 0 else ""
 
-    monkeypatch.setattr(CacheEngine, "pin", pin)
+    monkeypatch.setattr(CacheService, "pin", pin)
     hits = client.look(PROMPT)
     assert len(hits.segments) == len(DOCUMENTS)
     assert hits.ticket

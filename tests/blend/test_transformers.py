@@ -20,10 +20,10 @@ from kvf_blend.errors import BadSegments, BlendRefused  # noqa: E402
 from kvf_transformers import TransformersKV  # noqa: E402
 from kvf_transformers.session import CacheSession  # noqa: E402
 from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest  # noqa: E402
-from tests.plugins_first_party.lora_layers import add_adapters, set_adapter  # noqa: E402
-from tests.redis_server import RedisServer  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
+from tests.plugins.lora_layers import add_adapters, set_adapter  # noqa: E402
+from tests.support.redis_server import RedisServer  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.transformers
 
@@ -31,10 +31,19 @@ CHUNK = 32
 SETTINGS = (f"server.chunk_size={CHUNK}", "requests.0.use=blend")
 VOCABULARY = 97
 CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2, bos_token_id=1,
-    eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=1024,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=None,
+)
 SEPARATOR = [95, 96]
 
 

@@ -191,8 +191,13 @@ class Engine:
         self._memory.poison()
         began = time.monotonic()
         future = self._worker.submit_retrieve(
-            request, 0, end, [blocks], event=self._pause(), skip_first_n_tokens=skipped  # type: ignore[arg-type]
-        )  # fmt: skip
+            request,
+            0,
+            end,
+            [blocks],
+            event=self._pause(),
+            skip_first_n_tokens=skipped,  # type: ignore[arg-type]
+        )
         held = future.result(60.0)
         if held:
             wrong = self._memory.wrong_bytes(self._namespace, digests, blocks, skipped)
@@ -213,8 +218,12 @@ class Engine:
         self._memory.compute(self._namespace, digests, blocks)
         began = time.monotonic()
         future = self._worker.submit_store(
-            request, first * CHUNK, request.hashed_tokens, [blocks], event=self._pause()  # type: ignore[arg-type]
-        )  # fmt: skip
+            request,
+            first * CHUNK,
+            request.hashed_tokens,
+            [blocks],
+            event=self._pause(),  # type: ignore[arg-type]
+        )
         ok, outcome = future.result(60.0), future.detail
         if self._memory.changed():
             self.tell(Complaint("a store changed the engine's memory", began, time.monotonic()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.processes import descriptors, own_bytes
+from tests.support.processes import descriptors, own_bytes
 
 # Connections of the tiers come and go; what leaks with every client or request is more than this.
 SPARE_DESCRIPTORS = 24

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvframework.wire import messages as m
 from tests.chaos.world import MARK, World
+from tests.support.wire_client import WireClient
 from tests.tiers.nodes import await_state
-from tests.wire_client import WireClient
 
 _L2_S = 60.0  # for what is on its way to L2 or from there
 _AT_ONCE_S = 10.0

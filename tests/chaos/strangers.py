@@ -16,8 +16,8 @@ from kvframework.api import CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
+from tests.support.wire_client import WireClient
 from tests.tiers.prompts import CHUNK_TOKENS, prompt
-from tests.wire_client import WireClient
 
 _ANSWER_S = 5.0
 _MODEL = "stranger"  # a namespace of their own: whoever may connect may also store

@@ -12,7 +12,7 @@ from kvframework.errors import DeadlineExceeded
 from kvframework.wire.client_deadlines import LOCAL
 from tests.chaos import watch
 from tests.chaos.events import Complaint, Event, TimedOut
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 class Connection:

@@ -12,8 +12,8 @@ from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.chaos.events import Claim
 from tests.chaos.ledger import Ledger
+from tests.support.wire_client import WireClient
 from tests.tiers.prompts import CHUNK_TOKENS
-from tests.wire_client import WireClient
 
 _ANSWER_S = 2.0
 _AT_ONCE_S = 1.0

@@ -21,8 +21,8 @@ from tests.chaos.footprint import Footprint
 from tests.chaos.ledger import Ledger
 from tests.chaos.process import EngineProcess, start_nursery
 from tests.chaos.witness import Witness
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
 
 MARK = "KVFRAMEWORK_CHAOS_RUN"
 L1 = "40MiB"  # some 320 objects, fewer than the engines use

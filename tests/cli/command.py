@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import COMMAND, environment, run
-from tests.plugins.fake_distributions import install
-from tests.waiting import wait_until
+from tests.registry.fake_distributions import install
+from tests.support.waiting import wait_until
 
 SCRIPT = Path(sys.executable).with_name("kvframework")
 WITH_EXAMPLES = ["serve", "status", "config check", "config show", "plugins list", "plugins info", ""]

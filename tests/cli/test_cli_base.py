@@ -11,7 +11,7 @@ import pytest
 
 from kvframework import __version__
 from tests.cli.command import install_config_plugins, run
-from tests.plugins.fake_distributions import HOOKS, codec_module, install
+from tests.registry.fake_distributions import HOOKS, codec_module, install
 
 CONFIG = """
 transport = []

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from kvframework.child import uninterrupted
-from kvframework.cli.demo_process import DemoChild, DemoFailed
-from kvframework.cli.demo_result import DemoResult, EngineRun
-from kvframework.cli.demo_view import DemoView
+from kvframework.cli.demo.processes import DemoChild, DemoFailed
+from kvframework.cli.demo.result import DemoResult, EngineRun
+from kvframework.cli.demo.view import DemoView
 from kvframework.redis_server import redis_binary
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
@@ -168,7 +168,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(temporary):
 
 def test_the_cli_process_imports_no_torch():
     script = (
-        "import sys, kvframework.cli.main, kvframework.cli.demo_run\n"
+        "import sys, kvframework.cli.main, kvframework.cli.demo.prefix\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'kvf_transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)

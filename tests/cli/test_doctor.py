@@ -21,8 +21,18 @@ def test_a_machine_that_is_well_is_status_0(tmp_path: Path) -> None:
     assert document["ok"] + document["warn"] == len(document["findings"])
     subjects = {each["id"].split(".")[0] for each in document["findings"]}
     assert subjects == {
-        "config", "python", "kvframework", "torch", "cuda", "memory", "limits", "numa", "socket", "plugin", "pinned",
-    }  # fmt: skip
+        "config",
+        "python",
+        "kvframework",
+        "torch",
+        "cuda",
+        "memory",
+        "limits",
+        "numa",
+        "socket",
+        "plugin",
+        "pinned",
+    }
 
 
 def test_a_failure_is_status_1_and_reads_well(tmp_path: Path) -> None:

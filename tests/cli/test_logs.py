@@ -14,9 +14,9 @@ import pytest
 
 from kvframework.config import LogConfig, load_config
 from kvframework.errors import ConfigFieldError
-from kvframework.log_form import JsonFormatter
+from kvframework.logs.form import JsonFormatter
 from tests.cli.command import run
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 HUMAN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO kvframework.server: serving at ipc://")
 
@@ -71,7 +71,7 @@ def test_the_command_line_goes_before_the_configuration(tmp_path: Path) -> None:
 def test_warnings_and_threads_are_logged_too() -> None:
     script = (
         "import logging, threading, warnings\n"
-        "from kvframework.log_form import configure_logging\n"
+        "from kvframework.logs.form import configure_logging\n"
         "configure_logging('info', 'json')\n"
         "warnings.warn('careful')\n"
         "def fail(): raise ValueError('in a thread')\n"

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.command import run
 from tests.inspection.planted import PLANTED, SOUND
 from tests.inspection.test_planted import NEEDS_PATH, PROPER
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 
 def test_a_sound_plugin_is_ok(site: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import install_config_plugins, run
-from tests.plugins.fake_distributions import HOOKS, codec_module, install
+from tests.registry.fake_distributions import HOOKS, codec_module, install
 
 
 def test_a_plugin_is_described_with_its_options(site: Path) -> None:

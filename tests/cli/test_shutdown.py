@@ -16,11 +16,11 @@ import pytest
 from kvframework import errors
 from kvframework.wire import messages as m
 from tests.cli.command import COMMAND, environment
-from tests.plugins.fake_distributions import install
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.registry.fake_distributions import install
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 LIMIT_S = 5.0
@@ -200,8 +200,14 @@ def marker(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs plugins that touch this file and then do not end."""
     path = tmp_path / "stuck"
     names = (
-        "requests.stuck", "eviction.slow", "eviction.deaf", "tier.hangs", "tier.open", "tier.large", "transport.open",
-    )  # fmt: skip
+        "requests.stuck",
+        "eviction.slow",
+        "eviction.deaf",
+        "tier.hangs",
+        "tier.open",
+        "tier.large",
+        "transport.open",
+    )
     install(
         site, "acme-stuck", dict.fromkeys(names, "acme_stuck"), {"acme_stuck": STUCK.replace("MARKER", repr(str(path)))}
     )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def status(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
@@ -35,9 +35,22 @@ def test_a_pipe_gets_one_line_for_each_tier(tmp_path: Path) -> None:
         lines = [line.strip() for line in shown.splitlines()]
         header = next(line for line in lines if line.startswith("L2 "))
         assert header.split() == [
-            "L2", "circuit", "codec", "used", "get", "ms", "put", "ms", "hits", "misses", "stored", "errors", "corrupt",
-            "to", "write",
-        ]  # fmt: skip
+            "L2",
+            "circuit",
+            "codec",
+            "used",
+            "get",
+            "ms",
+            "put",
+            "ms",
+            "hits",
+            "misses",
+            "stored",
+            "errors",
+            "corrupt",
+            "to",
+            "write",
+        ]
         assert len([line for line in lines if line.startswith("filesystem ")]) == 1
 
 

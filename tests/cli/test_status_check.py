@@ -14,23 +14,23 @@ from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.cli import hanging_tier
 from tests.cli.command import run
-from tests.plugins.fake_distributions import install
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.registry.fake_distributions import install
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 # A server whose serving thread hangs as soon as the file named by KVF_TEST_HANG is there; all its other threads live.
 HANGING = """
 import os, sys, time
 from kvframework.cli.main import main
-from kvframework.engine.engine import CacheEngine
-tick = CacheEngine.tick
+from kvframework.service.cache import CacheService
+tick = CacheService.tick
 def hang(self):
     while os.path.exists(os.environ["KVF_TEST_HANG"]):
         time.sleep(0.05)
     tick(self)
-CacheEngine.tick = hang
+CacheService.tick = hang
 main()
 """
 

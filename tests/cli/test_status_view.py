@@ -11,13 +11,23 @@ from kvframework.cli.status_view import view_status
 
 DOCUMENT: dict[str, object] = {
     "server": {
-        "version": "1", "endpoint": "ipc:///s", "pid": 7, "uptime_s": 3.0, "config": "default", "chunk_size": 256,
+        "version": "1",
+        "endpoint": "ipc:///s",
+        "pid": 7,
+        "uptime_s": 3.0,
+        "config": "default",
+        "chunk_size": 256,
     },
     "l1": {
-        "used_bytes": 1 << 20, "capacity_bytes": 4 << 20, "objects": 3, "pins": 0, "evictions": 0, "fragmentation": 0.0,
+        "used_bytes": 1 << 20,
+        "capacity_bytes": 4 << 20,
+        "objects": 3,
+        "pins": 0,
+        "evictions": 0,
+        "fragmentation": 0.0,
     },
     "instances": [],
-}  # fmt: skip
+}
 TIER = {
     "name": "redis",
     "state": "closed",
@@ -31,8 +41,13 @@ TIER = {
         "put": {"count": 0, "p50": 0.0, "p99": 0.0},
         "contains": {"count": 1, "p50": 0.1, "p99": 0.1},
     },
-    "hits": 11, "misses": 12, "stored": 13, "errors": 14, "corrupt": 15, "write_pending": 16,
-}  # fmt: skip
+    "hits": 11,
+    "misses": 12,
+    "stored": 13,
+    "errors": 14,
+    "corrupt": 15,
+    "write_pending": 16,
+}
 
 
 def shown(*tiers: dict[str, object], width: int = 160, **parts: object) -> list[str]:
@@ -53,8 +68,19 @@ def test_every_tier_is_a_row() -> None:
     header, *rows = cells(TIER, TIER | {"name": "disk", "codec": "none", "state": "half-open"})
     assert header[:4] == ["L2", "circuit", "codec", "used"]
     assert rows[0] == [
-        "redis", "closed", "zstd", "3.0 MiB / 8.0 GiB", "0.523 / 12.3", "-", "11", "12", "13", "14", "15", "16",
-    ]  # fmt: skip
+        "redis",
+        "closed",
+        "zstd",
+        "3.0 MiB / 8.0 GiB",
+        "0.523 / 12.3",
+        "-",
+        "11",
+        "12",
+        "13",
+        "14",
+        "15",
+        "16",
+    ]
     assert rows[1][:3] == ["disk", "half-open", "none"]
     assert len(header) == len(rows[0])
 
@@ -71,9 +97,14 @@ def test_without_l2_there_is_no_table() -> None:
 
 def test_what_is_wrong_and_what_was_counted_is_told() -> None:
     refused = {
-        "client": "an\x1b[2Jengine", "pid": 7, "what": "HELLO", "code": "protocol.version", "reason": "too [red]new",
-        "count": 9, "ago_s": 3.2,
-    }  # fmt: skip
+        "client": "an\x1b[2Jengine",
+        "pid": 7,
+        "what": "HELLO",
+        "code": "protocol.version",
+        "reason": "too [red]new",
+        "count": 9,
+        "ago_s": 3.2,
+    }
     lines = shown(
         TIER | {"state": "open", "last_error": "-"},
         problems=[{"where": "l2.0", "fact": "redis: no [bold]route[/bold] to host"}],
@@ -87,9 +118,19 @@ def test_what_is_wrong_and_what_was_counted_is_told() -> None:
 
 def test_what_clients_wrote_moves_no_cursor() -> None:
     instance = {
-        "instance_id": 1, "pid": 2, "model": "m\x1b[2J\nx", "rank": 0, "world_size": 1, "namespace": "ab" * 16,
-        "transport": "t", "format": "f", "layers": 1, "dtype": "d", "chunk_tokens": 256, "bytes_per_token": 1.0,
-    }  # fmt: skip
+        "instance_id": 1,
+        "pid": 2,
+        "model": "m\x1b[2J\nx",
+        "rank": 0,
+        "world_size": 1,
+        "namespace": "ab" * 16,
+        "transport": "t",
+        "format": "f",
+        "layers": 1,
+        "dtype": "d",
+        "chunk_tokens": 256,
+        "bytes_per_token": 1.0,
+    }
     text = "\n".join(shown(instances=[instance]))
     assert "\x1b" not in text
     assert "m\\x1b[2J; x" in text

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.cli.command import COMMAND, environment
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvframework.wire import messages as m
-from tests.full_pipe import full_pipe
-from tests.plugins.fake_distributions import install
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.registry.fake_distributions import install
+from tests.support.full_pipe import full_pipe
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 LIMIT_S = 5.0
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from kvframework.api import HasherProvider
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.errors import OutOfResources, ServerGone
-from kvframework.plugins.registry import PluginRegistry
-from tests.waiting import wait_until
+from kvframework.registry.registry import PluginRegistry
+from tests.support.waiting import wait_until
 
 NOBODY = 65534
 

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 from kvframework import errors  # noqa: E402
 from kvframework.api import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,9 +43,13 @@ class Engine:
     def __init__(self, client: KVClient, instance_id: int = 1, **identity: object) -> None:
         self.kv = {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM) for i in range(LAYERS)}
         self.worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", layout="paged", layout_options={"axes": AXES},
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            layout="paged",
+            layout_options={"axes": AXES},
             **identity,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         registration = self.worker.register_kv_caches(self.kv, block_size=BLOCK)
         self.scheduler = SchedulerAdapter(
             client, model_name="m", namespace=registration.namespace, chunk_tokens=registration.desc.chunk_tokens

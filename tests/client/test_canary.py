@@ -12,8 +12,8 @@ from kvframework.api import DTYPE_BYTES, EngineView, LayerGroup  # noqa: E402
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.client.canary import pattern  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

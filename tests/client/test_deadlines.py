@@ -18,9 +18,9 @@ from kvframework.testing.faults import FaultProxy  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
 from kvframework.wire.client_deadlines import LOCAL, SCALE_VARIABLE, TCP, deadlines_for  # noqa: E402
 from tests.client.test_adapters import Engine  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.survival.holdings import held  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 from tests.wire_path import engine as over_the_wire  # noqa: E402
 from tests.wire_path.remote import remote_server  # noqa: E402
 

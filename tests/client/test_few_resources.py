@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvframework.client import digest_memory, file_digests, progress
 from kvframework.client.digest_memory import FILE_NAME, DigestMemory, FileState
 from kvframework.client.file_digests import FileDigest
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -158,9 +158,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.usefixtures("rested")
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_memory_costs_reading_and_a_line_and_is_mended(
-    damage: Callable[[Path], object], tmp_path: Path, memory: DigestMemory, read: list[str],
+    damage: Callable[[Path], object],
+    tmp_path: Path,
+    memory: DigestMemory,
+    read: list[str],
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     path = write(tmp_path / "a", b"one")
     digest(path, memory)
     damage(tmp_path / "cache" / "kvframework" / FILE_NAME)

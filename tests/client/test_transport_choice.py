@@ -13,12 +13,12 @@ import pytest
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config import load_config
 from kvframework.errors import DeviceError, TransportMismatch
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.testing.accelerator import DeviceTensor, SimulatedNode
 from kvframework.testing.transport.node import PATIENCE_S, status_of
 from tests.devices import rigs  # noqa: F401 - makes the example importable
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 import kvf_simdev  # isort: skip
 from tests.devices import faulty  # isort: skip
@@ -79,9 +79,14 @@ def connected(endpoint: str) -> Iterator[KVClient]:
 def worker(client: KVClient, node: SimulatedNode | None, transport: str = "auto") -> WorkerAdapter:
     options = {} if node is None else {"node": str(node.path)}
     return WorkerAdapter(
-        client, instance_id=1, model_name="m", transport=transport, transport_options=options,
-        layout="paged", layout_options=GROUPS,
-    )  # fmt: skip
+        client,
+        instance_id=1,
+        model_name="m",
+        transport=transport,
+        transport_options=options,
+        layout="paged",
+        layout_options=GROUPS,
+    )
 
 
 def on_devices(node: SimulatedNode, *devices: int) -> dict[str, Any]:

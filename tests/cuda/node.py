@@ -40,9 +40,15 @@ class _FaultRow(ctypes.Structure):
 
 class _Memory(ctypes.Structure):
     _fields_ = [
-        ("token", _Token), ("owner", _Owner), ("nbytes", _u64), ("physical", _u64), ("device", _u32),
-        ("exportable", _u32), ("state", _u32), ("spare", _u32),
-    ]  # fmt: skip
+        ("token", _Token),
+        ("owner", _Owner),
+        ("nbytes", _u64),
+        ("physical", _u64),
+        ("device", _u32),
+        ("exportable", _u32),
+        ("state", _u32),
+        ("spare", _u32),
+    ]
 
 
 class _Opening(ctypes.Structure):
@@ -51,27 +57,49 @@ class _Opening(ctypes.Structure):
 
 class _Event(ctypes.Structure):
     _fields_ = [
-        ("token", _Token), ("owner", _Owner), ("device", _u32), ("state", _u32), ("recorded", _u64),
+        ("token", _Token),
+        ("owner", _Owner),
+        ("device", _u32),
+        ("state", _u32),
+        ("recorded", _u64),
         ("reached", _u64 * 32),
-    ]  # fmt: skip
+    ]
 
 
 class _Work(ctypes.Structure):
     _fields_ = [
-        ("owner", _Owner), ("serial", _u64), ("stream", _u64), ("writes", _u32), ("spans", _u32), ("state", _u32),
+        ("owner", _Owner),
+        ("serial", _u64),
+        ("stream", _u64),
+        ("writes", _u32),
+        ("spans", _u32),
+        ("state", _u32),
         ("spare", _u32),
-    ]  # fmt: skip
+    ]
 
 
 class _Table(ctypes.Structure):
     _fields_ = [
-        ("size", _u64), ("seed", _u64), ("max_delay_s", ctypes.c_double), ("serial", _u64), ("physical", _u64),
-        ("released", _u64), ("batches", _u64), ("kernels", _u64), ("driver_version", _u32), ("device_count", _u32),
-        ("processes", _u32), ("virtual_memory", _u32), ("devices", _Device * 8), ("faults", _FaultRow * 8 * 4),
+        ("size", _u64),
+        ("seed", _u64),
+        ("max_delay_s", ctypes.c_double),
+        ("serial", _u64),
+        ("physical", _u64),
+        ("released", _u64),
+        ("batches", _u64),
+        ("kernels", _u64),
+        ("driver_version", _u32),
+        ("device_count", _u32),
+        ("processes", _u32),
+        ("virtual_memory", _u32),
+        ("devices", _Device * 8),
+        ("faults", _FaultRow * 8 * 4),
         ("memories", _Memory * 8192),
-        ("openings", _Opening * 8192), ("events", _Event * 1024), ("works", _Work * 512),
+        ("openings", _Opening * 8192),
+        ("events", _Event * 1024),
+        ("works", _Work * 512),
         ("spans", _u64 * 2 * 128 * 512),
-    ]  # fmt: skip
+    ]
 
 
 class Violation(NamedTuple):

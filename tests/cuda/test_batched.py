@@ -44,9 +44,12 @@ def column(*values: int) -> array.array[int]:
 
 
 @given(
-    run=st.integers(1, 40), places=st.integers(1, 6), lanes=st.integers(1, 4), to_arena=st.booleans(),
+    run=st.integers(1, 40),
+    places=st.integers(1, 6),
+    lanes=st.integers(1, 4),
+    to_arena=st.booleans(),
     slices=st.lists(st.integers(1, 600), max_size=4, unique=True),
-)  # fmt: skip
+)
 @example(run=8, places=1, lanes=1, to_arena=True, slices=[4])
 def test_all_bytes_are_asked_for_once_and_no_copy_touches_two_slices(
     run: int, places: int, lanes: int, to_arena: bool, slices: list[int]

@@ -58,10 +58,28 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     (folder / "gather.cu").write_text(source())
     built = folder / "libgather.so"
     subprocess.run(
-        [compiler, "-x", "c++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared",
-         "-fPIC", "-fsanitize=undefined", "-fno-sanitize-recover", "-include", SHIM, folder / "gather.cu", "-o", built],
+        [
+            compiler,
+            "-x",
+            "c++",
+            "-std=c++17",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unknown-pragmas",
+            "-shared",
+            "-fPIC",
+            "-fsanitize=undefined",
+            "-fno-sanitize-recover",
+            "-include",
+            SHIM,
+            folder / "gather.cu",
+            "-o",
+            built,
+        ],
         check=True,
-    )  # fmt: skip
+    )
     return HostKernels(ctypes.CDLL(str(built)))
 
 
@@ -100,8 +118,12 @@ def test_a_kernel_copies_what_the_fragments_say(
     at_arena = -(-ctypes.addressof(arena) // 16) * 16 + shift
     moved = CopyBatch(
         array.array("Q", [at_device + each for each in batch.lane_addresses]),
-        batch.lane_offsets, batch.place_addresses, batch.place_offsets, batch.steps, batch.run,
-    )  # fmt: skip
+        batch.lane_offsets,
+        batch.place_addresses,
+        batch.place_offsets,
+        batch.steps,
+        batch.run,
+    )
     origin = at_device if to_arena else at_arena
     ctypes.memmove(origin, PATTERN, MEMORY)
 

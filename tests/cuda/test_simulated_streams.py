@@ -12,7 +12,7 @@ import pytest
 from tests.cuda.building import KERNELS_VARIABLE, compiler
 from tests.cuda.node import CudaNode
 from tests.cuda.peers import DATA, LAZY, NON_BLOCKING, STALE, Peer, Refused, kinds
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NO_TIMING, INTERPROCESS = 2, 6
 

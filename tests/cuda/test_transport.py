@@ -19,7 +19,7 @@ from kvframework.testing.transport.node import PATIENCE_S, EngineProgram, Server
 from tests.cuda.building import KERNELS_VARIABLE, environment
 from tests.cuda.node import CudaNode
 from tests.cuda.rig import CudaRig, make_simulated
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
 

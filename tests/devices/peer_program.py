@@ -17,8 +17,9 @@ def main() -> None:
     kept: dict[str, object] = {"runtime": runtime}
     for line in sys.stdin:
         name, method, *arguments = json.loads(line)
-        plain = [kept[each[1:]] if isinstance(each, str) and each.startswith("$") else _plain(each)
-                 for each in arguments]  # fmt: skip
+        plain = [
+            kept[each[1:]] if isinstance(each, str) and each.startswith("$") else _plain(each) for each in arguments
+        ]
         try:
             if method == "copy":
                 stream, addresses, offsets, length, to_host = plain

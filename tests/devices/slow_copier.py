@@ -35,7 +35,10 @@ def create_slow_copier(options: SimOptions, device: str, arena: Arena) -> SlowCo
 def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
     return [
         DeviceTransportProvider(
-            name="slow", summary="waits", options=SimOptions, create_engine=create_engine,
+            name="slow",
+            summary="waits",
+            options=SimOptions,
+            create_engine=create_engine,
             create_copier=create_slow_copier,
         )
-    ]  # fmt: skip
+    ]

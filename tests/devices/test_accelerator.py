@@ -20,7 +20,7 @@ from kvframework.testing.accelerator import (
     SimulatedNode,
     Stream,
 )
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 DATA = bytes(range(256))
 
@@ -49,8 +49,10 @@ class Peer:
     def __init__(self, path: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.devices.peer_program", str(path)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def __call__(self, method: str, *arguments: Any, keep: str = "_") -> Any:
         plain = ["hex:" + each.hex() if isinstance(each, bytes) else each for each in arguments]

@@ -16,8 +16,8 @@ from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, held_by, status_of
 from kvframework.wire import messages as m
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 
 NHD = PAGED["nhd"]
 

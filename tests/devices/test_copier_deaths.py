@@ -31,8 +31,8 @@ from kvframework.testing.transport.node import (
 from kvframework.testing.transport.rig import RigSpec
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
-from tests.processes import children
-from tests.waiting import wait_until
+from tests.support.processes import children
+from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
 

@@ -10,7 +10,7 @@ from kvframework.api import ByteSize, CopyBatch, DeviceOptions, Step
 from kvframework.config import load_config
 from kvframework.devices.copier import LAUNCH_FRAGMENTS, _split
 from kvframework.errors import ConfigFieldError
-from kvframework.plugins import PluginRegistry, check_config
+from kvframework.registry import PluginRegistry, check_config
 from tests.devices import rigs  # noqa: F401 - makes the example importable
 
 from tests.devices import faulty  # isort: skip  it imports the example

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from kvframework.devices.messages import Frames, Lost, Start, framed, from_copier
-from tests.full_pipe import full_pipe
+from tests.support.full_pipe import full_pipe
 
 
 def test_a_copier_that_fails_says_so_although_its_log_is_not_read() -> None:

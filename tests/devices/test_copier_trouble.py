@@ -21,7 +21,7 @@ from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, s
 from tests.client import test_transport_choice as choice
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 from tests.devices import faulty  # isort: skip  it imports the example
 

@@ -21,7 +21,7 @@ from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in
 from kvframework.testing.transport.rig import RigSpec
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
 

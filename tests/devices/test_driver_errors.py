@@ -14,16 +14,16 @@ from kvframework.api import MessagingFuture
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
-from kvframework.plugins import PluginRegistry, check_config
+from kvframework.registry import PluginRegistry, check_config
 from kvframework.testing.accelerator import Event, SimulatedNode
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from tests.devices.engines import works
 from tests.devices.rigs import EXAMPLE, kvf_simdev, simdev
-from tests.plugins.fake_distributions import install
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.registry.fake_distributions import install
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 from tests.devices import faulty  # isort: skip  it imports the example
 
@@ -141,8 +141,11 @@ def test_a_refused_memory_says_why_to_the_engine_and_in_the_log(start: Start, ca
         make()
     error = raised.value
     assert (error.fact, error.where, error.available, error.hint) == (
-        "it is not shared", "acme.open", "shared pools", faulty.HINT
-    )  # fmt: skip
+        "it is not shared",
+        "acme.open",
+        "shared pools",
+        faulty.HINT,
+    )
     (line,) = [record.getMessage() for record in caplog.records if "could not open" in record.getMessage()]
     assert "acme.open: it is not shared" in line
     assert faulty.HINT in line

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvframework.api import CopyBatch
-from kvframework.devices.backoff import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.pinning import Pinning
+from kvframework.devices.spawned import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
 from tests.devices.test_planning import DESC, LAYOUT
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 LIMIT = 100
 

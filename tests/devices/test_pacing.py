@@ -55,9 +55,12 @@ class Paced:
         self.done: list[int] = []
         self.launcher = Launcher(
             self.driver,  # type: ignore[arg-type]
-            limit=1 << 20, pace=pace, usable=lambda: 1 << 20, done=lambda job: self.done.append(job.number),
+            limit=1 << 20,
+            pace=pace,
+            usable=lambda: 1 << 20,
+            done=lambda job: self.done.append(job.number),
             clock=lambda: self.driver.now,
-        )  # fmt: skip
+        )
 
     def add(self, number: int, *sizes: int, is_store: bool = True) -> None:
         self.launcher.add(Job(number, number, is_store, batches(*sizes), None, 0))

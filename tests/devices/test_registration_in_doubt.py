@@ -27,7 +27,7 @@ from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.table import REQUESTS
 from tests.devices.rigs import simdev
 from tests.devices.slow_copier import OPENS_NOTHING, STARTS_LATER
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
 

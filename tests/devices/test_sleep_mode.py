@@ -15,7 +15,7 @@ from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, status_of
 from tests.devices.engines import works
 from tests.devices.rigs import kvf_simdev
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
 

@@ -1,3 +1,3 @@
 """The site directory of tests/plugins, for the examples of pages."""
 
-from tests.plugins.conftest import site as site
+from tests.registry.conftest import site as site

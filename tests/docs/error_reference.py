@@ -68,10 +68,18 @@ def codes() -> list[Code]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 made.setdefault(node.func.id, set()).add(package)
     found = [
-        Code(code, node.name, [ast.unparse(base) for base in node.bases], *_told(node),
-             sorted(made.get(node.name, ())), node.name in bases)
-        for node in classes for code in [_code(node)] if code is not None
-    ]  # fmt: skip
+        Code(
+            code,
+            node.name,
+            [ast.unparse(base) for base in node.bases],
+            *_told(node),
+            sorted(made.get(node.name, ())),
+            node.name in bases,
+        )
+        for node in classes
+        for code in [_code(node)]
+        if code is not None
+    ]
     order = list(TITLES)
     return sorted(found, key=lambda each: (*_rank(each.code, order),))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvframework import api
 from kvframework.api import Provider, hookspecs
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 
 HOOKS: dict[str, Callable[[], object]] = {
     name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
@@ -61,8 +61,11 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
     intro, _, code = rest.partition(":\n\n")
     guide = PAGES[kind]
     parts = [
-        f"## `{name}`", f"`{_signature(HOOKS[name])}`", "", f"{_joined(summary)} How to write one: [{guide}]({guide}).",
-    ]  # fmt: skip
+        f"## `{name}`",
+        f"`{_signature(HOOKS[name])}`",
+        "",
+        f"{_joined(summary)} How to write one: [{guide}]({guide}).",
+    ]
     for provider in _descriptors(providers):
         parts += [
             "",

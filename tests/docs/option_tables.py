@@ -18,9 +18,9 @@ from msgspec import inspect
 
 from kvframework.api import ByteSize, Options
 from kvframework.config import toml_value
-from kvframework.plugins import PluginRegistry
-from kvframework.plugins.discovery import EntryPointInfo
-from kvframework.plugins.options import OptionInfo, describe_options
+from kvframework.registry import PluginRegistry
+from kvframework.registry.discovery import EntryPointInfo
+from kvframework.registry.options import OptionInfo, describe_options
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)

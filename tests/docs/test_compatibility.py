@@ -12,9 +12,9 @@ import kvframework.api
 from kvframework.api import Tier, TierProvider
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
-from kvframework.plugins import PluginRegistry, check_config, compatibility
+from kvframework.registry import PluginRegistry, check_config, compatibility
 from tests.docs.shown import blocks
-from tests.plugins.fake_distributions import info, install
+from tests.registry.fake_distributions import info, install
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md").read_text()
 MODULE = """

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from kvf_vllm.options import VllmOptions
-from kvframework.engine.client_losses import RECENT_S
-from kvframework.engine.trouble import LOST_MANY
+from kvframework.service.client_losses import RECENT_S
+from kvframework.service.health import LOST_MANY
 from kvframework.wire.client_deadlines import (
     KINDS,
     LOCAL,

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError
-from kvframework.plugins import KINDS, PluginRegistry, check_config
+from kvframework.registry import KINDS, PluginRegistry, check_config
 from tests.docs import error_reference, hook_reference, option_tables
 from tests.docs.generate import RENEW, generated
 

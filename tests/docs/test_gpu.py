@@ -13,8 +13,8 @@ from kvf_cuda_ipc import kvf_transports
 from kvframework.config import Config, load_config
 from kvframework.doctor.numa import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
-from kvframework.plugins import PluginRegistry, check_config
-from kvframework.plugins.options import describe_options
+from kvframework.registry import PluginRegistry, check_config
+from kvframework.registry.options import describe_options
 from tests.cli.command import run
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS

@@ -20,13 +20,13 @@ import kvframework
 from kvframework.cli.app import app
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
-from kvframework.engine.trouble import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.errors import KVFrameworkError
+from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
 from tests.docs.shown import blocks
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

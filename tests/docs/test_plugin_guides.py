@@ -10,8 +10,8 @@ import pytest
 
 from kvframework.api import hookspecs
 from tests.docs import shown
-from tests.plugins.fake_distributions import install
-from tests.plugins.test_hook_examples import example
+from tests.registry.fake_distributions import install
+from tests.registry.test_hook_examples import example
 
 PLUGINS = Path(__file__).resolve().parents[2] / "docs" / "plugins"
 GUIDES: dict[str, Callable[[], object]] = {

@@ -12,7 +12,7 @@ import typer
 
 from kvframework import api
 from kvframework.cli.app import app
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 from tests.cli.command import run
 from tests.docs.hook_reference import PAGES
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.errors import PluginUnavailable
-from kvframework.plugins import KINDS, PluginRegistry, check_config
+from kvframework.registry import KINDS, PluginRegistry, check_config
 from tests.docs.shown import blocks, entry_points
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from kvf_blend.messages import REQUESTS
-from kvframework.api import ClientInfo, EngineServices, Handler
+from kvframework.api import CacheServices, ClientInfo, Handler
 from kvframework.errors import NotRegistered, UnknownRequest
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.docs.shown import blocks, entry_points
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 from tests.server.in_process import serving
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "plugins" / "requests.md").read_text()
@@ -59,7 +59,7 @@ def test_a_server_without_it_says_so(warm_up: Callable[..., Any]) -> None:
 
 
 def test_its_tables_are_complete() -> None:
-    services = EngineServices.__abstractmethods__ | set(EngineServices.__annotations__)
+    services = CacheServices.__abstractmethods__ | set(CacheServices.__annotations__)
     table = GUIDE.partition("| call |")[2].partition("\n\n")[0]
     assert services == set(re.findall(r"^\| `(\w+)", table, re.MULTILINE))
     for name in ClientInfo.__annotations__:

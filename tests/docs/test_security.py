@@ -16,8 +16,8 @@ from kvframework.api import ByteSize
 from kvframework.config import ServerConfig
 from tests.cli.command import run
 from tests.docs.shown import blocks
-from tests.ports import free_port
-from tests.waiting import wait_until
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()

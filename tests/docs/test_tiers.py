@@ -12,8 +12,8 @@ from kvframework.testing import TierConformance
 from kvframework.testing.faults import WIRE_FAULTS
 from kvframework.testing.tier import TierKit
 from tests.docs.shown import blocks, entry_points, prove
-from tests.plugins.fake_distributions import install
-from tests.plugins.test_hook_examples import example
+from tests.registry.fake_distributions import install
+from tests.registry.test_hook_examples import example
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "tiers.md").read_text()
 

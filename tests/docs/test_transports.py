@@ -14,8 +14,8 @@ import pytest
 from kvframework.testing import accelerator
 from kvframework.testing.accelerator import memory, node, runtime
 from tests.docs.shown import blocks, entry_points
-from tests.plugins.fake_distributions import install
-from tests.server_process import ServerProcess
+from tests.registry.fake_distributions import install
+from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "plugins" / "transports.md").read_text()
@@ -111,9 +111,28 @@ def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: P
     chosen = "comes_back_in_other_blocks and (nhd or hybrid) or killed_in_mid_copy or cancelled_store"
     known = list(filter(None, [os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), "-c", os.devnull,
-         "-W", "error", "-k", chosen, str(EXAMPLE / "tests")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *known])},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(EXAMPLE),
+            "-c",
+            os.devnull,
+            "-W",
+            "error",
+            "-k",
+            chosen,
+            str(EXAMPLE / "tests"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *known])},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert re.search(r"^6 passed", run.stdout, re.MULTILINE), run.stdout + run.stderr

@@ -20,7 +20,7 @@ from kvframework.config import load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa
 from kvframework.doctor.checkup import examine, run_check
 from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
-from kvframework.messaging import gate
+from kvframework.messaging.server import gate
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
@@ -249,9 +249,14 @@ def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, mo
     ],
 )
 def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
-    driver: str, installed: dict[str, str], bindings: str, nvrtc: str, extra: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    driver: str,
+    installed: dict[str, str],
+    bindings: str,
+    nvrtc: str,
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def version(name: str) -> str:
         if name not in installed:
             raise accelerator.metadata.PackageNotFoundError(name)

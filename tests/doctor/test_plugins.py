@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.tables import ask, levels
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 SOURCE = """
 import os, time

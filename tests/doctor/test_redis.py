@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.tables import ask, levels
-from tests.redis_sentinel import MASTER, RedisWithSentinels
-from tests.redis_server import RedisServer
+from tests.support.redis_sentinel import MASTER, RedisWithSentinels
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wheels import install_wheels, run_own_tests
+from tests.support.wheels import install_wheels, run_own_tests
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Each with how many of its tests must have passed at least.

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvframework.config import load_config
-from kvframework.plugins import PluginRegistry, check_config
+from kvframework.registry import PluginRegistry, check_config
 from kvframework.wire import messages as m
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 from tests.server.in_process import serving
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

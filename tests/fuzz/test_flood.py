@@ -19,9 +19,9 @@ from kvframework.wire.frames import decode, join, split
 from kvframework.wire.table import REQUESTS
 from tests.fuzz.mutation import mutated, mutated_frames
 from tests.golden.samples import every_field, required_fields
-from tests.processes import descriptors
-from tests.server_process import ServerProcess
-from tests.wire_client import key_for
+from tests.support.processes import descriptors
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import key_for
 
 # CLEAR would take away what the well-behaved client looks for.
 NAMES = sorted(REQUESTS.keys() - {"CLEAR"})
@@ -189,9 +189,13 @@ def check(server: ServerProcess, seed: int, messages: int, seconds: float) -> No
         status = client.status()
         counters = status["messaging"]["counters"]
     for name in (
-        "malformed", "unanswerable", "hello_refused", "liveness_refused", "errors.protocol.payload",
+        "malformed",
+        "unanswerable",
+        "hello_refused",
+        "liveness_refused",
+        "errors.protocol.payload",
         "errors.protocol.unknown_request",
-    ):  # fmt: skip
+    ):
         assert counters.get(name, 0) > 2, f"{name} in {counters}"
     assert not counters.get("loop_errors", 0) + counters.get("tick_errors", 0)
     assert not counters.get("errors.run.handler", 0), server.log[-4000:]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.api import Message, RetrievePlan, StorePlan
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
-from kvframework.messaging.refusals import Introduction
+from kvframework.messaging.server.refusals import Introduction
 from kvframework.wire import messages as m
 from kvframework.wire.frames import (
     MAX_ERROR_TEXT,
@@ -147,23 +147,42 @@ _LAYOUT = {"format": ""}
     [
         (m.Hello, _largest(m.Hello, {"capabilities": array_of(b"\xa0", _MANY)})),
         (m.RegisterKvCache, _largest(m.RegisterKvCache, {"handles": array_of(b"\xc4\x00", _MANY // 2)})),
-        (m.RegisterKvCache, _largest(m.RegisterKvCache, {
-            "layout": {**_LAYOUT, "groups": array_of(msgspec.msgpack.encode(_GROUP), _MANY // 60)}})),
-        (m.RegisterKvCache, _largest(m.RegisterKvCache, {
-            "layout": {**_LAYOUT, "groups": [{**_GROUP, "layer_names": array_of(b"\xa0", _MANY)}]}})),
-        (m.RegisterKvCache, _largest(m.RegisterKvCache, {
-            "layout": {**_LAYOUT, "groups": [{**_GROUP, "strides": array_of(b"\x01", _MANY)}]}})),
+        (
+            m.RegisterKvCache,
+            _largest(
+                m.RegisterKvCache,
+                {"layout": {**_LAYOUT, "groups": array_of(msgspec.msgpack.encode(_GROUP), _MANY // 60)}},
+            ),
+        ),
+        (
+            m.RegisterKvCache,
+            _largest(
+                m.RegisterKvCache,
+                {"layout": {**_LAYOUT, "groups": [{**_GROUP, "layer_names": array_of(b"\xa0", _MANY)}]}},
+            ),
+        ),
+        (
+            m.RegisterKvCache,
+            _largest(
+                m.RegisterKvCache, {"layout": {**_LAYOUT, "groups": [{**_GROUP, "strides": array_of(b"\x01", _MANY)}]}}
+            ),
+        ),
         (m.TransferRequest, _largest(m.TransferRequest, {"block_ids": array_of(b"\xc4\x00", _MANY // 2)})),
         (m.Prepare, _largest(m.Prepare, {"first_chunks": array_of(b"\x00", _MANY)})),
-        (m.Registered, _largest(m.Registered, {"desc": {
-            "chunk_tokens": 1, "groups": [{"shape": array_of(b"\x01", _MANY), "dtype": ""}]}})),
+        (
+            m.Registered,
+            _largest(
+                m.Registered,
+                {"desc": {"chunk_tokens": 1, "groups": [{"shape": array_of(b"\x01", _MANY), "dtype": ""}]}},
+            ),
+        ),
         (m.HelloReply, _largest(m.HelloReply, {"transports": array_of(b"\xa0", _MANY)})),
         (m.GatheredBlock, _largest(m.GatheredBlock, {"groups": array_of(b"\xc4\x00", _MANY // 2)})),
         (StorePlan, _largest(StorePlan, {"ranges": array_of(b"\x94\x00\x00\x00\x00", _MANY // 5)})),
         (RetrievePlan, _largest(RetrievePlan, {"ranges": array_of(b"\x94\x00\x00\x00\x00", _MANY // 5)})),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)  # fmt: skip
+)
 def test_a_list_that_is_far_too_long_costs_nothing(struct: type[Message], payload: bytes) -> None:
     with bounded(0), pytest.raises(InvalidPayload, match="length <="):
         decode(payload, struct, where="fuzz")

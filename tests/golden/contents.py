@@ -8,7 +8,7 @@ import msgspec
 
 from kvf_hashers import Sha256
 from kvframework.api import GroupDesc, KVLayout, LayerGroup, MemoryLayoutDesc, ObjectKey, compute_namespace, salt_digest
-from kvframework.engine.layer_order import layer_order
+from kvframework.service.layer_order import layer_order
 from kvframework.storage.envelope import FORMAT_VERSION, layout_fingerprint, seal
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, RankOrder, record_key
 from kvframework.wire import non_gpu_namespace
@@ -78,7 +78,8 @@ def names() -> dict[str, Any]:
     hasher = Sha256()
     return {
         "object key": {
-            "value": {name: explicit(part) for name, part in KEY._asdict().items()}, "key": _hex(KEY.pack())
+            "value": {name: explicit(part) for name, part in KEY._asdict().items()},
+            "key": _hex(KEY.pack()),
         },
         "key of a namespace's record": _hex(record_key(NAMESPACE)),
         "layout fingerprint": {"value": explicit(DESC), "fingerprint": _hex(layout_fingerprint(DESC))},
@@ -94,13 +95,19 @@ def names() -> dict[str, Any]:
             "value": explicit(DESC),
             "namespace": _hex(
                 compute_namespace(
-                    model="org/model", desc=DESC, hasher_fingerprint=hasher.fingerprint, world_size=2, revision="main",
-                    quantization="fp8", packing="amx",
+                    model="org/model",
+                    desc=DESC,
+                    hasher_fingerprint=hasher.fingerprint,
+                    world_size=2,
+                    revision="main",
+                    quantization="fp8",
+                    packing="amx",
                 )
             ),
         },
         "namespace of eight fields": {
-            "value": explicit(NON_GPU), "namespace": _hex(non_gpu_namespace(NON_GPU, hasher.fingerprint, 256))
+            "value": explicit(NON_GPU),
+            "namespace": _hex(non_gpu_namespace(NON_GPU, hasher.fingerprint, 256)),
         },
         "digests": {
             "hasher": hasher.fingerprint,
@@ -108,7 +115,7 @@ def names() -> dict[str, Any]:
             "digests of chunks of 4": _hex(hasher.chunk_digests(TOKENS, 4)),
             "with an extra at the second": _hex(hasher.chunk_digests(TOKENS, 4, extras={1: b"lora"})),
         },
-    }  # fmt: skip
+    }
 
 
 def _hex(value: bytes | memoryview) -> str:

@@ -10,8 +10,8 @@ import kvframework
 from kvframework import errors
 from kvframework.api import Message, RequestSpec
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging.liveness import WITH_ARENA, WITHOUT_ARENA
-from kvframework.messaging.session import TOKEN_BYTES
+from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.server.sessions import TOKEN_BYTES
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join
 from kvframework.wire.table import REQUESTS

@@ -14,7 +14,7 @@ import pytest
 
 from kvframework.api import Message
 from kvframework.errors import KVFrameworkError, RemoteError
-from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.storage.envelope import FORMAT_VERSION, Damaged, unseal
 from kvframework.storage.namespaces import decode_record
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, error_from, split
@@ -23,7 +23,7 @@ from tests.golden import recording
 from tests.golden.contents import raw
 from tests.golden.samples import every_field, explicit, required_fields
 from tests.server.in_process import serving
-from tests.wire_client import WireClient
+from tests.support.wire_client import WireClient
 
 RECORDED = {release: recording.recorded(release) for release in recording.releases()}
 MESSAGES = [

@@ -92,9 +92,22 @@ def kvf_codecs():
     ]
 """
 OPTIONS_TITLES = (
-    "good", "silent", "dated", "odd", "bounded", "named", "mute", "probe", "future", "clever", "no-parameters",
-    "raises", "later", "text", "gone",
-)  # fmt: skip
+    "good",
+    "silent",
+    "dated",
+    "odd",
+    "bounded",
+    "named",
+    "mute",
+    "probe",
+    "future",
+    "clever",
+    "no-parameters",
+    "raises",
+    "later",
+    "text",
+    "gone",
+)
 
 TIERS = """
 class Partial(Tier):
@@ -233,7 +246,7 @@ PLANTED = {
     ),
     "planted_eager": Planted(SOUND + "import acme_client", ("codec.one",), {"eager-import planted_eager": ""}),
     "planted_inner": Planted(
-        SOUND + "def late():\n    from kvframework.plugins import registry\n",
+        SOUND + "def late():\n    from kvframework.registry import registry\n",
         ("codec.one",),
         {"internal-import planted_inner": "line"},
     ),

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.config.toml import read_toml
 from kvframework.inspection import inspect_plugin
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*/pyproject.toml"))
 OURS = sorted(

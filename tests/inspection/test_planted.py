@@ -9,8 +9,8 @@ import pytest
 from kvframework.errors import ConfigFieldError
 from kvframework.inspection import PROBLEMS, inspect_plugin
 from tests.inspection.planted import PLANTED, SOUND
-from tests.plugins.fake_distributions import install
-from tests.waiting import wait_until
+from tests.registry.fake_distributions import install
+from tests.support.waiting import wait_until
 
 PROPER = "Requires-Python: >=3.10\nRequires-Dist: kvframework>=0.1\n"
 
@@ -91,8 +91,11 @@ def test_metadata_is_read(site: Path) -> None:
     assert "bolt 1.0" in report.problems[0].fact
     both = inspect_plugin("codec.one")
     assert sorted(each.id for each in both.problems) == [
-        "name-conflict", "name-conflict", "no-dependency", "no-requires-python",
-    ]  # fmt: skip
+        "name-conflict",
+        "name-conflict",
+        "no-dependency",
+        "no-requires-python",
+    ]
 
 
 def test_a_module_that_nobody_installed_is_inspected_too(site: Path) -> None:

@@ -11,7 +11,7 @@ from kvf_cpu_gather.context import CpuGather
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
 from kvframework.api import CacheKey, Registration
-from tests.plugins_first_party.arena_link import ArenaLink
+from tests.plugins.arena_link import ArenaLink
 
 NAMES = ("layer", "plane", "block", "token", "head", "dim")
 

@@ -74,10 +74,15 @@ def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
     source = Engine([one for one, _ in pairs], contents, CHUNK)
     target = Engine([other for _, other in pairs], others, CHUNK, link=source.link)
     assert source.desc == target.desc
-    assert len({
-        compute_namespace(model="m", desc=engine.desc, hasher_fingerprint="h", world_size=1)
-        for engine in (source, target)
-    }) == 1  # fmt: skip
+    assert (
+        len(
+            {
+                compute_namespace(model="m", desc=engine.desc, hasher_fingerprint="h", world_size=1)
+                for engine in (source, target)
+            }
+        )
+        == 1
+    )
 
     ids = [data.draw(st.permutations(range(count)))[: count - SPARE] for count in counts]
     assert source.store(ids, CHUNKS).result()
@@ -96,15 +101,25 @@ def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
     ]
     assert target.load(given_ids, CHUNKS, skip).result()
     for index, group in enumerate(target.groups):
-        assert torch.equal(target.blocks(index), _expected(group, contents[index], others[index], ids[index],
-                                                           to[index], chunk, skip))  # fmt: skip
+        assert torch.equal(
+            target.blocks(index), _expected(group, contents[index], others[index], ids[index], to[index], chunk, skip)
+        )
 
 
 def test_a_state_is_left_alone_where_all_is_skipped() -> None:
     group = Group(
-        axes=("block", "dim"), layers=1, planes=1, heads=1, dim=2, dtype=torch.float64, block_size=12,
-        compress_ratio=1, window=0, state=True, how="own",
-    )  # fmt: skip
+        axes=("block", "dim"),
+        layers=1,
+        planes=1,
+        heads=1,
+        dim=2,
+        dtype=torch.float64,
+        block_size=12,
+        compress_ratio=1,
+        window=0,
+        state=True,
+        how="own",
+    )
     source = Engine([group], [group.content(8, 1)], CHUNK)
     tokens = source.desc.chunk_tokens * CHUNKS
     ids = [list(range(tokens // group.block_size))]

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from kvframework.errors import NamespaceMismatch  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.tiers.nodes import await_written  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -32,14 +32,22 @@ class Engine:
         self.kv = {name: torch.zeros((2, 16, 16, 1, 4)) for name in names}
         rules = [{"layers": list(group), "axes": AXES, "block_size": 16} for group in groups]
         self.worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", world_size=world_size, rank=rank, layout="paged",
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            world_size=world_size,
+            rank=rank,
+            layout="paged",
             layout_options={"groups": rules},
-        )  # fmt: skip
+        )
         self.registration = self.worker.register_kv_caches(self.kv, block_size=16)
         self.scheduler = SchedulerAdapter(
-            client, model_name="m", namespace=self.registration.namespace, world_size=world_size,
+            client,
+            model_name="m",
+            namespace=self.registration.namespace,
+            world_size=world_size,
             chunk_tokens=self.registration.desc.chunk_tokens,
-        )  # fmt: skip
+        )
         self.ids = [list(range(16))] * len(groups)
 
     @property
@@ -167,7 +175,7 @@ def test_servers_that_share_l2_keep_orders_apart(tmp_path: Path) -> None:
             assert client.wait_up(20)
             scheduler = SchedulerAdapter(
                 client, model_name="m", namespace=first.registration.namespace, chunk_tokens=256
-            )  # fmt: skip
+            )
             request = RequestHashes(client.hasher, 256, request_id="r")
             request.extend(TOKENS)
             wait_until(lambda: scheduler.wait(scheduler.lookup(request), 20.0).hit_tokens == 256, what="the record")  # noqa: B023

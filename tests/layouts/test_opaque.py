@@ -15,7 +15,7 @@ from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import OpaqueRule  # noqa: E402
 from kvframework.api import CacheKey, Registration, compute_namespace  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
-from tests.plugins_first_party.arena_link import ArenaLink  # noqa: E402
+from tests.plugins.arena_link import ArenaLink  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -36,9 +36,12 @@ def test_options_as_in_a_table_declare_groups_with_their_own_sizes() -> None:
         PagedOptions,
     )
     kv = {
-        "0.full": layer(), "1.swa.k": layer(8, 5), "2.ssm": torch.zeros(6, 7), "3.idx": torch.zeros(6, 4, 5),
+        "0.full": layer(),
+        "1.swa.k": layer(8, 5),
+        "2.ssm": torch.zeros(6, 7),
+        "3.idx": torch.zeros(6, 4, 5),
         "4.full": layer(),
-    }  # fmt: skip
+    }
     layout = PagedLayout(options.axes, options.groups).describe(kv, block_size=4)
     names = [group.layer_names for group in layout.groups]
     assert names == [("1.swa.k",), ("2.ssm",), ("3.idx",), ("0.full", "4.full")]

@@ -14,7 +14,7 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, Worker
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
 from kvframework.wire.messages import Clear  # noqa: E402
 from tests.layouts.engines import Group, as_bytes, hold  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -43,9 +43,13 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 
 def table(group: Group, pattern: str) -> dict[str, object]:
     return {
-        "layers": [pattern], "axes": list(group.axes), "block_size": group.block_size, "window": group.window,
-        "state": group.state, "compress_ratio": group.compress_ratio,
-    }  # fmt: skip
+        "layers": [pattern],
+        "axes": list(group.axes),
+        "block_size": group.block_size,
+        "window": group.window,
+        "state": group.state,
+        "compress_ratio": group.compress_ratio,
+    }
 
 
 class Engine:
@@ -71,15 +75,20 @@ class Engine:
         for index, (group, content) in enumerate(zip(groups, self.contents, strict=True)):
             self.kv.update(hold(group, content, f"g{index}."))
         self.worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", layout="paged",
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            layout="paged",
             layout_options={"groups": [table(group, f"g{index}.*") for index, group in enumerate(groups)]},
             transport_options={"path": path},
-        )  # fmt: skip
+        )
         self.registration = self.worker.register_kv_caches(self.kv, block_size=16)
         self.scheduler = SchedulerAdapter(
-            client, model_name="m", namespace=self.registration.namespace,
+            client,
+            model_name="m",
+            namespace=self.registration.namespace,
             chunk_tokens=self.registration.desc.chunk_tokens,
-        )  # fmt: skip
+        )
 
     def request(self, tokens: Sequence[int], request_id: str = "r") -> RequestHashes:
         request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
@@ -253,9 +262,12 @@ def test_opaque_blocks_of_two_engines_meet_only_with_the_same_packing(client: KV
 
     def register(name: str, instance_id: int, packing: str) -> tuple[WorkerAdapter, SchedulerAdapter]:
         worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", layout="opaque",
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            layout="opaque",
             layout_options={"packing": packing, "block_axis": 0},
-        )  # fmt: skip
+        )
         registration = worker.register_kv_caches(kv[name], block_size=16)
         scheduler = SchedulerAdapter(client, model_name="m", namespace=registration.namespace, chunk_tokens=CHUNK)
         return worker, scheduler

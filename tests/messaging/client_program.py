@@ -9,7 +9,7 @@ import sys
 import time
 
 from kvframework.errors import ServerGone
-from kvframework.messaging.client import Connection
+from kvframework.messaging.client.connection import Connection
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import ask, connected
 

@@ -14,9 +14,9 @@ import zmq
 
 from kvframework.api import Handler, Message, MessagingFuture, Reply, RequestSpec
 from kvframework.errors import BadRange, Cancelled
-from kvframework.messaging.client import Connection
-from kvframework.messaging.server import MessageServer
-from kvframework.messaging.session import ClientSession
+from kvframework.messaging.client.connection import Connection
+from kvframework.messaging.server.loop import MessageServer
+from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, join, split
 from kvframework.wire.messages import Hello, HelloReply, Pong

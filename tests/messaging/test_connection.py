@@ -13,12 +13,12 @@ import zmq
 
 from kvframework.api import Message
 from kvframework.errors import HelloRequired, KVFrameworkError, ServerFull, ServerGone, VersionMismatch
-from kvframework.messaging.client import Connection
+from kvframework.messaging.client.connection import Connection
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join, split
 from kvframework.wire.messages import Hello, HelloReply, Pong
 from tests.messaging.lab import HASHER, TABLE, Lab, Text, ask, connected
-from tests.processes import descriptors
-from tests.waiting import wait_until
+from tests.support.processes import descriptors
+from tests.support.waiting import wait_until
 
 
 def test_before_the_server_starts_and_after_it_did(endpoint: str) -> None:

@@ -16,12 +16,12 @@ import pytest
 from kvframework.api import Message
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.messaging import frames_io
-from kvframework.messaging.client import Connection
-from kvframework.messaging.link import Link
-from kvframework.messaging.pending import Outgoing
+from kvframework.messaging.client.connection import Connection
+from kvframework.messaging.client.link import Link
+from kvframework.messaging.client.pending import Outgoing
 from kvframework.wire.frames import Envelope
 from tests.messaging.lab import Lab, Text, connected
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SOON_S = 8.0
 

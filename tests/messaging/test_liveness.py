@@ -17,13 +17,15 @@ from unittest import mock
 
 import pytest
 
+from kvframework.config import ipc_path
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
-from kvframework.messaging import liveness
-from kvframework.messaging.endpoint import EndpointFiles, ipc_path
-from kvframework.messaging.liveness import LivenessServer
-from kvframework.messaging.liveness_client import LivenessLink
+from kvframework.messaging.client.liveness import LivenessLink
+from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.server import liveness
+from kvframework.messaging.server.endpoint import EndpointFiles
+from kvframework.messaging.server.liveness import LivenessServer
 from tests.messaging.lab import Lab, RawClient, Text, Work, ask, connected, make_server
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def dialled(lab: Lab) -> socket.socket:
@@ -65,7 +67,7 @@ def test_a_token_may_come_in_pieces_but_not_too_long(lab: Lab) -> None:
         sock.sendall(raw.welcome.session[:5])
         time.sleep(0.05)
         sock.sendall(raw.welcome.session[5:])
-        assert sock.recv(1) == liveness.WITHOUT_ARENA
+        assert sock.recv(1) == WITHOUT_ARENA
         wait_until(lambda: lab.server.sessions[0].local)
         sock.sendall(b"nothing may follow")
         wait_until(lambda: len(lab.work.ended) == 1, timeout=1)
@@ -243,8 +245,8 @@ def test_one_session_holds_a_few_liveness_sockets_only(lab: Lab) -> None:
             sock.sendall(raw.welcome.session)
             socks.append(sock)
         answers = [sock.recv(1) for sock in socks]
-        assert answers == [liveness.WITH_ARENA] * liveness.MAX_PER_SESSION + [b""] or answers == [
-            liveness.WITHOUT_ARENA
+        assert answers == [WITH_ARENA] * liveness.MAX_PER_SESSION + [b""] or answers == [
+            WITHOUT_ARENA
         ] * liveness.MAX_PER_SESSION + [b""]
         for sock in socks:
             sock.close()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api import ClientInfo
-from kvframework.engine.client_losses import MAX_RECENT, RECENT_S, ClientLosses
 from kvframework.errors import InvalidPayload
-from kvframework.messaging.losses import Losses
+from kvframework.messaging.client.losses import Losses
+from kvframework.service.client_losses import MAX_RECENT, RECENT_S, ClientLosses
 from kvframework.wire.frames import decode
 from kvframework.wire.messages import MAX_LOST, MOST_LOST, Lost, Ping
 

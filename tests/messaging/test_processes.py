@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
-from kvframework.messaging import liveness
+from kvframework.messaging.server import liveness
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import Lab, ask, connected
-from tests.processes import descriptors
-from tests.waiting import wait_until
+from tests.support.processes import descriptors
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., subprocess.Popen[str]]

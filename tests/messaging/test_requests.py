@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from kvframework.api import Handler, RequestSpec
-from kvframework.engine.trouble import MESSAGING_TROUBLE
 from kvframework.errors import (
     BadRange,
     Cancelled,
@@ -21,12 +20,13 @@ from kvframework.errors import (
     ShuttingDown,
     UnknownRequest,
 )
-from kvframework.messaging import server
-from kvframework.messaging.dispatch import OWN_REQUESTS, check_handlers
+from kvframework.messaging.server import loop as server
+from kvframework.messaging.server.dispatch import OWN_REQUESTS, check_handlers
+from kvframework.service.health import MESSAGING_TROUBLE
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Cancel, CancelReply
 from tests.messaging.lab import SPECS, TABLE, Lab, Text, ask, connected
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 def test_a_round_trip(lab: Lab) -> None:

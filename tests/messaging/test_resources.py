@@ -13,9 +13,10 @@ import pytest
 import zmq
 
 from kvframework.errors import OutOfResources
-from kvframework.messaging import client, resources
+from kvframework.messaging import resources
+from kvframework.messaging.client import connection as client
 from tests.messaging.lab import Lab
-from tests.processes import descriptors
+from tests.support.processes import descriptors
 
 
 def test_open_descriptors_are_counted_with_and_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> None:

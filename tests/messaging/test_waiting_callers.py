@@ -17,11 +17,11 @@ from kvframework.errors import (
     ShuttingDown,
     UnknownRequest,
 )
-from kvframework.messaging.client import Connection
+from kvframework.messaging.client.connection import Connection
 from kvframework.testing.together import together
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.messaging.lab import Lab, Text, ask, connected
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # Far above what an answer takes, far below the deadlines here: who was not woken is found out by it.
 SOON_S = 8.0

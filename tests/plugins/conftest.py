@@ -1,22 +1,33 @@
-"""A site directory for fake distributions, on `sys.path` for one test."""
+"""A Redis Cluster for all tests of this folder, started for the first that asks for it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
+from kvframework.api import Tier
+from tests.support.redis_cluster import RedisCluster
+from tests.support.redis_tier import Opened, open_redis_tier
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """Three masters and three replicas. A test may make other nodes masters, but leaves all six at work."""
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Installed here means installed for the test; its modules are forgotten afterwards."""
-    path = tmp_path / "site"
-    path.mkdir()
-    monkeypatch.syspath_prepend(path)
-    before = set(sys.modules)
-    yield path
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(path) in str(sys.modules[name].__file__):
-            del sys.modules[name]
+def on_cluster(cluster: RedisCluster) -> Iterator[Opened]:
+    """Makes tiers on the cluster that are closed when the test ends."""
+    with ExitStack() as stack:
+
+        def opens(url: str = "", **options: object) -> Tier:
+            given = {"topology": "cluster", "nodes": cluster.nodes, **options}
+            tier = open_redis_tier(url or cluster.running[0].url, **given)
+            stack.callback(tier.close)
+            return tier
+
+        yield opens

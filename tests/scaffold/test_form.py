@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 from kvframework.scaffold import PluginNames, render, write_distribution
 
 # Lines grow with the name, so the shortest and the longest that there can be.
@@ -43,6 +43,11 @@ def test_mypy_finds_nothing(tmp_path: Path) -> None:
 def run(folder: Path, *arguments: str, **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

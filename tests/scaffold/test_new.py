@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import __version__
-from kvframework.plugins import KINDS
+from kvframework.registry import KINDS
 from kvframework.scaffold import (
     FolderExists,
     NameRefused,
@@ -21,14 +21,19 @@ from kvframework.scaffold import (
     write_distribution,
 )
 from tests.cli.command import COMMAND, environment
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 
 def new(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, "new", *arguments],
-        cwd=folder, env=environment(site), capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment(site),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
 
 
 def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> None:
@@ -37,10 +42,18 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
     folder = tmp_path / "kvf-my-store"
     found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert found == {
-        ".github/workflows/test.yml", ".gitignore", "README.md", "pyproject.toml", "tox.ini",
-        "kvf_my_store/__init__.py", "kvf_my_store/options.py", "kvf_my_store/py.typed", "kvf_my_store/tier.py",
-        "tests/test_conformance.py", "tests/test_diagnosis.py",
-    }  # fmt: skip
+        ".github/workflows/test.yml",
+        ".gitignore",
+        "README.md",
+        "pyproject.toml",
+        "tox.ini",
+        "kvf_my_store/__init__.py",
+        "kvf_my_store/options.py",
+        "kvf_my_store/py.typed",
+        "kvf_my_store/tier.py",
+        "tests/test_conformance.py",
+        "tests/test_diagnosis.py",
+    }
     first, *commands = done.stdout.splitlines()
     assert first.startswith("kvf-my-store: 11 files")
     assert [command.strip() for command in commands] == [

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import pytest
 
 from kvframework.config import load_config, toml_value
-from kvframework.plugins import KINDS, PluginRegistry, check_config
-from kvframework.plugins.options import describe_options
+from kvframework.registry import KINDS, PluginRegistry, check_config
+from kvframework.registry.options import describe_options
 from kvframework.scaffold import PluginNames, render, write_distribution
-from tests.wheels import environment_with, install_wheels, run_own_tests
+from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.
 CHOSEN = {"transport": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share or a_stream"]}
@@ -59,8 +59,12 @@ def test_it_passes_its_own_tests(rendered: Rendered, kind: str) -> None:
 def test_all_are_listed_as_available(rendered: Rendered) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvframework.cli.main", "plugins", "list", "--json"],
-        env=environment_with(rendered.site), capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=environment_with(rendered.site),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     for names in rendered.names.values():

@@ -18,8 +18,8 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import join
 from tests.cli.command import run
 from tests.security.another_user import NOBODY, as_another_user, needs_root
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 HUNG_UP = ("closed", "ConnectionResetError", "BrokenPipeError")
 

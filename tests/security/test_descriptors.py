@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
 from kvframework.messaging import gate as gates
-from kvframework.messaging.gate import Doors, Gate
-from kvframework.messaging.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
+from kvframework.messaging.server.gate import Doors, Gate
+from kvframework.messaging.server.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m
-from tests.processes import descriptors
-from tests.waiting import wait_until
+from tests.support.processes import descriptors
+from tests.support.waiting import wait_until
 from tests.wire_path.remote import RemoteServer, remote_server
 
 LIMIT = 1024

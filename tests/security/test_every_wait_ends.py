@@ -17,7 +17,7 @@ from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport
 from kvframework.devices.spawned import SpawnedCopier
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceLost
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 LONG_S = 100.0
 LAYOUT = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), num_blocks=1)
@@ -80,8 +80,8 @@ def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.Monke
         held.wait(LONG_S)
         raise socket.gaierror(-3, "temporary failure")
 
-    monkeypatch.setattr("kvframework.messaging.client._CLOSE_S", 0.1)
-    monkeypatch.setattr("kvframework.messaging.dial.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("kvframework.messaging.client.connection._CLOSE_S", 0.1)
+    monkeypatch.setattr("kvframework.messaging.client.dial.socket.getaddrinfo", resolve)
     client = KVClient("tcp://cache.example:5555")
     assert asked.wait(60)
     thread = client._connection._thread

@@ -11,8 +11,8 @@ import pytest
 
 from kvf_redis.pieces import MAX_PIECES, Trailer
 from kvframework.api import Outcome, Tier
-from tests.redis_server import RedisServer
-from tests.redis_tier import get, open_redis_tier, put, soon
+from tests.support.redis_server import RedisServer
+from tests.support.redis_tier import get, open_redis_tier, put, soon
 
 pytestmark = pytest.mark.redis
 

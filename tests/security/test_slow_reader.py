@@ -11,10 +11,10 @@ from kvframework.api import RetrievePlan
 from kvframework.wire import messages as m
 from kvframework.wire.frames import split
 from kvframework.wire.indices import pack_indices
-from tests.ports import free_port
 from tests.server.in_process import serving
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.wire_path.remote import RemoteServer, held, remote_server
 from tests.wire_path.stalling_proxy import StallingProxy
 
@@ -66,7 +66,7 @@ def test_what_a_stalled_client_is_sent_is_kept_for_it(server: RemoteServer) -> N
 
 
 def test_what_one_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.engine.chunks.MAX_LENT_BYTES", 60 << 20)
+    monkeypatch.setattr("kvframework.service.over_wire.MAX_LENT_BYTES", 60 << 20)
     port = free_port()
     with (
         serving(f"server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true", capacity="32MiB") as running,

@@ -20,10 +20,10 @@ from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pa
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from tests.messaging.lab import HASHER, connected
-from tests.processes import descriptors
-from tests.tcp_peer import TcpPeer
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.processes import descriptors
+from tests.support.tcp_peer import TcpPeer
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.wire_path.remote import Keys, RemoteServer, remote_server
 
 TOKENS = list(range(512))
@@ -166,8 +166,16 @@ def test_a_server_elsewhere_names_no_socket_of_this_machine(tmp_path: Path) -> N
             assert router.poll(10_000)
             identity, *frames = router.recv_multipart()
             reply = m.HelloReply(
-                1, b"boot", bytes(16), 256, "sha256", HASHER, (), (), liveness=str(tmp_path / "trap"),
-            )  # fmt: skip
+                1,
+                b"boot",
+                bytes(16),
+                256,
+                "sha256",
+                HASHER,
+                (),
+                (),
+                liveness=str(tmp_path / "trap"),
+            )
             router.send_multipart([identity, *join(split(frames).request_id, "HELLO", reply)])
             assert connection.wait_up(20)
             with pytest.raises(BlockingIOError):

@@ -12,8 +12,8 @@ from kvframework.api.driver import Allocation
 from kvframework.devices.handles import LentAllocation, LentView, read_handles
 from kvframework.wire import messages as m
 from tests.cli.command import run
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 FORGED = "engine\n2026-01-01 00:00:00 ERROR kvframework: all is lost \x1b]0;owned\x07\x9b31m\u202e"
 

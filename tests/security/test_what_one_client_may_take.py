@@ -11,16 +11,16 @@ import pytest
 
 from kvframework import errors
 from kvframework.api import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
-from kvframework.engine.lookups import MAX_LOADS
-from kvframework.messaging.session import SessionTable
+from kvframework.messaging.server.sessions import SessionTable
+from kvframework.service.lookups import MAX_LOADS
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
-from tests.redis_server import RedisServer
 from tests.server.in_process import serving
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(1024))
 NBYTES = 2 * 2 * 256 * 8 * 4  # of one object of WireClient's model
@@ -122,7 +122,7 @@ def test_records_that_nobody_holds_go_first() -> None:
 
 
 def test_instances_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.engine.registration.MAX_INSTANCES_IN_ALL", 3)
+    monkeypatch.setattr("kvframework.service.registration.MAX_INSTANCES_IN_ALL", 3)
     with serving() as running, WireClient(running.endpoint) as one, WireClient(running.endpoint) as other:
         for number in range(3):
             one.register(number)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.wire.messages import Clear
-from tests.server_process import ServerProcess
-from tests.wire_client import WireClient
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import WireClient
 
 
 @pytest.fixture(scope="module")

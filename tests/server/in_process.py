@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvframework.config import load_config
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 
 @contextmanager

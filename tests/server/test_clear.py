@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvframework.storage import manager as manager_module
-from kvframework.storage.allocator import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.wire import messages as m
 from tests.server.in_process import serving
 from tests.storage.memory import packed_key
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 OTHERS = 3 * manager_module.AT_ONCE
 

@@ -9,11 +9,11 @@ import pytest
 
 from kvframework import errors
 from kvframework.config import load_config
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
-from kvframework.storage.codecs import CodecTable
+from kvframework.storage.l2.codecs import CodecTable
 from tests.cli.command import run
-from tests.plugins.fake_distributions import install
+from tests.registry.fake_distributions import install
 
 SOURCE = """
 from kvframework.api import *
@@ -68,8 +68,10 @@ BY_THREE = ("eviction", "layout", "hasher", "codec", "requests", "tier")
 NAMES = [
     *(f"{kind}.{name}" for kind in BY_THREE for name in ("raises", "exits", "returns")),
     *(f"tier.{name}" for name in ("refuses", "refuses_here", "nameless", "l1_raises", "l1_returns")),
-    "transport.raises", "transport.returns", "requests.listed",
-]  # fmt: skip
+    "transport.raises",
+    "transport.returns",
+    "requests.listed",
+]
 RAISED = "create raised PermissionError: [Errno 13] Permission denied"
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from kvframework import errors
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 TOKENS = [5] * 1024
 LEASE_S = 0.5
@@ -26,7 +26,7 @@ WORKER = """
 import sys
 from kvframework import errors
 from kvframework.wire import messages as m
-from tests.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for
 endpoint, what = sys.argv[1:]
 client = WireClient(endpoint, timeout=20)
 registered = client.register(instance_id=50)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvframework.wire import messages as m
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 pytestmark = pytest.mark.redis
 TOKENS = list(range(2048))

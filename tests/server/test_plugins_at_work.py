@@ -6,7 +6,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.api import (
-    EngineServices,
+    CacheServices,
     Handler,
     Message,
     NoOptions,
@@ -15,12 +15,12 @@ from kvframework.api import (
     hookimpl,
 )
 from kvframework.config import load_config
-from kvframework.plugins.registry import PluginRegistry
+from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode, join
 from tests.server.in_process import serving
-from tests.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for
 
 
 class Count(Message, frozen=True):
@@ -41,7 +41,7 @@ class CountPlugin:
     def kvf_request_handlers(self) -> list[RequestsProvider[NoOptions]]:
         return [RequestsProvider(name="count", summary="counts", create=self.create)]
 
-    def create(self, _options: NoOptions, services: EngineServices) -> list[Handler[Count]]:
+    def create(self, _options: NoOptions, services: CacheServices) -> list[Handler[Count]]:
         def count(_client: object, payload: Count, _buffers: object) -> Counted:
             rows = services.resolve_keys(payload.key)
             known = services.layout_desc(payload.key.namespace) is not None

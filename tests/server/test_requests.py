@@ -13,9 +13,9 @@ from kvframework import errors
 from kvframework.api import KVLayout, LayerGroup, canonical_desc, compute_namespace
 from kvframework.wire import messages as m
 from kvframework.wire import non_gpu_namespace
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(1024))
 
@@ -56,11 +56,25 @@ def test_a_layout_registration_shows_in_the_status(client: WireClient) -> None:
     client.call("REGISTER_KV_CACHE", m.RegisterKvCache(3, "m", 4, 2, namespace, "cpu_gather", layout))
     instance = client.status()["instances"][0]
     expected = {
-        "instance_id": 3, "model": "m", "world_size": 4, "rank": 2, "transport": "cpu_gather", "layers": 3,
-        "block_size": 16, "logical_block_size": 16, "hidden_sizes": [16], "dtype": "float16", "mla": False,
-        "num_blocks": 10, "format": "paged", "shapes": [[2, 3, 256, 16]], "attention_backend": "FLASH",
-        "bytes_per_token": 192.0, "group_physical_block_sizes": [16], "group_compress_ratios": [1],
-    }  # fmt: skip
+        "instance_id": 3,
+        "model": "m",
+        "world_size": 4,
+        "rank": 2,
+        "transport": "cpu_gather",
+        "layers": 3,
+        "block_size": 16,
+        "logical_block_size": 16,
+        "hidden_sizes": [16],
+        "dtype": "float16",
+        "mla": False,
+        "num_blocks": 10,
+        "format": "paged",
+        "shapes": [[2, 3, 256, 16]],
+        "attention_backend": "FLASH",
+        "bytes_per_token": 192.0,
+        "group_physical_block_sizes": [16],
+        "group_compress_ratios": [1],
+    }
     assert {name: instance[name] for name in expected} == expected
     client.call("UNREGISTER_KV_CACHE", m.Unregister(3))
     assert client.status()["instances"] == []
@@ -284,12 +298,18 @@ def test_bad_frames_leave_the_server_answering_others(server: ServerProcess, cli
         good = [b"\1" * 8, b"PREPARE_STORE", msgspec.msgpack.encode(m.Prepare(key_for(registered, TOKENS), 1))]
         for _ in range(300):
             frames = [
-                good[:2], good[:1], [b""], [b"\1" * 7, *good[1:]], [good[0], b"NO_SUCH", good[2]],
-                [good[0], b"\xff\xfe", good[2]], [good[0], b"X" * 100, good[2]], [*good, b"surplus"],
+                good[:2],
+                good[:1],
+                [b""],
+                [b"\1" * 7, *good[1:]],
+                [good[0], b"NO_SUCH", good[2]],
+                [good[0], b"\xff\xfe", good[2]],
+                [good[0], b"X" * 100, good[2]],
+                [*good, b"surplus"],
                 [good[0], good[1], good[2][: seeded.randrange(len(good[2]))]],
                 [good[0], good[1], seeded.randbytes(seeded.randrange(200))],
                 [seeded.randbytes(seeded.randrange(12)) for _ in range(seeded.randrange(1, 8))],
-            ]  # fmt: skip
+            ]
             bad.socket.send_multipart(seeded.choice(frames))
         bad.socket.send_multipart([good[0], b"NOOP", bytes(17 << 20)])
         for _ in range(3):

@@ -15,8 +15,8 @@ from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.server.gated_transport import GatedPlugin
 from tests.server.in_process import serving
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 BLOCKS, BLOCK_BYTES = 64, 16 * 2 * 2 * 8 * 4
 LAYOUT = KVLayout("paged", (LayerGroup(2, 16, 1, 8, "float32"),), num_blocks=BLOCKS)

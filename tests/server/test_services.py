@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvframework.api import ClientInfo, EngineServices, NoOptions, PackedKey, TierProvider, hookimpl
+from kvframework.api import CacheServices, ClientInfo, NoOptions, PackedKey, TierProvider, hookimpl
 from kvframework.errors import LeaseUnknown, NotRegistered
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.server.in_process import serving
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 
 
 class MemoryPlugin:
@@ -32,7 +32,7 @@ class Stored:
     """Four chunks of a registered instance, in L1 and in the tier."""
 
     server: Server
-    services: EngineServices
+    services: CacheServices
     wire: WireClient
     tier: MemoryTier
     keys: Sequence[PackedKey]

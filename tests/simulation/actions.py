@@ -145,8 +145,30 @@ def rest(world: World) -> str | None:
 
 # How often each is drawn.
 WEIGHTS: dict[Action, float] = {
-    store: 6, write: 14, commit: 9, abort: 0.5, lookup: 6, query: 5, free: 3, retrieve: 6, finish_read: 9,
-    end_session: 0.4, die: 0.4, stop: 0.4, wake: 2, tick: 3, time_passes: 2.5, time_jumps: 0.1, clear: 0.1,
-    poll: 20, drive: 120, fault: 1.2, spoil: 1.5, grow: 0.3, kill: 0.03, shut_down: 0.03, rest: 0.01,
-}  # fmt: skip
+    store: 6,
+    write: 14,
+    commit: 9,
+    abort: 0.5,
+    lookup: 6,
+    query: 5,
+    free: 3,
+    retrieve: 6,
+    finish_read: 9,
+    end_session: 0.4,
+    die: 0.4,
+    stop: 0.4,
+    wake: 2,
+    tick: 3,
+    time_passes: 2.5,
+    time_jumps: 0.1,
+    clear: 0.1,
+    poll: 20,
+    drive: 120,
+    fault: 1.2,
+    spoil: 1.5,
+    grow: 0.3,
+    kill: 0.03,
+    shut_down: 0.03,
+    rest: 0.01,
+}
 ACTIONS = {action.__name__: action for action in WEIGHTS}

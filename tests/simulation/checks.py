@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.storage.allocator import rounded
-from kvframework.storage.leases import INTERNAL_OWNER
+from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.leases import INTERNAL_OWNER
 from tests.simulation.model import must, total
 from tests.simulation.world import World
 

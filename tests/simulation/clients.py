@@ -4,7 +4,7 @@ what it did, or None if it could not be done now."""
 from __future__ import annotations
 
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.objects import REMEMBER_LAPSED_S
+from kvframework.storage.l1.objects import REMEMBER_LAPSED_S
 from kvframework.wire import messages as m
 from tests.simulation.model import Writing, must
 from tests.simulation.prompts import CHUNK, CHUNKS, CONTENT, NAMESPACE, RECORD, items_of, lookup_key

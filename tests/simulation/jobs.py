@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from kvframework.errors import TierError
-from kvframework.storage.steps import Steps
-from kvframework.storage.threads import Controller
+from kvframework.storage.l2.steps import Steps
+from kvframework.storage.l2.threads import Controller
 from tests.simulation.model import Broken
 
 

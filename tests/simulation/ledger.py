@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvframework.api import PackedKey
-from kvframework.storage.write_policy import OnEviction
-from kvframework.storage.writeback import WriteBack
+from kvframework.storage.l2.write_policy import OnEviction
+from kvframework.storage.l2.writeback import WriteBack
 from tests.simulation.model import must
 from tests.simulation.tier import SimTier
 

@@ -8,18 +8,18 @@ from typing import Any
 from unittest import mock
 
 from kvframework.api import Outcome, PackedKey
-from kvframework.engine.lookups import Lookups, Ticket
+from kvframework.service.lookups import Lookups, Ticket
 from kvframework.storage import envelope
-from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.breaker import Breaker
-from kvframework.storage.l2 import L2Store
-from kvframework.storage.leases import LeaseBook, PinLease, StoredObject, WriteLease
-from kvframework.storage.loading import Loader, LoadTask
+from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
+from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.loading import Loader, LoadTask
+from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
+from kvframework.storage.l2.steps import Steps
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.write_queue import Batch, WriteQueue
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.objects import ObjectTable
-from kvframework.storage.prefetch import Prefetcher, TierLoads
-from kvframework.storage.steps import Steps
-from kvframework.storage.write_queue import Batch, WriteQueue
 
 Plant = Callable[[], Any]
 PLANTED: dict[str, Plant] = {}

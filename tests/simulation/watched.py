@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvframework.api import MemoryLayoutDesc, PackedKey, Select
-from kvframework.storage.breaker import Breaker
-from kvframework.storage.leases import NO_DEADLINE, PinLease, StoredObject
-from kvframework.storage.loading import LoadTask
+from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.l1.objects import Reservation
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.objects import Reservation
 from tests.simulation.model import Guard, Model, Writing, must
 from tests.simulation.prompts import CONTENT
 from tests.storage.memory import OrderedLru, PlainMemory

@@ -7,15 +7,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvframework.api import ClientInfo
-from kvframework.engine.lookups import Lookups
-from kvframework.engine.resolve import KeyResolver
-from kvframework.storage.allocator import ALIGNMENT
-from kvframework.storage.l2 import L2Store
-from kvframework.storage.leases import INTERNAL_OWNER
+from kvframework.service.keys import KeyResolver
+from kvframework.service.lookups import Lookups
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.leases import INTERNAL_OWNER
+from kvframework.storage.l2.room import Watermarks
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.tiers import AttachedTier
+from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.tier_room import Watermarks
-from kvframework.storage.tiers import AttachedTier
-from kvframework.storage.write_policy import WRITE_POLICIES
 from tests.simulation.dice import Dice
 from tests.simulation.jobs import Job
 from tests.simulation.ledger import Ledger

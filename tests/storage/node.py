@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvframework.api import GroupDesc, MemoryLayoutDesc, PackedKey, Select
-from kvframework.storage.allocator import ALIGNMENT
-from kvframework.storage.breaker import Breaker
-from kvframework.storage.l2 import L2Store
-from kvframework.storage.loading import LoadTask
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.tiers import AttachedTier
+from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.tiers import AttachedTier
-from kvframework.storage.write_policy import WRITE_POLICIES
 from tests.storage.memory import OrderedLru, PlainMemory, content
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 SIZE = ALIGNMENT
 DESC = MemoryLayoutDesc(16, (GroupDesc((1, 1, 16, SIZE // 16), "uint8"),))

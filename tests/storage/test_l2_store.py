@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvframework.api import Codec, Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.codecs import CodecTable
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2 import L2Store
-from kvframework.storage.latency import Latencies
-from kvframework.storage.tier_room import Watermarks, oldest
+from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.latency import Latencies
+from kvframework.storage.l2.room import Watermarks, oldest
+from kvframework.storage.l2.store import L2Store
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier, in_envelope
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from kvframework.storage import manager as manager_module
-from kvframework.storage.allocator import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 from tests.storage.conftest import storage_threads
 from tests.storage.memory import NAMESPACE, packed_key
 from tests.storage.node import DESC, OWNER, SIZE, Node
 from tests.storage.test_prefetch import filled
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 K = [packed_key(number) for number in range(100)]
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
-from kvframework.storage.objects import REMEMBER_LAPSED_S, ObjectTable
+from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
+from kvframework.storage.l1.objects import REMEMBER_LAPSED_S, ObjectTable
 from tests.storage.memory import OrderedLru, packed_key
 
 K = [packed_key(number) for number in range(12)]
@@ -200,7 +200,7 @@ def test_a_client_can_not_hold_leases_without_bound() -> None:
 
 def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end would unpin all of them at once."""
-    monkeypatch.setattr("kvframework.storage.leases.MAX_PINS_PER_OWNER", 10)
+    monkeypatch.setattr("kvframework.storage.l1.leases.MAX_PINS_PER_OWNER", 10)
     table = make_table()
     store(table, K[:4])
     first = table.pin(K[:4], owner=1, request_id="", deadline=5.0)
@@ -222,7 +222,7 @@ def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatc
 
 def test_pins_lapse_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tick never unpins all that a thousand lookups pinned. Asked for, a lease has lapsed at its deadline."""
-    monkeypatch.setattr("kvframework.storage.objects.UNPIN_AT_ONCE", 3)
+    monkeypatch.setattr("kvframework.storage.l1.objects.UNPIN_AT_ONCE", 3)
     table = make_table()
     store(table, K[:2])
     leases = [table.pin(K[:2], owner=1, request_id="", deadline=5.0) for _ in range(5)]
@@ -252,7 +252,7 @@ class Told(OrderedLru):
 
 def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the end it knows what it would have been told at once; what has left meanwhile it is not told."""
-    monkeypatch.setattr("kvframework.storage.objects.TELL_AT_ONCE", 4)
+    monkeypatch.setattr("kvframework.storage.l1.objects.TELL_AT_ONCE", 4)
     policy = Told()
     table = make_table(units=12, policy=policy)
     store(table, K[:12])
@@ -272,8 +272,8 @@ def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.objects.TELL_AT_ONCE", 2)
-    monkeypatch.setattr("kvframework.storage.objects.MOST_UNTOLD", 3)
+    monkeypatch.setattr("kvframework.storage.l1.objects.TELL_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.l1.objects.MOST_UNTOLD", 3)
     policy = Told()
     table = make_table(policy=policy)
     store(table, K[:4])

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api import PackedKey
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.leases import INTERNAL_OWNER, NO_DEADLINE, StoredObject
-from kvframework.storage.objects import ObjectTable
+from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, StoredObject
+from kvframework.storage.l1.objects import ObjectTable
 from tests.storage.memory import OrderedLru, packed_key
 
 UNITS = 14

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api import PackedKey
-from kvframework.storage import prefetch
 from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.l2 import prefetch
 from kvframework.storage.namespaces import NamespaceRecord, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, OWNER, SIZE, Node, prefix
 from tests.storage.tier import MemoryTier, in_envelope
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 K = [packed_key(number) for number in range(300)]
 RECORD = NamespaceRecord("llama", 1, DESC)

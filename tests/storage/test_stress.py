@@ -10,7 +10,7 @@ from kvframework.errors import LeaseUnknown
 from tests.storage.memory import packed_key
 from tests.storage.node import DESC, SIZE, Node, prefix
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 K = [packed_key(number) for number in range(48)]
 STEPS = 3000

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api import Outcome, PackedKey
-from kvframework.storage.write_policy import MAX_GHOSTS, OnEviction, OnSecondUse
+from kvframework.storage.l2.write_policy import MAX_GHOSTS, OnEviction, OnSecondUse
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.test_prefetch import filled
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 K = [packed_key(number) for number in range(200)]
 
@@ -175,7 +175,7 @@ class Stepped(Forgetful):
 def test_on_eviction_what_is_written_is_not_sent_again_with_its_batch_under_way(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.writeback.BATCH_BYTES", 1)
+    monkeypatch.setattr("kvframework.storage.l2.writeback.BATCH_BYTES", 1)
     tier = Stepped("put")
     node = make_node(
         tiers=[tier], units=100, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
@@ -194,7 +194,7 @@ def test_on_eviction_what_is_written_is_not_sent_again_with_its_batch_under_way(
 def test_many_touches_keep_nothing_from_being_written(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.writeback.TOUCH_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.l2.writeback.TOUCH_AT_ONCE", 2)
     tier = Stepped("touch")
     node = make_node(tiers=[tier], timeout_s=60.0)
     node.write(K[:8])

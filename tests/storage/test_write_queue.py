@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api import PackedKey
-from kvframework.storage.write_policy import AtOnce
-from kvframework.storage.write_queue import BATCH_OBJECTS, Batch, WriteQueue
+from kvframework.storage.l2.write_policy import AtOnce
+from kvframework.storage.l2.write_queue import BATCH_OBJECTS, Batch, WriteQueue
 from tests.storage.memory import packed_key
 
 K = [packed_key(number) for number in range(40)]

@@ -11,16 +11,16 @@ import pytest
 from kvframework.api import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, unseal
-from kvframework.storage.l2 import DELETE_AT_ONCE, L2Store
-from kvframework.storage.leases import PinLease, StoredObject
+from kvframework.storage.l1.leases import PinLease, StoredObject
+from kvframework.storage.l2.steps import run
+from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
+from kvframework.storage.l2.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
+from kvframework.storage.l2.writeback import RECORD_EVERY_S, WriteBack
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
-from kvframework.storage.steps import run
-from kvframework.storage.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
-from kvframework.storage.writeback import RECORD_EVERY_S, WriteBack
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, SIZE, Node
 from tests.storage.tier import MemoryTier
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 K = [packed_key(number) for number in range(200)]
 

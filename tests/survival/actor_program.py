@@ -15,7 +15,7 @@ import msgspec
 from kvframework.api import CacheKey, StorePlan
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-from tests.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for
 
 CHUNK = 256
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import WireClient
 from tests.tiers.conftest import redis, seed
-from tests.wire_client import WireClient
 
 __all__ = ["redis", "seed", "watcher"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvframework.wire.frames import decode, join
-from tests.plugins.fake_distributions import install
-from tests.server_process import ServerProcess
+from tests.registry.fake_distributions import install
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import WireClient
 from tests.survival import faulty_plugin
 from tests.survival.faulty_plugin import Answer, Ask
-from tests.wire_client import WireClient
 
 _ids = itertools.count(1 << 32)
 

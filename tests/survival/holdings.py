@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.wire_client import WireClient
+from tests.support.wire_client import WireClient
 
 
 def held(client: WireClient) -> dict[str, int]:

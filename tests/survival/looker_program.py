@@ -13,9 +13,7 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 def main(endpoint: str, namespace: str, length: str) -> None:
     with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=30.0) as client:
         chunk = client.chunk_size
-        scheduler = SchedulerAdapter(
-            client, model_name="m", namespace=bytes.fromhex(namespace), chunk_tokens=chunk
-        )  # fmt: skip
+        scheduler = SchedulerAdapter(client, model_name="m", namespace=bytes.fromhex(namespace), chunk_tokens=chunk)
         print("ready", flush=True)
         for line in sys.stdin:
             request = RequestHashes(client.hasher, chunk, request_id="looker")

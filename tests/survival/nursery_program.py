@@ -15,7 +15,7 @@ import sys
 import traceback
 
 from kvframework.wire import messages as m
-from tests.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for
 
 TOKENS = [5] * 1024
 

@@ -15,7 +15,7 @@ import sys
 import zmq
 
 from kvframework.wire.frames import MAX_BUFFERS
-from tests.wire_client import WireClient
+from tests.support.wire_client import WireClient
 
 # What changes nothing for others, whatever comes of it.
 NAMES = [b"LOOKUP", b"PREPARE_STORE", b"STORE_CPU_CHUNKS", b"COMMIT_STORE", b"NOOP", b"HELLO", b"ERROR", b"", b"\xff"]

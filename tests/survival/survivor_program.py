@@ -97,9 +97,13 @@ class Survivor:
         self._fresh = 1000 * settings.instance_id
         self._kv = {f"layer{at}": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM) for at in range(LAYERS)}
         self._worker = WorkerAdapter(
-            client, instance_id=settings.instance_id, model_name=MODEL, layout="paged", layout_options={"axes": AXES},
+            client,
+            instance_id=settings.instance_id,
+            model_name=MODEL,
+            layout="paged",
+            layout_options={"axes": AXES},
             transport_options={"path": settings.path},
-        )  # fmt: skip
+        )
         registration = self._worker.register_kv_caches(self._kv, block_size=BLOCK)
         self._scheduler = SchedulerAdapter(
             client, model_name=MODEL, namespace=registration.namespace, chunk_tokens=registration.desc.chunk_tokens

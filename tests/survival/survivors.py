@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.support.waiting import wait_until
 from tests.survival.survivor_program import Report, Settings
-from tests.waiting import wait_until
 
 _START_S = 60.0
 _END_S = 60.0

@@ -9,12 +9,12 @@ import subprocess
 import sys
 
 from kvframework.wire import messages as m
-from tests.processes import descriptors
-from tests.server_process import ServerProcess
+from tests.support.processes import descriptors
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.survival import nursery_program
 from tests.survival.nursery_program import TOKENS
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
 
 CLIENTS = 200
 CHUNKS = len(TOKENS) // 256
@@ -23,9 +23,7 @@ PATIENCE_S = 60.0
 
 def held(watcher: WireClient) -> tuple[int, int, int, int]:
     status = watcher.status()
-    return (
-        status["l1"]["pins"], status["l1"]["pin_leases"], status["tickets"], len(status["messaging"]["sessions"])
-    )  # fmt: skip
+    return (status["l1"]["pins"], status["l1"]["pin_leases"], status["tickets"], len(status["messaging"]["sessions"]))
 
 
 def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
@@ -35,8 +33,13 @@ def test_two_hundred_clients_die_between_lookup_and_retrieve() -> None:
         client.store(key, b"PINS")
         before, files = held(client), len(descriptors(server.pid))
         command = [
-            sys.executable, "-m", nursery_program.__name__, server.endpoint, registered.namespace.hex(), str(CLIENTS)
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            nursery_program.__name__,
+            server.endpoint,
+            registered.namespace.hex(),
+            str(CLIENTS),
+        ]
         nursery = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert nursery.stdout is not None
         try:

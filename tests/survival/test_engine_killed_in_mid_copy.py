@@ -33,9 +33,9 @@ from kvframework.testing.transport.node import (
 from kvframework.wire import messages as m
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
-from tests.processes import busy_s, children, descriptors
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
+from tests.support.processes import busy_s, children, descriptors
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 
 pytestmark = pytest.mark.timeout(300)
 

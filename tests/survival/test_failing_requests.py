@@ -13,11 +13,11 @@ import pytest
 from kvframework import errors
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.survival.faulty_plugin import SHORT_S, begun
 from tests.survival.faulty_server import answer, faulty_server, send
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
 
 PATIENCE_S = 20.0
 # Of the fastest of several calls: milliseconds on an idle machine. The deadlines of these requests are a minute.

@@ -14,8 +14,8 @@ import pytest
 
 from kvframework.api import StoreOutcome
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
-from tests.wire_client import WireClient, key_for
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import WireClient, key_for
 
 SEED = "KVFRAMEWORK_TEST_SEED"
 CHUNK = 256
@@ -70,9 +70,7 @@ class Engine:
             only = m.StorePlan(plan.lease, (place,), found)
             self.client.write(only, self.fill(prompt, place.chunk))
         committed: StoreOutcome = self.client.call("COMMIT_STORE", m.LeaseRef(plan.lease)).outcome
-        return StoreOutcome(
-            committed.stored, found.present, found.in_flight, found.dropped + committed.dropped
-        )  # fmt: skip
+        return StoreOutcome(committed.stored, found.present, found.in_flight, found.dropped + committed.dropped)
 
     def load(self, prompt: list[int]) -> int:
         """Looks up and loads the hit; the chunks. Every byte is checked."""

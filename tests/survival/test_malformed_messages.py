@@ -14,12 +14,12 @@ import pytest
 
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFERS
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.survival import stranger_program
 from tests.survival.faulty_plugin import begun
 from tests.survival.faulty_server import answer, faulty_server, send
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
 from tests.wire_path.remote import RemoteServer, remote_server
 
 # Of one call of others, and of half of them, while the machine has much else to do: alone they take milliseconds.
@@ -112,9 +112,13 @@ def test_others_are_served_without_a_pause(server: RemoteServer) -> None:
 def status_check(server: ServerProcess, timeout: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvframework.cli.main", "status", "--check", "--timeout", str(timeout)]
     return subprocess.run(
-        [*command, "--endpoint", server.endpoint], capture_output=True, text=True, timeout=240, check=False,
+        [*command, "--endpoint", server.endpoint],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+    )
 
 
 def test_the_health_probe_asks_the_serving_loop(tmp_path: Path) -> None:

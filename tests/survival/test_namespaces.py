@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -68,15 +68,17 @@ class Worker:
         sizes = [self.blocks if size < 0 else size for size in shape]
         self.kv = {f"l{index}": torch.full(sizes, value).to(dtype) for index in range(2)}
         self.worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", layout=layout,
-            layout_options=layout_options or {"axes": AXES}, **identity,
-        )  # fmt: skip
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            layout=layout,
+            layout_options=layout_options or {"axes": AXES},
+            **identity,
+        )
         registration = self.worker.register_kv_caches(self.kv, block_size=block_size)
         self.namespace, self.chunk = registration.namespace, registration.desc.chunk_tokens
         self.per_chunk = self.chunk // block_size
-        self.scheduler = SchedulerAdapter(
-            client, model_name="m", namespace=self.namespace, chunk_tokens=self.chunk
-        )  # fmt: skip
+        self.scheduler = SchedulerAdapter(client, model_name="m", namespace=self.namespace, chunk_tokens=self.chunk)
 
     def request(self, token: int) -> RequestHashes:
         request = RequestHashes(self.client.hasher, self.chunk, request_id="same")
@@ -113,7 +115,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dtype of the same size": {"dtype": torch.bfloat16},
     "layout: one latent plane": {"shape": (-1, 16, 1, 2), "layout_options": {"axes": AXES[1:]}},
     "layout: opaque blocks": {
-        "shape": (-1, 16, 2, 2), "layout": "opaque", "layout_options": {"packing": "amx", "block_axis": 0},
+        "shape": (-1, 16, 2, 2),
+        "layout": "opaque",
+        "layout_options": {"packing": "amx", "block_axis": 0},
     },
     "layout: another packing": {"packing": "amx"},
     "layout: more heads": {"shape": (2, -1, 16, 2, 2)},
@@ -121,7 +125,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quantisation": {"quantization": "fp8-kv"},
     "LoRA merged into the weights": {"revision": "base+adapter"},
     "LoRA of a request": {"lora": b"adapter 7"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -167,9 +171,13 @@ def test_status_shows_both_namespaces(server: ServerProcess, clients: tuple[KVCl
 def test_workers_whose_objects_are_equal_share_them(clients: tuple[KVClient, KVClient]) -> None:
     one = Worker(clients[0], 1, 1.0)
     two = Worker(
-        clients[1], 2, 1.0, shape=(-1, 32, 2, 1, 2), block_size=32,
+        clients[1],
+        2,
+        1.0,
+        shape=(-1, 32, 2, 1, 2),
+        block_size=32,
         layout_options={"axes": ["block", "token", "plane", "head", "dim"]},
-    )  # fmt: skip
+    )
     assert one.namespace == two.namespace
     assert one.store(11)
     assert two.hit(11) == 256

@@ -21,13 +21,13 @@ from kvframework.testing.accelerator import SimulatedNode
 from kvframework.testing.transport import RigSpec
 from kvframework.testing.transport.node import ServerProgram, endpoint_in
 from kvframework.wire import messages as m
-from tests.processes import children, descriptors, own_bytes, threads
-from tests.server_process import ServerProcess
+from tests.support.processes import children, descriptors, own_bytes, threads
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 from tests.survival import traced_server
 from tests.survival.holdings import held
 from tests.survival.traced import FOLDER_VARIABLE, Traced, traced_of
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
 
 FEW = {"sessions": 240, "registrations": 60, "forks": 240, "aborted": 120, "copies": 240}
 MANY = 10_000

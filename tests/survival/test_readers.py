@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.survival import reader_program  # noqa: E402
 from tests.survival.reader_program import BLOCKS, COMPUTED, TOKENS, WIDE  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 from tests.wire_path.engine import Engine  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -15,15 +15,15 @@ import pytest
 
 from kvframework.testing.faults.proxy import FaultProxy
 from kvframework.wire import messages as m
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 from tests.tiers.damage import KINDS, damage_in_redis
 from tests.tiers.engine import Engine
 from tests.tiers.engines import SMALL_L1, Engines
 from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
 from tests.tiers.prompts import Prompt, object_key, overlapping, prompt
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 

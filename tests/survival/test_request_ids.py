@@ -9,10 +9,10 @@ import pytest
 
 from kvframework import errors
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 from tests.survival.actor import Actor
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
 
 PATIENCE_S = 20.0
 

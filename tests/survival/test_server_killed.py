@@ -13,14 +13,14 @@ pytest.importorskip("torch")
 
 from kvframework.api import CacheKey, MemoryLayoutDesc
 from kvframework.wire import messages as m
-from tests.processes import arenas, children, descriptors
-from tests.server_process import ServerProcess
+from tests.support.processes import arenas, children, descriptors
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.survival.holdings import held
 from tests.survival.survivor_program import KNOWN, MODEL, tokens_of
 from tests.survival.survivors import Survivors
 from tests.tiers.nodes import await_count
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 

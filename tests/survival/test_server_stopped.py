@@ -21,9 +21,9 @@ from kvframework.client import KVClient  # noqa: E402
 from kvframework.client.scheduler import LookupResult  # noqa: E402
 from tests.client.test_adapters import Engine  # noqa: E402
 from tests.client.test_hazards import Gate  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.survival.holdings import held  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.survival import looker_program  # noqa: E402
 from tests.wire_path.engine import BLOCK, CHUNK, Engine  # noqa: E402
 

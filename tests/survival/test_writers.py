@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.survival.actor import Actor
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
 
 OBJECTS = 32  # as many as L1 has room for
 CHUNKS = 4

@@ -11,7 +11,7 @@ import tracemalloc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 # Names the folder for those files; each process's is named by its id.
 FOLDER_VARIABLE = "KVFRAMEWORK_TEST_TRACED"

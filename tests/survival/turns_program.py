@@ -17,8 +17,8 @@ from kvframework.api import CacheKey
 from kvframework.client import KVClient
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
+from tests.support.waiting import wait_until
 from tests.survival import traced
-from tests.waiting import wait_until
 
 Turn = Callable[[int], None]
 KEPT = [0] * 512
@@ -45,9 +45,15 @@ def connected(endpoint: str) -> KVClient:
 
 def registered(client: KVClient, instance_id: int) -> m.Registered:
     payload = m.RegisterNonGpuContextPayload(
-        instance_id=instance_id, model_name="tiny", world_size=1, block_size=16, num_layers=2, hidden_dim_size=8,
-        dtype_str="float32", use_mla=False,
-    )  # fmt: skip
+        instance_id=instance_id,
+        model_name="tiny",
+        world_size=1,
+        block_size=16,
+        num_layers=2,
+        hidden_dim_size=8,
+        dtype_str="float32",
+        use_mla=False,
+    )
     return client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
 
 

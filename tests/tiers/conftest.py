@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 SEED = "KVFRAMEWORK_TEST_SEED"
 

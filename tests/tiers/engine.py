@@ -6,9 +6,9 @@ import time
 
 from kvframework.api import CacheKey, StoreOutcome
 from kvframework.wire import messages as m
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 from tests.tiers.prompts import CHUNK_TOKENS, Prompt, content
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
 
 _PATIENCE_S = 60.0
 # A model of two layers of K and V: objects of 32 KiB.

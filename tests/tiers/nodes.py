@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 
 _PATIENCE_S = 60.0
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_cluster import RedisCluster
-from tests.server_process import ServerProcess
+from tests.support.redis_cluster import RedisCluster
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.tiers.engine import Engine
 from tests.tiers.engines import SMALL_L1, Engines
 from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count
 from tests.tiers.prompts import prompt
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 

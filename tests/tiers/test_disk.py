@@ -13,14 +13,14 @@ import pytest
 from kvf_filesystem.form import HEAD_BYTES, path_of
 from kvf_filesystem.root import MARKER
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.tiers import remountable_server
 from tests.tiers.damage import KINDS, damage_in_folder
 from tests.tiers.engine import Engine
 from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
 from tests.tiers.prompts import object_key, prompt
 from tests.tiers.small_disk import remount, small_disk
-from tests.waiting import wait_until
 
 WIDE = 256  # objects of 1 MiB, which are written past the page cache where that is possible
 MIB = 1 << 20

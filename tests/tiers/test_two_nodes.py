@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.tiers.engine import Engine
 from tests.tiers.engines import SMALL_L1, Engines
 from tests.tiers.nodes import await_rest, await_written, count

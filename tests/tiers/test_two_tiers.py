@@ -8,8 +8,8 @@ import pytest
 
 from kvf_filesystem.form import HEAD_BYTES, path_of
 from kvframework.storage.envelope import HEADER_BYTES
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
 from tests.tiers.engine import OBJECT_BYTES, Engine
 from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
 from tests.tiers.prompts import object_key, prompt

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.tiers.engine import Engine
 from tests.tiers.nodes import await_count, await_rest, await_written, count, tier
 from tests.tiers.prompts import object_key, prompt
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 

@@ -37,8 +37,13 @@ def run(order: Order) -> Answer:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "tests.vllm.hf_engine"],
-        input=json.dumps(asdict(order)), capture_output=True, text=True, env=environment, check=False, timeout=600,
-    )  # fmt: skip
+        input=json.dumps(asdict(order)),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=600,
+    )
     assert found.returncode == 0, found.stderr[-5000:]
     return Answer(**json.loads(found.stdout.splitlines()[-1]))
 

@@ -21,11 +21,11 @@ import msgspec
 
 from kvf_hashers.sha256 import Sha256
 from kvframework.client import RequestHashes
-from tests.redis_server import RedisServer
-from tests.server_process import ServerProcess
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework_transfer
 from tests.vllm.model import make, prompt
-from tests.waiting import wait_until
 
 CHUNK = 256
 _START_S = 300.0
@@ -100,8 +100,12 @@ def run_engine(
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.vllm.engine", "-"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        )
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -294,9 +298,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvf-rows-") as directory:
         bench = Bench(
-            make(arguments.models / arguments.size, arguments.size), Path(directory), prompt(arguments.tokens),
-            arguments.new_tokens, {"kvframework.load": arguments.load},
-        )  # fmt: skip
+            make(arguments.models / arguments.size, arguments.size),
+            Path(directory),
+            prompt(arguments.tokens),
+            arguments.new_tokens,
+            {"kvframework.load": arguments.load},
+        )
         print(f"| {'row':36} | TTFT s | prefill tokens computed | tokens equal to cold |")
         print(f"|{'-' * 38}|-------:|------------------------:|---------------------:|")
         started = time.monotonic()

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.ports import free_port
-from tests.server_process import ServerProcess
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.vllm.model import make, prompt
-from tests.waiting import wait_until
 
 ENGINES = 2
 CONVERSATIONS = 8
@@ -55,9 +55,13 @@ class Engine:
     def complete(self, tokens: list[int], timeout: float = 300.0) -> tuple[list[int], int]:
         """The answer's tokens, and how many of the prompt's were cached."""
         body = {
-            "model": self.model, "prompt": tokens, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
             "return_token_ids": True,
-        }  # fmt: skip
+        }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -111,17 +115,36 @@ def engine(model: Path, directory: Path, endpoint: str = "", more: tuple[str, ..
     port = free_port()
     log = directory / f"engine-{port}.log"
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
-        "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--enforce-eager",
         # Little memory: requests are preempted, and vLLM's own cache forgets.
-        "--kv-cache-memory-bytes", str(14 << 20), "--max-num-seqs", "8", "--enable-prompt-tokens-details", *more,
-    ]  # fmt: skip
+        "--kv-cache-memory-bytes",
+        str(14 << 20),
+        "--max-num-seqs",
+        "8",
+        "--enable-prompt-tokens-details",
+        *more,
+    ]
     if endpoint:
         connector = {
-            "kv_connector": "KvFrameworkConnector", "kv_connector_module_path": "kvf_vllm.connector",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector": "KvFrameworkConnector",
+            "kv_connector_module_path": "kvf_vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kvframework.endpoint": endpoint, "kvframework.deadline_scale": 10.0},
-        }  # fmt: skip
+        }
         command += ["--kv-transfer-config", json.dumps(connector)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0-1")

@@ -21,9 +21,9 @@ from kvf_vllm.worker import WorkerSide  # noqa: E402
 from kvframework.api import NO_BLOCK  # noqa: E402
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
-from tests.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.vllm.stand_ins import FakeRequest  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -52,9 +52,15 @@ class Engine:
         self.kv = {name: self.memory[index] for group in groups for index, name in enumerate(group.layers)}
         self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(2)]
         self.instance = AttachedInstance(
-            self.clients[0], OPTIONS, identity=KvIdentity("m", "r"), groups=groups, form=form, rank=0,
-            world_size=1, num_blocks=BLOCKS,
-        )  # fmt: skip
+            self.clients[0],
+            OPTIONS,
+            identity=KvIdentity("m", "r"),
+            groups=groups,
+            form=form,
+            rank=0,
+            world_size=1,
+            num_blocks=BLOCKS,
+        )
         self.instance.attach(self.kv)
         self.clients[1].wait_up(5 if server.process else 0.1)
         self.worker = WorkerSide(self.instance, block_size=BLOCK if len(groups) == 1 else 0)

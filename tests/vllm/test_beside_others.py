@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
-from tests.server_process import ServerProcess
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.vllm import rows
 from tests.vllm.engine import Order, encode
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Answer, Bench
-from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -106,8 +106,13 @@ def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer) 
         with log.open("w") as stderr:
             done = subprocess.run(
                 [sys.executable, "-m", "tests.vllm.two_engines", encode(order)],
-                stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=1700, check=False, env=environment(bench),
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=1700,
+                check=False,
+                env=environment(bench),
+            )
     assert done.returncode == 0, log.read_text()[-6000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["tokens"] for each in found] == [cold.tokens] * 4
@@ -170,12 +175,30 @@ def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
     with log.open("w") as output:
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port),
-                "--model", str(bench.model), "--dtype", "float32", "--enforce-eager", "--max-model-len", "3072",
-                "--kv-cache-memory-bytes", str(1 << 28), "--kv-transfer-config", json.dumps(transfer), *options,
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--model",
+                str(bench.model),
+                "--dtype",
+                "float32",
+                "--enforce-eager",
+                "--max-model-len",
+                "3072",
+                "--kv-cache-memory-bytes",
+                str(1 << 28),
+                "--kv-transfer-config",
+                json.dumps(transfer),
+                *options,
             ],
-            stdout=output, stderr=output, env=environment(bench),
-        )  # fmt: skip
+            stdout=output,
+            stderr=output,
+            env=environment(bench),
+        )
         try:
             server = Api(process, port, str(bench.model))
             wait_until(lambda: process.poll() is not None or server.get("/health"), 800, "the OpenAI server")

@@ -21,7 +21,7 @@ from kvf_vllm.layouts import GroupFacts  # noqa: E402
 from kvf_vllm.proof import prove_planes  # noqa: E402
 from kvframework.api import CacheKey, Registration  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
-from tests.plugins_first_party.arena_link import ArenaLink  # noqa: E402
+from tests.plugins.arena_link import ArenaLink  # noqa: E402
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -31,9 +31,18 @@ KERNELS = [None, load_kernel(2)]
 
 def form(**changes: Any) -> LayerForm:
     given: dict[str, Any] = {
-        "backend": "CPU_ATTN", "isa": "vec", "cache_layout": "LBHNC", "spec": "FullAttentionSpec", "dtype": "float32",
-        "model_dtype": "float32", "kv_dtype": "auto", "heads": 2, "head_size": 8, "head_size_v": 8, "block_size": 4,
-    }  # fmt: skip
+        "backend": "CPU_ATTN",
+        "isa": "vec",
+        "cache_layout": "LBHNC",
+        "spec": "FullAttentionSpec",
+        "dtype": "float32",
+        "model_dtype": "float32",
+        "kv_dtype": "auto",
+        "heads": 2,
+        "head_size": 8,
+        "head_size_v": 8,
+        "block_size": 4,
+    }
     return LayerForm(**{**given, **changes})
 
 
@@ -148,9 +157,16 @@ def test_keys_and_values_become_canonical_bytes_and_come_back(
     content = bits.view(getattr(torch, dtype))
     backend, isa, cache_layout = LAYOUTS[name]
     described = form(
-        backend=backend, isa=isa, cache_layout=cache_layout, dtype=dtype, model_dtype=dtype, heads=heads,
-        head_size=dim, head_size_v=dim, block_size=tokens,
-    )  # fmt: skip
+        backend=backend,
+        isa=isa,
+        cache_layout=cache_layout,
+        dtype=dtype,
+        model_dtype=dtype,
+        heads=heads,
+        head_size=dim,
+        head_size_v=dim,
+        block_size=tokens,
+    )
     blocks = 2 * count + 1
     ids = data.draw(st.permutations(range(blocks)))
     stored, loaded = ids[:count], ids[count : 2 * count]

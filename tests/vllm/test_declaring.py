@@ -87,10 +87,16 @@ def weights(folder: Path, *, value: bytes = b"\x01" * 64, name: str = "model.saf
 
 def facts(**changes: Any) -> ModelFacts:
     given: dict[str, Any] = {
-        "name": "org/model", "revision": "r", "quantization": "", "load_format": "auto", "seed": 0,
-        "config": {"hidden_size": 8, "_name_or_path": "anywhere"}, "dtype": "torch.float32", "settings": {},
+        "name": "org/model",
+        "revision": "r",
+        "quantization": "",
+        "load_format": "auto",
+        "seed": 0,
+        "config": {"hidden_size": 8, "_name_or_path": "anywhere"},
+        "dtype": "torch.float32",
+        "settings": {},
         "files": (),
-    }  # fmt: skip
+    }
     return ModelFacts(**{**given, **changes})
 
 
@@ -195,9 +201,15 @@ def test_files_that_change_while_an_engine_starts_name_kv_of_its_own(
 def vllm_config(model: Path | str, **changes: Any) -> Any:
     config = SimpleNamespace(to_dict=lambda: {"hidden_size": 8}, rope_parameters=changes.pop("rope_parameters", None))
     given: dict[str, Any] = {
-        "model": str(model), "revision": None, "quantization": None, "seed": 0, "hf_config": config, "dtype": "float32",
-        "code_revision": None, "max_model_len": 8192,
-    }  # fmt: skip
+        "model": str(model),
+        "revision": None,
+        "quantization": None,
+        "seed": 0,
+        "hf_config": config,
+        "dtype": "float32",
+        "code_revision": None,
+        "max_model_len": 8192,
+    }
     load = SimpleNamespace(load_format="auto", download_dir=None)
     return SimpleNamespace(instance_id="one", model_config=SimpleNamespace(**{**given, **changes}), load_config=load)
 

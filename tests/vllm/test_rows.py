@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.ports import free_port
+from tests.support.ports import free_port
 from tests.vllm import rows
 from tests.vllm.engine import Ask
 from tests.vllm.model import make, prompt
@@ -172,8 +172,11 @@ def announced(bench: Bench, *asks: Ask) -> list[dict[str, Any]]:
     """What subscribers get of an engine that answers `asks`."""
     port = free_port()
     events = {
-        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv",
-    }  # fmt: skip
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "topic": "kv",
+    }
     listening = Bench(**{**vars(bench), "engine": {"kv_events_config": events}})
     with zmq.Context() as context, context.socket(zmq.SUB) as socket, rows.server_for() as server:
         socket.setsockopt(zmq.SUBSCRIBE, b"kv")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvframework.config import load_config
-from kvframework.plugins import PluginRegistry, check_config
-from tests.ports import free_port
-from tests.redis_server import RedisServer
+from kvframework.registry import PluginRegistry, check_config
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer
 from tests.vllm.model import make
 from tests.vllm.rows import server_for
 
@@ -68,10 +68,15 @@ def test_two_engines_with_redis(model: str, tmp_path: Path) -> None:
         text = (EXAMPLES / "redis.toml").read_text().replace("redis://127.0.0.1:6379/0", redis.url)
         config.write_text(text.replace("8GiB", "256MiB"))
         printed = python(
-            str(EXAMPLES / "two_engines.py"), model, "--config", str(config),
-            "--ports", str(free_port()), str(free_port()),
+            str(EXAMPLES / "two_engines.py"),
+            model,
+            "--config",
+            str(config),
+            "--ports",
+            str(free_port()),
+            str(free_port()),
             f"--engine=--dtype float32 --max-model-len 4096 --enforce-eager --kv-cache-memory-bytes {1 << 28}",
-        )  # fmt: skip
+        )
         with redis.client() as client:
             assert client.dbsize()
     assert re.findall(r"engine (\w): (\d+) of 2048", printed) == [("A", "0"), ("B", "2048")]

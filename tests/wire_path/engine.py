@@ -20,9 +20,12 @@ class Engine:
         self.client = client
         self.kv = {f"layer{i}": torch.randn(2, blocks, BLOCK, 2, wide // 2) for i in range(2)}
         self.worker = WorkerAdapter(
-            client, instance_id=instance_id, model_name="m", layout_options={"axes": AXES},
+            client,
+            instance_id=instance_id,
+            model_name="m",
+            layout_options={"axes": AXES},
             transport_options={"path": path},
-        )  # fmt: skip
+        )
         self.registration = self.worker.register_kv_caches(self.kv, block_size=BLOCK)
         self.scheduler = SchedulerAdapter(
             client, model_name="m", namespace=self.registration.namespace, chunk_tokens=CHUNK

@@ -10,9 +10,9 @@ from pathlib import Path
 from kvframework.client import CurveKeys, KVClient
 from kvframework.messaging.curve import write_pair
 from kvframework.wire import messages as m
-from tests.ports import free_port
-from tests.server_process import ServerProcess
-from tests.wire_client import WireClient
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
+from tests.support.wire_client import WireClient
 
 
 class Keys:

@@ -18,9 +18,9 @@ from kvframework.messaging.curve import AdmittedClients, CurveKeyError, read_pub
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.cli.command import run
-from tests.ports import free_port
-from tests.waiting import wait_until
-from tests.wire_client import WireClient
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
 from tests.wire_path.remote import Keys, RemoteServer, remote_server
 
 

@@ -14,8 +14,8 @@ from kvframework.api import CacheKey, StoreOutcome
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, split
 from kvframework.wire.indices import pack_indices, unpack_indices
-from tests.waiting import wait_until
-from tests.wire_client import WireClient, key_for
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
 from tests.wire_path.remote import RemoteServer, clear, held, remote_server
 
 TOKENS = list(range(1024))

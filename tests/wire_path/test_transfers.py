@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.api import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 from tests.wire_path.engine import CHUNK, Engine  # noqa: E402
 from tests.wire_path.remote import RemoteServer, clear, held, remote_server  # noqa: E402
 

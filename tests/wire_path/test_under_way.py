@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
-from tests.wire_client import WireClient  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+from tests.support.wire_client import WireClient  # noqa: E402
 from tests.wire_path import store_program  # noqa: E402
 from tests.wire_path.engine import Engine  # noqa: E402
 from tests.wire_path.remote import RemoteServer, held, remote_server  # noqa: E402

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kvframework.api import CacheKey
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging import client as connection
+from kvframework.messaging.client import connection
 from kvframework.wire import messages as m
 from tests.wire_versions.other_release import become
 

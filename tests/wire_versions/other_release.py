@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError, UnknownRequest
-from kvframework.messaging import inflight, replies
+from kvframework.messaging.server import inflight, replies
 from kvframework.wire import frames, handshake, messages
 
 VARIABLE = "KVF_TEST_RELEASE"

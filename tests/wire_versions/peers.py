@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvframework.wire import messages as m
-from tests.server_process import ServerProcess
-from tests.waiting import wait_until
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.wire_versions.other_release import VARIABLE, Release
 
 HERE = Path(__file__).parent
@@ -63,9 +63,11 @@ class OtherEngine:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed at the end
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "engine_program.py"), endpoint],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
             env={**os.environ, VARIABLE: msgspec.json.encode(release).decode(), "PYTHONWARNINGS": ""},
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

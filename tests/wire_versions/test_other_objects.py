@@ -6,7 +6,7 @@ import pytest
 
 from kvframework.client import KVClient
 from kvframework.errors import VersionMismatch
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 from tests.wire_versions.other_release import Release
 from tests.wire_versions.peers import OtherServer
 

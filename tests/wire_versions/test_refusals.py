@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvframework.errors import InvalidPayload, UnknownRequest, VersionMismatch
-from kvframework.messaging.refusals import MAX_KEPT, TELL_AGAIN_S, TELL_NEXT_S, Refusals
-from kvframework.messaging.session import ClientSession
+from kvframework.messaging.server.refusals import MAX_KEPT, TELL_AGAIN_S, TELL_NEXT_S, Refusals
+from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.frames import Envelope
 from kvframework.wire.messages import Hello
 
@@ -34,11 +34,17 @@ def test_a_client_that_comes_again_is_one_entry_and_one_line_a_minute(caplog: py
     assert [record.getMessage() for record in caplog.records] == [line] * 3
     assert world.refusals.report() == [
         {
-            "client": "engine", "pid": 7, "client_version": "0.9", "versions": "2 to 3", "what": "HELLO",
-            "code": "protocol.version", "reason": reason,
-            "count": int(3 * TELL_AGAIN_S / 2), "ago_s": 2.0,
+            "client": "engine",
+            "pid": 7,
+            "client_version": "0.9",
+            "versions": "2 to 3",
+            "what": "HELLO",
+            "code": "protocol.version",
+            "reason": reason,
+            "count": int(3 * TELL_AGAIN_S / 2),
+            "ago_s": 2.0,
         }
-    ]  # fmt: skip
+    ]
 
 
 def test_many_clients_are_told_one_a_second_and_the_latest_are_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.errors import InvalidPayload, VersionMismatch
 from kvframework.wire import messages as m
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 from tests.wire_versions.other_release import Release
 from tests.wire_versions.peers import OtherEngine, OtherServer
 
@@ -55,8 +55,10 @@ def test_those_who_share_none_are_refused_everywhere_until_one_is_replaced(
         if server_is is TODAY:  # else the command is refused as well
             [refused] = refusals(server, engine.pid, "HELLO")
             assert (refused["client"], refused["versions"], refused["code"]) == (
-                "engine of another release", spoken, "protocol.version",
-            )  # fmt: skip
+                "engine of another release",
+                spoken,
+                "protocol.version",
+            )
             assert refused["count"] > len(told), "not a line each time that it comes again"
             assert refused["ago_s"] < 10
             assert server.status()["messaging"]["counters"]["hello_refused"] == refused["count"]

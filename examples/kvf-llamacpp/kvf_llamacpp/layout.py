@@ -99,9 +99,10 @@ class LlamaCppLayout(Layout):
             raise BadLayout(f"{len(pair)} tensors", where=f"layer {name}", available="(keys, values), or keys alone")
         if self._head_dim is None or (len(pair) == 2 and self._v_trans is None):
             raise BadLayout(
-                f"head_dim is {self._head_dim}, v_trans is {self._v_trans}", where="layout.llamacpp",
+                f"head_dim is {self._head_dim}, v_trans is {self._v_trans}",
+                where="layout.llamacpp",
                 hint="declare them: the model's head size, and whether the context runs without flash attention",
-            )  # fmt: skip
+            )
         planes = [_Plane(name, _KEYS, self._view(f"{name} ({_KEYS})", pair[0], block_size, transposed=False))]
         for values in pair[1:]:
             view = self._view(f"{name} ({_VALUES})", values, block_size, transposed=bool(self._v_trans))
@@ -113,19 +114,22 @@ class LlamaCppLayout(Layout):
         shape = "[heads x dim, cells]" if transposed else "[cells, heads x dim]"
         if tensor.dim() != 2:
             raise BadLayout(
-                f"shape {tuple(tensor.shape)}", where=f"layer {where}", available=shape,
+                f"shape {tuple(tensor.shape)}",
+                where=f"layer {where}",
+                available=shape,
                 hint="give the view of one stream; several streams are several instances",
-            )  # fmt: skip
+            )
         assert self._head_dim is not None
         cells_first = tensor.transpose(0, 1) if transposed else tensor
         cells, hidden = cells_first.shape
         blocks, heads = cells // block_size, hidden // self._head_dim
         if hidden % self._head_dim or blocks < 1:
             raise BadLayout(
-                f"{cells} cells of {hidden} elements", where=f"layer {where}",
+                f"{cells} cells of {hidden} elements",
+                where=f"layer {where}",
                 available=f"{shape}, of at least {block_size} cells and whole heads of {self._head_dim}",
                 hint="quantised caches (type_k, type_v) are not elements: use f16, bf16 or f32",
-            )  # fmt: skip
+            )
         whole = cells_first.narrow(0, 0, blocks * block_size)
         return whole.unflatten(0, (blocks, block_size)).unflatten(2, (heads, self._head_dim))  # type: ignore[no-untyped-call,no-any-return]
 

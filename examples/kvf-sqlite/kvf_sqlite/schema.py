@@ -71,9 +71,10 @@ def prepare(path: str, sync: str, *, where: str) -> None:
                 time.sleep(BUSY_S)
     except (OSError, sqlite3.Error) as error:
         raise ConfigFieldError(
-            f"{path} cannot be used: {error}", where=where,
+            f"{path} cannot be used: {error}",
+            where=where,
             hint="name a file on a local disk, in a folder that the server's user may write to",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _prepare(path: str, sync: str, where: str) -> None:
@@ -97,9 +98,10 @@ def _prepare(path: str, sync: str, where: str) -> None:
         connection.close()
     if (application_id, version) != (_APPLICATION_ID, _VERSION):
         raise ConfigFieldError(
-            f"{path} is a database of something else, or of another release", where=where,
+            f"{path} is a database of something else, or of another release",
+            where=where,
             hint="give a path where there is no file yet",
-        )  # fmt: skip
+        )
 
 
 def is_busy(error: sqlite3.Error) -> bool:

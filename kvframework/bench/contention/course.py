@@ -14,7 +14,7 @@ from kvframework.bench.contention.sizes import FULL, Sizes
 from kvframework.bench.contention.spinning import bench_spinning
 from kvframework.bench.contention.storing import bench_storing
 from kvframework.bench.progress import Stage, no_progress
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 PARTS = ("spinning", "storing", "hit")
 

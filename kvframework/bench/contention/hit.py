@@ -24,7 +24,7 @@ from kvframework.bench.progress import Stage
 from kvframework.bench.server import running_server
 from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import Spread
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 if TYPE_CHECKING:
     from kvframework.bench.transfers import Transfers

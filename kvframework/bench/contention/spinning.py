@@ -20,7 +20,7 @@ from kvframework.bench.progress import Stage
 from kvframework.bench.server import running_server
 from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import Rounds, Spread, rate_gb_s, ratio
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 _ARENA_SLACK = 32 << 20
 

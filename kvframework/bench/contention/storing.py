@@ -26,7 +26,7 @@ from kvframework.bench.progress import Stage
 from kvframework.bench.server import running_server, status
 from kvframework.bench.statistics import Latency, Rounds, Spread, ratio
 from kvframework.client import RequestHashes, SchedulerAdapter
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 # Of the prompt that is looked up, and beside it.
 _ARENA_SLACK = 8 << 20
@@ -55,9 +55,12 @@ def bench_storing(sizes: Sizes, directory: Path, registry: PluginRegistry, stage
             case()
         with stage("looking up beside stores", sizes.lookup_rounds) as advance:
             quiet, beside = measure_halves(
-                storing, cases, rounds=sizes.lookup_rounds, calls=sizes.lookup_calls,
+                storing,
+                cases,
+                rounds=sizes.lookup_rounds,
+                calls=sizes.lookup_calls,
                 advance=partial(_end_round, pin, advance),
-            )  # fmt: skip
+            )
         if not status(client)["l1"]["evictions"]:
             raise BenchFailed("the other client's stores evicted nothing")
     return StoringFigures(

@@ -49,10 +49,14 @@ def _spinning(shapes: list[SpinningShape]) -> Table:
         table.add_row(f"{shape.shape}, `copy` ({shape.copy_name})", f"{shape.copy_gb_s.median:.2f}", *copied)
         for row in shape.transfers:
             table.add_row(
-                f"{shape.shape}, {row.operation} ({ByteSize(shape.nbytes)})", f"{row.quiet_gb_s.median:.2f}",
-                *rate_cells(row.gb_s), f"{row.quiet_of_copy.median:.2f} x", *share_cells(row.of_copy),
-                f"{row.of_quiet.median:.2f} x", f"{row.reach:g} x",
-            )  # fmt: skip
+                f"{shape.shape}, {row.operation} ({ByteSize(shape.nbytes)})",
+                f"{row.quiet_gb_s.median:.2f}",
+                *rate_cells(row.gb_s),
+                f"{row.quiet_of_copy.median:.2f} x",
+                *share_cells(row.of_copy),
+                f"{row.of_quiet.median:.2f} x",
+                f"{row.reach:g} x",
+            )
     return table
 
 
@@ -61,9 +65,14 @@ def _storing(figures: StoringFigures) -> Table:
     table = new_table("LOOKUP beside a client that stores", *headers)
     for row in figures.lookups:
         table.add_row(
-            f"{row.tokens // 1024}k tokens, hit", *latency_cells(row.quiet), *latency_cells(row.storing),
-            f"{row.p50_ratio.median:.2f} x", range_cell(row.p50_ratio), f"{row.p99_ratio:.2f} x", f"{row.reach:g} x",
-        )  # fmt: skip
+            f"{row.tokens // 1024}k tokens, hit",
+            *latency_cells(row.quiet),
+            *latency_cells(row.storing),
+            f"{row.p50_ratio.median:.2f} x",
+            range_cell(row.p50_ratio),
+            f"{row.p99_ratio:.2f} x",
+            f"{row.reach:g} x",
+        )
     stored = f"{figures.stores.median:.0f} stores a round, {figures.gb_s.median:.2f} GB/s"
     table.add_row(f"the other stored ({figures.shape}, {ByteSize(figures.prompt_bytes)}): {stored}")
     return table
@@ -75,9 +84,12 @@ def _hit(figures: HitFigures) -> Table:
     for row in figures.rows:
         times = [time_cell(each.median) for each in (row.wall_us, row.processor_us, row.copy_us, row.besides_us)]
         table.add_row(
-            f"{row.shape}, {row.tokens} tokens ({ByteSize(row.nbytes)})", *times, _times_cell(row.besides_us),
-            time_cell(row.reach_us), time_cell(row.asking_us.median),
-        )  # fmt: skip
+            f"{row.shape}, {row.tokens} tokens ({ByteSize(row.nbytes)})",
+            *times,
+            _times_cell(row.besides_us),
+            time_cell(row.reach_us),
+            time_cell(row.asking_us.median),
+        )
     return table
 
 

@@ -19,7 +19,7 @@ from kvframework.bench.cuda.sweep import bench_sweep
 from kvframework.bench.errors import BenchUnavailable
 from kvframework.bench.l2.tier import check_plugin
 from kvframework.bench.progress import Stage, no_progress
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 PARTS = ("transfers", "submits", "matmul")
 SWEEP = "sweep"

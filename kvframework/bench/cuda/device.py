@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvframework.bench.cuda.document import Gpu
 from kvframework.bench.errors import BenchFailed, BenchUnavailable
-from kvframework.one_line import one_line
+from kvframework.logs.limit import one_line
 
 _BINDINGS = "cuda-bindings"
 _KERNEL_MODULE = Path("/sys/module/nvidia/version")

@@ -165,7 +165,9 @@ def running_client(directory: Path, engine: str, largest: int) -> Iterator[KVCli
     """A client of a new server whose `engine` copies, with room in L1 for two requests of `largest` bytes. Raises
     `BenchFailed`."""
     settings = [
-        f"server.chunk_size={CHUNK_TOKENS}", f"transport.0.use={TRANSPORT}", f"transport.0.engine={engine}",
-    ]  # fmt: skip
+        f"server.chunk_size={CHUNK_TOKENS}",
+        f"transport.0.use={TRANSPORT}",
+        f"transport.0.engine={engine}",
+    ]
     with running_server(directory, 2 * largest + _ARENA_SLACK, settings) as server, server.client() as client:
         yield client

@@ -28,9 +28,15 @@ def cuda_tables(figures: CudaFigures) -> list[Table]:
 def _gpu(gpu: Gpu) -> Table:
     table = new_table("GPU", "memory", "multiprocessors", "compute capability", "link", "driver", "CUDA", "bindings")
     table.add_row(
-        gpu.name, str(ByteSize(gpu.memory_bytes)), str(gpu.multiprocessors), gpu.compute_capability,
-        gpu.link or "not told", gpu.driver or "not told", gpu.cuda, gpu.bindings,
-    )  # fmt: skip
+        gpu.name,
+        str(ByteSize(gpu.memory_bytes)),
+        str(gpu.multiprocessors),
+        gpu.compute_capability,
+        gpu.link or "not told",
+        gpu.driver or "not told",
+        gpu.cuda,
+        gpu.bindings,
+    )
     return table
 
 
@@ -76,11 +82,14 @@ def _sweep(figures: SweepFigures) -> Table:
     table = new_table("fragments of", "", "dma GB/s", "of plain", "kernel GB/s", "of plain", "dma to kernel")
     for row in figures.rows:
         table.add_row(
-            str(ByteSize(row.fragment_bytes)), row.operation,
-            f"{row.dma_gb_s.median:.2f}", f"{row.dma_of_plain.median:.2f} x",
-            f"{row.kernel_gb_s.median:.2f}", f"{row.kernel_of_plain.median:.2f} x",
+            str(ByteSize(row.fragment_bytes)),
+            row.operation,
+            f"{row.dma_gb_s.median:.2f}",
+            f"{row.dma_of_plain.median:.2f} x",
+            f"{row.kernel_gb_s.median:.2f}",
+            f"{row.kernel_of_plain.median:.2f} x",
             f"{row.dma_gb_s.median / row.kernel_gb_s.median:.2f} x",
-        )  # fmt: skip
+        )
     if figures.cross is None:
         table.add_row("the kernel is faster up to the largest")
     else:

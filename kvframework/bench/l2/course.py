@@ -18,7 +18,7 @@ from kvframework.bench.l2.redis import bench_redis
 from kvframework.bench.l2.sizes import FULL, Sizes
 from kvframework.bench.l2.stalled import bench_stalled
 from kvframework.bench.progress import Stage, no_progress
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 PARTS = ("redis", "engine", "disk", "stalled", "memory")
 CODECS = ("none", "zstd")

@@ -18,7 +18,7 @@ from kvframework.bench.plain_files import can_bypass_cache, file_system
 from kvframework.bench.progress import Stage
 from kvframework.bench.statistics import Rounds, rate_gb_s, ratio
 from kvframework.bench.values import Values
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 # The share of their pages up to which files count as not cached: the kernel may keep a few.
 COLD = 0.01

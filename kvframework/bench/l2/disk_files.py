@@ -15,7 +15,7 @@ from kvframework.bench.interleave import Case, timed
 from kvframework.bench.l2.tier import expect, keys_for, open_tier
 from kvframework.bench.plain_files import cached_share, drop_from_cache, read_files, settle, write_files
 from kvframework.bench.values import Values
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 from kvframework.storage.envelope import HEADER_BYTES
 
 _DEADLINE_S = 120.0

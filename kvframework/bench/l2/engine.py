@@ -26,7 +26,7 @@ from kvframework.bench.shapes import Shape
 from kvframework.bench.statistics import rate_gb_s, ratio
 from kvframework.bench.values import Values
 from kvframework.client import KVClient
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 from kvframework.wire import messages as m
 
 if TYPE_CHECKING:

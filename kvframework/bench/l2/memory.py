@@ -18,7 +18,7 @@ from kvframework.bench.progress import Stage
 from kvframework.bench.redis_process import running_redis
 from kvframework.bench.server import running_server
 from kvframework.client import KVClient, RequestHashes
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 from kvframework.wire import messages as m
 
 _ARENA_SLACK = 32 << 20

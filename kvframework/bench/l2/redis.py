@@ -19,7 +19,7 @@ from kvframework.bench.redis_benchmark import benchmark_rates, find_tool
 from kvframework.bench.redis_process import running_redis
 from kvframework.bench.statistics import Spread, rate_gb_s, ratio
 from kvframework.bench.values import Values
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 REACH = 0.9
 _DEADLINE_S = 60.0

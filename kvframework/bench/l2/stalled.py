@@ -17,7 +17,7 @@ from kvframework.bench.progress import Stage
 from kvframework.bench.redis_process import running_redis
 from kvframework.bench.server import running_server
 from kvframework.bench.statistics import Latency, ratio
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 
 _ARENA_BYTES = 64 << 20
 

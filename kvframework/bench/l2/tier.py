@@ -9,7 +9,7 @@ from kvframework.api import Outcome, PackedKey, Tier, TierContext, TierProvider
 from kvframework.bench.errors import BenchFailed, BenchUnavailable
 from kvframework.config import PluginTable
 from kvframework.errors import PluginError
-from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.registry import PluginRegistry, resolve_table
 
 WHERE = "bench l2"
 

@@ -36,10 +36,15 @@ def scale_clients(
         with (
             stage("starting clients", max(sizes.clients)) as advance,
             running_clients(
-                max(sizes.clients), directory, server=server.endpoint, echo=peer.endpoint, seed=seed, chunks=CHUNKS,
+                max(sizes.clients),
+                directory,
+                server=server.endpoint,
+                echo=peer.endpoint,
+                seed=seed,
+                chunks=CHUNKS,
                 advance=advance,
             ) as (clients, about),
-        ):  # fmt: skip
+        ):
             prompts = sizes.base_objects // CHUNKS
             _fill(clients[0], prompts)
 
@@ -47,9 +52,13 @@ def scale_clients(
                 own = operation == "store"
                 pid = peer.pid if operation == "echo" else server.child.pid
                 sample = take(
-                    clients[:count], [_OWN * (index + 1) if own else 0 for index in range(count)], operation,
-                    count=prompts, seconds=sizes.seconds, server_pid=pid,
-                )  # fmt: skip
+                    clients[:count],
+                    [_OWN * (index + 1) if own else 0 for index in range(count)],
+                    operation,
+                    count=prompts,
+                    seconds=sizes.seconds,
+                    server_pid=pid,
+                )
                 if own:
                     _fill(clients[0], prompts)
                 samples.setdefault((operation, count, sizes.base_objects), []).append(sample)

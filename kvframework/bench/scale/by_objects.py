@@ -23,7 +23,7 @@ from kvframework.bench.scale.rows import Step, rows
 from kvframework.bench.scale.samples import Sample, take
 from kvframework.bench.scale.sizes import CHUNK_TOKENS, CHUNKS, Sizes
 from kvframework.bench.server import running_server, status
-from kvframework.storage.allocator import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 
 _FILL_PROMPTS = 256
 
@@ -88,10 +88,15 @@ def _full_server(objects: int, directory: Path, peer: BarePeer, seed: int, stage
             pass  # waits for the arena
         clients, _ = stack.enter_context(
             running_clients(
-                1, directory, server=server.endpoint, echo=peer.endpoint, seed=seed, chunks=CHUNKS,
+                1,
+                directory,
+                server=server.endpoint,
+                echo=peer.endpoint,
+                seed=seed,
+                chunks=CHUNKS,
                 advance=lambda: None,
             )
-        )  # fmt: skip
+        )
         with stage(f"storing {objects:,} objects", -(-prompts // _FILL_PROMPTS)) as advance:
             for first in range(0, prompts, _FILL_PROMPTS):
                 clients[0].do(Fill(first, min(_FILL_PROMPTS, prompts - first)))

@@ -10,7 +10,7 @@ from kvframework.bench.scale.by_clients import scale_clients
 from kvframework.bench.scale.by_objects import scale_objects
 from kvframework.bench.scale.document import ScaleFigures
 from kvframework.bench.scale.sizes import CHUNKS, FULL, Sizes, fitting
-from kvframework.storage.allocator import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 
 
 def bench_scale(sizes: Sizes = FULL, *, seed: int = 1, stage: Stage = no_progress) -> ScaleFigures:

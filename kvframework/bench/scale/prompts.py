@@ -18,9 +18,15 @@ MODEL = "bench scale"
 def shape(instance_id: int) -> m.RegisterNonGpuContextPayload:
     """Objects of 1 KiB: less than the arena's alignment, so that as many as possible fit."""
     return m.RegisterNonGpuContextPayload(
-        instance_id=instance_id, model_name=MODEL, world_size=1, block_size=CHUNK_TOKENS, num_layers=1,
-        hidden_dim_size=16, dtype_str="bfloat16", use_mla=False,
-    )  # fmt: skip
+        instance_id=instance_id,
+        model_name=MODEL,
+        world_size=1,
+        block_size=CHUNK_TOKENS,
+        num_layers=1,
+        hidden_dim_size=16,
+        dtype_str="bfloat16",
+        use_mla=False,
+    )
 
 
 class Prompts:
@@ -37,9 +43,15 @@ class Prompts:
 
     def key(self, digests: bytes, *, rank: int | None) -> CacheKey:
         return CacheKey(
-            model_name=MODEL, world_size=1, worker_id=rank, namespace=self._namespace, start=0, end=self.tokens,
-            request_id="scale", digests=digests,
-        )  # fmt: skip
+            model_name=MODEL,
+            world_size=1,
+            worker_id=rank,
+            namespace=self._namespace,
+            start=0,
+            end=self.tokens,
+            request_id="scale",
+            digests=digests,
+        )
 
 
 def contents(digests: bytes, nbytes: int) -> list[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvframework.storage.allocator import ALIGNMENT
+from kvframework.storage.l1.allocator import ALIGNMENT
 
 # Chunks of one request: as many as 8k tokens have in a server's default chunks.
 CHUNKS = 32

@@ -8,9 +8,18 @@ from kvframework.bench.cells import latency_cells, new_table
 from kvframework.bench.scale.document import ScaleFigures, ScaleRow
 
 _HEADERS = (
-    "requests/s", "p50", "p99", "server",
-    "cost to first", "server's", "p50", "p99", "requests/s to echo", "p50", "p99",
-)  # fmt: skip
+    "requests/s",
+    "p50",
+    "p99",
+    "server",
+    "cost to first",
+    "server's",
+    "p50",
+    "p99",
+    "requests/s to echo",
+    "p50",
+    "p99",
+)
 
 
 def scale_tables(figures: ScaleFigures) -> list[Table]:
@@ -32,8 +41,12 @@ def scale_tables(figures: ScaleFigures) -> list[Table]:
 def _cells(row: ScaleRow) -> list[str]:
     echo = row.to_echo
     return [
-        f"{row.requests_s.median:,.0f}", *latency_cells(row.latency), f"{row.server_us.median:.0f} µs",
-        f"{row.cost_to_first.median:.2f} x", f"{row.server_to_first.median:.2f} x",
-        f"{row.p50_to_first.median:.2f} x", f"{row.p99_to_first:.2f} x",
+        f"{row.requests_s.median:,.0f}",
+        *latency_cells(row.latency),
+        f"{row.server_us.median:.0f} µs",
+        f"{row.cost_to_first.median:.2f} x",
+        f"{row.server_to_first.median:.2f} x",
+        f"{row.p50_to_first.median:.2f} x",
+        f"{row.p99_to_first:.2f} x",
         *((f"{echo.rate.median:.2f} x", f"{echo.p50.median:.2f} x", f"{echo.p99:.2f} x") if echo else ("-",) * 3),
-    ]  # fmt: skip
+    ]

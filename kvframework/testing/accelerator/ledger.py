@@ -105,8 +105,13 @@ class Ledger:
         flat = array.array("Q", [edge for span in spans for edge in span])
         return self.insert(
             "insert into queued(device, process, stream, writes, what, spans) values(?, ?, ?, ?, ?, ?)",
-            device, process, stream, int(writes), what, flat.tobytes(),
-        )  # fmt: skip
+            device,
+            process,
+            stream,
+            int(writes),
+            what,
+            flat.tobytes(),
+        )
 
     def finished(self, queued: int) -> None:
         self.run("delete from queued where id = ?", queued)
@@ -121,8 +126,12 @@ class Ledger:
         rows = self.all(
             "select process, what, spans from queued where id < ? and device = ? and (process != ? or stream != ?)"
             " and (writes or ?)",
-            queued, device, process, stream, writes,
-        )  # fmt: skip
+            queued,
+            device,
+            process,
+            stream,
+            writes,
+        )
         for other, what, others in rows:
             if _touch(spans, others) and self.lives(other):
                 return f"{what} of process {other}"

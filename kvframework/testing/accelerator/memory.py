@@ -61,8 +61,12 @@ class AddressSpace:
                 raise AcceleratorError(f"out of memory: {nbytes} bytes of device {device}")
             row = self._ledger.insert(
                 "insert into allocations(device, process, start, nbytes, token) values(?, ?, ?, ?, ?)",
-                device, self._process, start, nbytes, token,
-            )  # fmt: skip
+                device,
+                self._process,
+                start,
+                nbytes,
+                token,
+            )
         return self._add(nbytes, device, start, row, None)
 
     def free(self, address: int) -> None:

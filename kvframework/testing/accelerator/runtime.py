@@ -144,7 +144,7 @@ class Accelerator:
         self.check(device)
         with self._lock:
             seed = f"{self._seed}/{device}"
-            stream = Stream(self, device, next(self._numbers), seed, self._max_delay_s)
+            stream = Stream(self.poison, device, next(self._numbers), seed, self._max_delay_s)
             self._streams = [each for each in self._streams if each.runs] + [stream]
             return stream
 
@@ -253,9 +253,15 @@ class Accelerator:
     # work
 
     def copy(
-        self, stream: Stream, host: memoryview, addresses: Sequence[int], offsets: Sequence[int], length: int, *,
+        self,
+        stream: Stream,
+        host: memoryview,
+        addresses: Sequence[int],
+        offsets: Sequence[int],
+        length: int,
+        *,
         to_host: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queues a batched copy of fragments of `length` bytes between the device and a pinned host segment."""
         self.check(stream.device)
         what = f"a copy {'from' if to_host else 'to'} the device"

@@ -7,12 +7,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost
-
-if TYPE_CHECKING:
-    from kvframework.testing.accelerator.runtime import Accelerator
 
 _POLL_S = 0.0005
 
@@ -33,12 +29,15 @@ class Event:
 
 
 class Stream:
-    """Work in order, each piece after a delay drawn from the node's seed. Its thread ends with the runtime."""
+    """Work in order, each piece after a delay drawn from the node's seed. Its thread ends with the runtime.
 
-    def __init__(self, runtime: Accelerator, device: str, number: int, seed: str, max_delay_s: float) -> None:
+    `poison` is called in that thread, with the reason, when a piece of work loses the context.
+    """
+
+    def __init__(self, poison: Callable[[str], None], device: str, number: int, seed: str, max_delay_s: float) -> None:
         self.device = device
         self.number = number
-        self._runtime = runtime
+        self._poison = poison
         self._random = random.Random(f"{seed}/{number}")  # noqa: S311 - repeatable, not secret
         self._max_delay_s = max_delay_s
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -106,7 +105,7 @@ class Stream:
             try:
                 work()
             except ContextLost as error:
-                self._runtime.poison(str(error))
+                self._poison(str(error))
             except AcceleratorError as error:
                 self.error = self.error or str(error)
             except Exception as error:  # noqa: BLE001 - a stream never ends before its runtime

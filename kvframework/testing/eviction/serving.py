@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy, PackedKey
-from kvframework.storage.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.leases import NO_DEADLINE, PinLease
-from kvframework.storage.objects import ObjectTable
+from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.leases import NO_DEADLINE, PinLease
+from kvframework.storage.l1.objects import ObjectTable
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
 
 _OWNER = 1
@@ -79,10 +79,13 @@ class ServingTests(EvictionKit):
         run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
             Machine,
             settings=settings(
-                max_examples=self.examples, stateful_step_count=30, deadline=None, report_multiple_bugs=False,
+                max_examples=self.examples,
+                stateful_step_count=30,
+                deadline=None,
+                report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
-        )  # fmt: skip
+        )
 
     def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
         """One at a time: the storage lock is held."""

@@ -18,7 +18,7 @@ _LENGTHS = (1, 40, 5000, 70_000, 300_000)
 
 
 class Store(Protocol):
-    """What of `kvframework.storage.l2.L2Store` is under test."""
+    """What of `kvframework.storage.l2.store.L2Store` is under test."""
 
     def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview], /) -> list[bool]: ...
 

@@ -12,7 +12,7 @@ import pytest
 from kvframework.api import PACKED_KEY_BYTES, Buffer, Options, Outcome, PackedKey, Tier, TierContext, TierProvider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable, TierError
-from kvframework.plugins import PluginRegistry, resolve_table
+from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.faults import FaultProxy
 from kvframework.testing.together import together
 

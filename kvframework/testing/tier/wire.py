@@ -9,8 +9,8 @@ import pytest
 
 from kvframework.api import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.storage.breaker import Breaker
-from kvframework.storage.l2 import L2Store
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import WIRE_FAULTS, FaultProxy
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
 from kvframework.testing.tier.kit import TierKit

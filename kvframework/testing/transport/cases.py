@@ -48,8 +48,14 @@ class GroupCase:
 
     def shapes(self, blocks: int) -> dict[tuple[int, int], tuple[int, ...]]:
         """The shape of each tensor by (layer, plane); -1 for an axis that the tensor holds itself."""
-        sizes = {"layer": self.layers, "plane": self.planes, "block": blocks, "token": self.slots, "head": self.heads,
-                 "dim": self.dim}  # fmt: skip
+        sizes = {
+            "layer": self.layers,
+            "plane": self.planes,
+            "block": blocks,
+            "token": self.slots,
+            "head": self.heads,
+            "dim": self.dim,
+        }
         if "block" not in self.axes:
             sizes["token"] *= blocks
         shape = tuple(sizes[axis] for axis in self.axes)
@@ -82,7 +88,7 @@ OPAQUE = {
         GroupCase(("block", "token", "head", "dim"), opaque=True, dtype="bfloat16"),
         GroupCase(("block", "token", "dim"), planes=1, heads=1, layers=1, opaque=True, window=9),
     ]
-}  # fmt: skip
+}
 CASES = {**PAGED, **OPAQUE}
 CHUNK = 16
 

@@ -144,8 +144,7 @@ class Content(TransportKit):
 
     def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
         engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")]
-        requests = [[engine.request() for turn in range(4)]
-                    for engine in engines]  # fmt: skip
+        requests = [[engine.request() for turn in range(4)] for engine in engines]
         futures = [
             engine.store(request, engine.source())
             for turn in range(4)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvframework.api import BlockIds, MessagingFuture
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.plugins import PluginRegistry
+from kvframework.registry import PluginRegistry
 from kvframework.testing.transport.cases import CHUNK, GroupCase, MemoryModel, Name, loaded_slots
 from kvframework.testing.transport.rig import TransportRig
 

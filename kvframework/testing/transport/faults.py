@@ -47,8 +47,9 @@ class Faults(TransportKit):
         assert engine.store(request, engine.source()).result(PATIENCE_S) is False
         wait_until(
             lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S),
-            "a store after the poisoning: raise DeviceLost once nothing works any more", self.patience_s,
-        )  # fmt: skip
+            "a store after the poisoning: raise DeviceLost once nothing works any more",
+            self.patience_s,
+        )
         assert engine.hit(request) == 0, "nothing of it is published"
         _works(engine)
         assert not copiers or _copiers(client, rig) != copiers

@@ -73,9 +73,15 @@ class Life(TransportKit):
 
     @pytest.mark.parametrize("what", ["store", "load"])
     def test_an_engine_killed_in_mid_copy_leaves_nothing(
-        self, spec: RigSpec, rig: TransportRig, server: Server, client: KVClient, make_engine: MakeEngine,
-        numbers: Iterator[int], what: str,
-    ) -> None:  # fmt: skip
+        self,
+        spec: RigSpec,
+        rig: TransportRig,
+        server: Server,
+        client: KVClient,
+        make_engine: MakeEngine,
+        numbers: Iterator[int],
+        what: str,
+    ) -> None:
         bystander = make_engine(NHD)
         seed = next(numbers)
         open_before = rig.open_elsewhere()

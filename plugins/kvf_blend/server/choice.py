@@ -31,9 +31,14 @@ class Question:
     """What might be had of one prompt: two chains of its whole chunks, and candidates in any order."""
 
     def __init__(
-        self, exact: Sequence[bytes], final: Sequence[bytes], candidates: Iterable[Segment], *, chunk_tokens: int,
+        self,
+        exact: Sequence[bytes],
+        final: Sequence[bytes],
+        candidates: Iterable[Segment],
+        *,
+        chunk_tokens: int,
         most_digests: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """At most `most_digests` are asked for, which the chains keep to: of the candidates the longest."""
         self._chunk_tokens = chunk_tokens
         self._exact, self._final = tuple(exact), tuple(final)

@@ -19,13 +19,13 @@ from kvf_blend.server.lookup import Loads, Lookup, pinned
 from kvf_blend.server.matcher import KnownSegments, Space
 from kvf_blend.server.options import BlendOptions
 from kvf_blend.server.segments import Span, marked
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, ClientInfo, EngineServices, Handler, HandlerResult, salt_digest
+from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, CacheServices, ClientInfo, Handler, HandlerResult, salt_digest
 
 
 class BlendHandlers:
     """One for a server. Of requests it keeps the index of known segments, and how many loads are under way."""
 
-    def __init__(self, options: BlendOptions, services: EngineServices) -> None:
+    def __init__(self, options: BlendOptions, services: CacheServices) -> None:
         self._services = services
         self._known = KnownSegments(options.known_segments)
         self._loads = Loads()
@@ -83,8 +83,10 @@ class BlendHandlers:
         question = Question(
             unpack(prompt_digests(hasher, chained, chunk)),
             unpack(final_digests(hasher, chained, chunk, instance.fingerprint)),
-            candidates, chunk_tokens=chunk, most_digests=objects.most_digests,
-        )  # fmt: skip
+            candidates,
+            chunk_tokens=chunk,
+            most_digests=objects.most_digests,
+        )
         lookup = Lookup(
             self._services, client, question, objects, payload.request_id, chunk_tokens=chunk, loads=self._loads
         )
@@ -137,22 +139,26 @@ def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
     digests, rest = divmod(len(payload.prefix_digests), DIGEST_BYTES)
     if rest or digests * chunk_tokens != payload.prefix_tokens:
         raise BadSegments(
-            f"{payload.prefix_tokens} tokens under {len(payload.prefix_digests)} bytes of digests", where="prefix",
+            f"{payload.prefix_tokens} tokens under {len(payload.prefix_digests)} bytes of digests",
+            where="prefix",
             available=f"{DIGEST_BYTES} bytes for each chunk of {chunk_tokens} tokens",
-        )  # fmt: skip
+        )
     last = payload.prefix_tokens
     for index, each in enumerate(payload.segments):
         expected = chunks_of(each.tokens, chunk_tokens) * DIGEST_BYTES
         if len(each.digests) != expected:
             raise BadSegments(
-                f"{each.tokens} tokens under {len(each.digests)} bytes of digests", where=f"segments[{index}]",
+                f"{each.tokens} tokens under {len(each.digests)} bytes of digests",
+                where=f"segments[{index}]",
                 available=f"{expected} bytes",
-            )  # fmt: skip
+            )
         if each.start < last:
             raise BadSegments(
-                f"it begins at {each.start}", where=f"segments[{index}]", available=f"{last} or later, in order",
+                f"it begins at {each.start}",
+                where=f"segments[{index}]",
+                available=f"{last} or later, in order",
                 hint="send what CB_LOOKUP_PRE_COMPUTED answered, or leave some of it out",
-            )  # fmt: skip
+            )
         last = each.start + each.tokens
 
 

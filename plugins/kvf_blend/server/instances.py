@@ -13,7 +13,7 @@ from kvf_blend.errors import BadRotary, BlendRefused
 from kvf_blend.messages import RegisterBlend
 from kvf_blend.rotary import Rotary, check, fingerprint
 from kvf_blend.server.objects import Objects
-from kvframework.api import CANONICAL, ClientInfo, EngineServices, InstanceContext, MemoryLayoutDesc
+from kvframework.api import CANONICAL, CacheServices, ClientInfo, InstanceContext, MemoryLayoutDesc
 from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
 
 _ATTACHED = "blend"
@@ -33,7 +33,7 @@ class Blended:
     def chunk_tokens(self) -> int:
         return self.desc.chunk_tokens
 
-    def objects(self, services: EngineServices, cache_salt: str, *, all_ranks: bool = False) -> Objects:
+    def objects(self, services: CacheServices, cache_salt: str, *, all_ranks: bool = False) -> Objects:
         """Of the instance's rank; of all ranks, also if the instance told none."""
         context = self.context
         ranks: Sequence[int] = range(context.world_size)
@@ -42,7 +42,7 @@ class Blended:
         return Objects(services.key_prefixes(context.namespace, cache_salt, ranks))
 
 
-def attach(services: EngineServices, client: ClientInfo, payload: RegisterBlend) -> Blended:
+def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) -> Blended:
     """Gives one of the client's instances its rotary parameters; again the same ones is no error.
 
     Raises `NotRegistered`, `NamespaceMismatch` for another model or world size than registered, `BlendRefused`,
@@ -52,9 +52,10 @@ def attach(services: EngineServices, client: ClientInfo, payload: RegisterBlend)
     told, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
     if told != known:
         raise NamespaceMismatch(
-            f"model {told[0]!r}, world size {told[1]}", where=f"instance {context.instance_id}",
+            f"model {told[0]!r}, world size {told[1]}",
+            where=f"instance {context.instance_id}",
             available=f"model {known[0]!r}, world size {known[1]} as registered",
-        )  # fmt: skip
+        )
     _check_layout(context, context.get_layout_desc(services.chunk_size))
     check(payload.rotary)
     _check_head(context, payload.rotary)
@@ -66,13 +67,13 @@ def attach(services: EngineServices, client: ClientInfo, payload: RegisterBlend)
     return blended(services, payload.instance_id, client)
 
 
-def detach(services: EngineServices, client: ClientInfo, instance_id: int) -> None:
+def detach(services: CacheServices, client: ClientInfo, instance_id: int) -> None:
     """Takes the parameters off. Raises `NotRegistered` if there are none."""
     context = blended(services, instance_id, client).context
     del context.attached[_ATTACHED]
 
 
-def blended(services: EngineServices, instance_id: int, client: ClientInfo | None = None) -> Blended:
+def blended(services: CacheServices, instance_id: int, client: ClientInfo | None = None) -> Blended:
     """A registered instance with rotary parameters, with `client` one of its own. Raises `NotRegistered`."""
     context = services.instance(instance_id, client)
     rotary = context.attached.get(_ATTACHED)
@@ -98,9 +99,10 @@ def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
             found = f"dtype {group.dtype}"
         if found:
             raise BlendRefused(
-                found, where=f"layer group {index} of instance {context.instance_id}",
+                found,
+                where=f"layer group {index} of instance {context.instance_id}",
                 available=f"keys of every token, in canonical form, as {', '.join(_DTYPES)}",
-            )  # fmt: skip
+            )
 
 
 def _check_head(context: InstanceContext, rotary: Rotary) -> None:
@@ -110,7 +112,8 @@ def _check_head(context: InstanceContext, rotary: Rotary) -> None:
     fits = {index: group.hidden % rotary.head_dim == 0 for index, group in enumerate(groups)}
     if not all(fits[index] for index, group in enumerate(groups) if group.planes == 2) or not any(fits.values()):
         raise BadRotary(
-            f"head_dim is {rotary.head_dim}", where="rotary.head_dim",
+            f"head_dim is {rotary.head_dim}",
+            where="rotary.head_dim",
             available=f"a divisor of {', '.join(str(group.hidden) for group in groups)}, the elements of one token",
             hint="take the parameters from the model's configuration",
-        )  # fmt: skip
+        )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
 from kvf_blend.server.choice import Choice, Question
 from kvf_blend.server.objects import Objects
-from kvframework.api import ClientInfo, EngineServices, HandlerResult, MemoryLayoutDesc, Message, MessagingFuture
+from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, MessagingFuture
 from kvframework.errors import Cancelled, DeadlineExceeded
 
 # What L1 has may leave between the look and the pin.
@@ -43,7 +43,7 @@ class Loads:
 
 
 def pinned(
-    services: EngineServices, client: ClientInfo, question: Question, objects: Objects, request_id: str
+    services: CacheServices, client: ClientInfo, question: Question, objects: Objects, request_id: str
 ) -> tuple[Choice, str]:
     """The best choice of what L1 has now, pinned, and its ticket; nothing and "" if there is nothing."""
     for _ in range(TRIES):
@@ -62,9 +62,16 @@ class Lookup:
     no ticket, so that nothing stays pinned for nobody."""
 
     def __init__(
-        self, services: EngineServices, client: ClientInfo, question: Question, objects: Objects, request_id: str,
-        *, chunk_tokens: int, loads: Loads,
-    ) -> None:  # fmt: skip
+        self,
+        services: CacheServices,
+        client: ClientInfo,
+        question: Question,
+        objects: Objects,
+        request_id: str,
+        *,
+        chunk_tokens: int,
+        loads: Loads,
+    ) -> None:
         self._loads = loads
         self._services = services
         self._client = client

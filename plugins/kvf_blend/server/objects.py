@@ -13,7 +13,7 @@ MAX_OBJECTS = 1 << 15
 
 
 class Objects:
-    """The objects of chunks, given the prefixes of their keys (`EngineServices.key_prefixes`). Keys are digest by
+    """The objects of chunks, given the prefixes of their keys (`CacheServices.key_prefixes`). Keys are digest by
     digest, in each rank by rank."""
 
     def __init__(self, prefixes: Sequence[bytes]) -> None:
@@ -29,8 +29,9 @@ class Objects:
         if digests > self.most_digests:
             raise MessageTooLarge(
                 f"{digests} chunks of {len(self._prefixes)} ranks and layer groups",
-                available=f"at most {MAX_OBJECTS} objects a request", hint="give fewer segments at once",
-            )  # fmt: skip
+                available=f"at most {MAX_OBJECTS} objects a request",
+                hint="give fewer segments at once",
+            )
 
     def keys(self, digests: Iterable[bytes]) -> list[PackedKey]:
         return [prefix + digest for digest in digests for prefix in self._prefixes]

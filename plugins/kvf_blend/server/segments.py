@@ -60,9 +60,10 @@ def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
             raise BadSegments(f"{found} is empty", where=where, available="start < end")
         if start < last:
             raise BadSegments(
-                f"{found} begins before the end of the one before, {last}", where=where,
+                f"{found} begins before the end of the one before, {last}",
+                where=where,
                 available="ranges in order, without overlap",
-            )  # fmt: skip
+            )
         if end > length:
             raise BadSegments(f"{found} ends behind the prompt", where=where, available=f"up to {length}")
         last = end

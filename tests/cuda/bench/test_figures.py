@@ -122,10 +122,22 @@ def test_tables_name_the_gpu_and_what_was_reached() -> None:
     assert headline(document(figures())).startswith("NVIDIA H100 80GB HBM3; ")
     text = shown(figures(not_measured=[NotMeasured("matmul", "torch 2 cannot use the GPU", "install another")]))
     for cell in (
-        "NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "not told", "engine auto", "engine dma", "72.0 KiB",
-        "4 (1.0 MiB)", "0.92 x", "0.80 to 0.95", "180 µs", "200 µs", "1.04 x", "stores, engine kernel",
-        'kernel_below = "32.0 KiB"', "torch 2 cannot use the GPU",
-    ):  # fmt: skip
+        "NVIDIA H100 80GB HBM3",
+        "32.0 GT/s PCIe x16",
+        "not told",
+        "engine auto",
+        "engine dma",
+        "72.0 KiB",
+        "4 (1.0 MiB)",
+        "0.92 x",
+        "0.80 to 0.95",
+        "180 µs",
+        "200 µs",
+        "1.04 x",
+        "stores, engine kernel",
+        'kernel_below = "32.0 KiB"',
+        "torch 2 cannot use the GPU",
+    ):
         assert cell in text
 
 
@@ -203,8 +215,11 @@ def test_without_a_gpu_the_command_says_so_and_measures_nothing() -> None:
     # Where there is one, it is hidden.
     done = subprocess.run(
         ["env", "CUDA_VISIBLE_DEVICES=", "KVF_SIMULATED_CUDA=", *command],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 2
     assert "[bench.unavailable] no GPU can be used here: cu" in done.stderr
     assert "hint: nvidia-smi" in done.stderr

@@ -80,8 +80,9 @@ def test_only_what_is_named_is_measured() -> None:
     assert every == FULL
     some = FULL.only(shapes=["llama-3-8b, b", "deep"], blocks=[64], engines=["kernel", "dma"])
     assert [(shape.name, shape.block_tokens) for shape in some.shapes] == [
-        ("llama-3-8b, block first", 64), ("deepseek-v3", 64),
-    ]  # fmt: skip
+        ("llama-3-8b, block first", 64),
+        ("deepseek-v3", 64),
+    ]
     assert some.engines == ("dma", "kernel")
 
 

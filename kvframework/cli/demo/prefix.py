@@ -1,0 +1,93 @@
+"""Owns the course of `kvframework demo`: a server and two engine processes, of which the second skips what the first
+has computed. The CLI process imports neither torch nor the engine integration; it starts them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from kvframework.child import uninterrupted
+from kvframework.cli.demo.processes import DemoFailed, EngineProcess
+from kvframework.cli.demo.result import DemoResult, EngineRun
+from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts
+from kvframework.cli.demo.view import DemoView, moved
+
+ENGINE_TIMEOUT_S = 900.0
+_ENGINE = "kvf_transformers.demo_engine"
+
+
+class DemoOptions(msgspec.Struct, frozen=True):
+    """The command's options. `size` and `corrupt_kv` are for tests."""
+
+    text: Path
+    model: Path | None
+    stage: StageOptions
+    tokens: int
+    new_tokens: int
+    size: str
+    corrupt_kv: bool
+
+
+def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
+    """All of it. Blocks for as long as the model takes; leaves no process and no file behind. Raises `DemoFailed`."""
+    check_stage(options.stage)
+    check_texts(options.text, options.model)
+    with DemoStage(options.stage, view) as stage:
+        prompt = stage.directory / "prompt.txt"
+        prompt.write_bytes(options.text.read_bytes())
+        arguments = ["--endpoint", stage.endpoint, "--text", str(prompt), "--size", options.size]
+        arguments += ["--tokens", str(options.tokens), "--new-tokens", str(options.new_tokens)]
+        arguments += ["--model", str(options.model.resolve())] if options.model else []
+        cold = _run_engine("engine A", arguments, stage.directory, view)
+        if cold.hit_tokens:
+            raise DemoFailed(
+                f"engine A had a hit of {cold.hit_tokens} tokens in an empty cache",
+                hint="the tier held them already: give it an empty store",
+            )
+        if not cold.stored_tokens:
+            raise DemoFailed(
+                f"engine A stored nothing of its {cold.prompt_tokens} tokens",
+                hint="give a prompt of more than 256 tokens, and more --l1-capacity to a big model",
+            )
+        if options.stage.l2:
+            stage.restart_server()
+        spoiled = ["--corrupt-kv"] if options.corrupt_kv else []
+        warm = _run_engine("engine B", arguments + spoiled, stage.directory, view)
+        return DemoResult(cold, warm, options.stage.l2)
+
+
+def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView) -> EngineRun:
+    run = EngineRun()
+    with ExitStack() as stack:
+        with uninterrupted():
+            engine = EngineProcess(name, _ENGINE, arguments, directory, timeout_s=ENGINE_TIMEOUT_S)
+            stack.enter_context(engine)
+        events = engine.events()
+        with view.step(f"{name}: a new process loads the model") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "ready":
+                    break
+            step.done(f"{run.parameters / 1e6:.1f} M parameters, fp32")
+        with view.step(f"{name}: asks the server for the prompt") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "restored":
+                    break
+            step.done(moved(run) if run.hit_tokens else "a miss")
+        with view.step(f"{name}: computes {run.prompt_tokens - run.hit_tokens} tokens of the prompt") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "first_token":
+                    break
+            step.done(f"first token after {run.ttft_s:.2f} s in all")
+        with view.step(f"{name}: generates and stores") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "token":
+                    step.say(f"token {event['count']}")
+            step.done(f"{len(run.tokens)} tokens")
+    return run

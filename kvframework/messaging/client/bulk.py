@@ -1,0 +1,81 @@
+"""Owns the second socket of a session, for bulk: big frames go there, so that no small request waits behind them.
+
+Opened by the first thread that needs it and thrown away after anything went wrong on it: what was under way there fails
+with `ServerGone`, and nothing late of it can be taken for an answer to something else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.errors import KVFrameworkError, OutOfResources, ServerFull, ServerGone
+from kvframework.messaging import frames_io
+from kvframework.messaging.client.heartbeat import Heartbeat
+from kvframework.messaging.client.link import Link
+from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
+
+# Whether the server lives is the control socket's to find out; a PING would wait behind the bulk.
+_PING_S = 3600.0
+
+
+class BulkSocket:
+    """Belongs to the `control` link of its session and ends with it. Thread-safe.
+
+    `join()` makes a DEALER that has joined the session; it blocks for one handshake.
+    """
+
+    def __init__(self, control: Link, join: Callable[[], frames_io.Socket]) -> None:
+        self._control = control
+        self._join = join
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._closed = False
+
+    def submit(
+        self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float
+    ) -> MessagingFuture[Message]:
+        """Like `Link.submit`, after a handshake if there is no socket. Never raises."""
+        try:
+            link = self._opened()
+        except KVFrameworkError as error:
+            # Where these keep newcomers out, a new session would not come in either.
+            if not isinstance(error, (ServerGone, ServerFull, OutOfResources)):
+                self._control.close()  # the session takes no further socket: only a new one can help
+            return MessagingFuture.failed(error)
+        except Exception as error:
+            out = as_out_of_resources(error)
+            if out is None:
+                raise
+            return MessagingFuture.failed(out)
+        return link.submit(spec, payload, buffers, timeout)
+
+    def close(self) -> None:
+        """Idempotent. Waits for a handshake under way."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+
+    def _opened(self) -> Link:
+        with self._lock:
+            if self._closed or not self._control.alive:
+                raise ServerGone("the connection was closed")
+            link = self._link
+            if link is not None and link.alive and not link.suspect:
+                return link
+            if link is not None:
+                link.close()
+            need(descriptors=FOR_A_CONNECTION)
+            heartbeat = Heartbeat(_PING_S, _PING_S, time.monotonic())
+            dealer = self._join()
+            try:
+                link = Link(dealer, None, self._control.boot_id, heartbeat, lambda: None)
+                link.start()
+            except BaseException:
+                dealer.close(0)
+                raise
+            self._link = link
+            return link

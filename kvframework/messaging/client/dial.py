@@ -1,0 +1,159 @@
+"""Owns one attempt to reach a server: a fresh DEALER and HELLO. Runs in the connection's supervisor thread, blocking.
+
+Every attempt has a socket of its own that never reconnects, so that nothing meant for one server reaches another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvframework.config import FULL_SUFFIX, Endpoint, check_private_directory, ipc_path, parse_endpoint
+from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
+from kvframework.messaging import frames_io
+from kvframework.messaging.curve import LoadedKeys
+from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
+from kvframework.wire.messages import Goodbye, Hello, HelloReply
+
+_HELLO_ID, _GOODBYE_ID = 0, 1
+_GOODBYE_MS = 200
+_POLL_S = 0.05
+
+
+# The I/O threads of a client's context, as bit masks: big frames never delay small ones, even while they are encrypted.
+CONTROL, BULK = 0b01, 0b10
+IO_THREADS = 2
+
+
+def dial(
+    context: zmq.Context[Any],
+    endpoint: str,
+    hello: Hello,
+    *,
+    timeout: float,
+    closing: Callable[[], bool],
+    keys: LoadedKeys | None = None,
+    io_thread: int = CONTROL,
+    waiting: Callable[[ServerGone], None] = lambda _: None,
+) -> tuple[frames_io.Socket, HelloReply]:
+    """A connected DEALER, which the caller owns, and HELLO's answer. `context` has `IO_THREADS`.
+
+    Raises `ServerGone` if nobody listens or answers in time, or `closing()`; `EndpointError` for an ipc:// one in a
+    directory that others may write to; else what the server refuses with. `waiting` is told, once HELLO is on its way,
+    what is raised if no answer comes.
+    """
+    address = None
+    if endpoint.startswith("ipc://"):
+        _check_not_full(endpoint)
+        _probe(socket.AF_UNIX, ipc_path(endpoint), endpoint, 0.0)
+        _check_directory(endpoint)
+    else:
+        address = parse_endpoint(endpoint)
+        _probe_tcp(address, endpoint, timeout)
+    unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
+    dealer = context.socket(zmq.DEALER)
+    try:
+        frames_io.bound(dealer)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.AFFINITY, io_thread)
+        if address is not None:
+            frames_io.over_tcp(dealer, address.host)
+            if keys is not None:
+                keys.apply(dealer)
+        dealer.connect(endpoint)
+        frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
+        deadline = time.monotonic() + timeout
+        waiting(unanswered)
+        while not dealer.poll(int(_POLL_S * 1000)):
+            if closing() or time.monotonic() >= deadline:
+                raise unanswered
+        envelope = _answer(dealer)
+        try:
+            return dealer, _accepted(envelope, hello)
+        except ProtocolError as error:
+            _say_why(dealer, error)
+            raise
+    except zmq.Again:
+        # The server has hung up before HELLO was on its way, as it does with clients that have no keys.
+        dealer.close(0)
+        raise unanswered from None
+    except zmq.ZMQError as error:
+        dealer.close(0)
+        raise ServerGone(f"cannot connect: {error}", where=endpoint) from None
+    except BaseException:
+        dealer.close(0)
+        raise
+
+
+def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
+    if address is None:
+        return "something listens there: is its process stopped, or held by something?"
+    if keys is None:
+        return "a server with CURVE keys answers nobody without them: see `kvframework keys new --help`"
+    return "is it this server's public key, and is this client's public key among those that the server admits?"
+
+
+def _check_directory(endpoint: str) -> None:
+    """Whoever may write there can put a server of their own in the place of this user's."""
+    try:
+        check_private_directory(Path(ipc_path(endpoint)).parent)
+    except OSError as error:
+        raise ServerGone(f"nobody serves: {error.strerror}", where=endpoint) from None
+
+
+def _check_not_full(endpoint: str) -> None:
+    path = ipc_path(endpoint)
+    if os.path.exists(path + FULL_SUFFIX) and not os.path.exists(path):
+        raise ServerFull("the server takes no client for now: its descriptors run low", where=endpoint)
+
+
+def _probe_tcp(address: Endpoint, endpoint: str, timeout: float) -> None:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ServerGone(f"there is no such host: {error.strerror}", where=endpoint) from None
+    _probe(family, place, endpoint, timeout)
+
+
+def _probe(family: socket.AddressFamily, place: Any, endpoint: str, timeout: float) -> None:
+    """Raises `ServerGone` if nobody listens: ZMQ would only say nothing."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout)
+        try:
+            probe.connect(place)
+        except OSError as error:
+            raise ServerGone(f"nobody serves: {error.strerror or error}", where=endpoint) from None
+
+
+def _answer(dealer: frames_io.Socket) -> Envelope:
+    envelope = split(frames_io.receive(dealer, frames_io.HEAD_FRAMES) or [])
+    if envelope.type == ERROR_TYPE:
+        raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
+    return envelope
+
+
+def _say_why(dealer: frames_io.Socket, error: ProtocolError) -> None:
+    with contextlib.suppress(zmq.ZMQError):
+        frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
+    dealer.close(_GOODBYE_MS)
+
+
+def _accepted(envelope: Envelope, hello: Hello) -> HelloReply:
+    if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
+        raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
+    reply = decode(envelope.payload, HelloReply, where="HELLO")
+    if not hello.min_version <= reply.version <= hello.max_version:
+        raise VersionMismatch(
+            f"the server chose protocol version {reply.version}",
+            available=f"{hello.min_version} to {hello.max_version}",
+            hint="install the same kvframework release beside the engine and the server",
+        )
+    return reply

@@ -1,0 +1,481 @@
+"""Owns `Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
+
+The I/O thread owns the liveness socket, the heartbeat and all deadlines but those of callers who wait: these send and
+receive by themselves (`ask`). Others append to an outbox and wake the I/O thread, which receives what nobody waits for.
+When the link ends, for whatever reason, every future of it fails with `ServerGone`; a link is never used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.errors import (
+    HelloRequired,
+    InvalidPayload,
+    KVFrameworkError,
+    ProtocolError,
+    ServerGone,
+)
+from kvframework.logs.limit import LogLimit
+from kvframework.messaging import frames_io
+from kvframework.messaging.client.heartbeat import Heartbeat
+from kvframework.messaging.client.liveness import LivenessLink
+from kvframework.messaging.client.losses import Losses
+from kvframework.messaging.client.pending import LateAnswers, Outgoing, Pending
+from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
+from kvframework.messaging.wakeup import Wakeup
+from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
+from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
+from kvframework.wire.table import REQUESTS
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
+
+_MESSAGES_PER_ROUND = 64
+_LAST_RESORT_S = 1.0  # for a thread that is about to resolve a future, and is being held up
+_AFTER_THE_SERVER_S = 1.0  # the server's own deadline speaks first
+_PING = REQUESTS["PING"]
+_CANCEL = REQUESTS["CANCEL"]
+_GOODBYE = REQUESTS["GOODBYE"]
+_GOODBYE_S = 0.2
+SILENCE_S = 1.0  # before the log speaks of it
+
+
+class _EndOfLink(Exception):
+    """Leaves the I/O loop; its argument is the reason."""
+
+
+class Link:
+    """One connection. The I/O thread calls `changed()` when `suspect` has changed and when the link has ended."""
+
+    def __init__(
+        self,
+        dealer: frames_io.Socket,
+        liveness: LivenessLink | None,
+        boot_id: bytes,
+        heartbeat: Heartbeat,
+        changed: Callable[[], None],
+        *,
+        gone_s: float = math.inf,
+        losses: Losses | None = None,
+    ) -> None:
+        self.boot_id = boot_id
+        self.suspect = False
+        self._suspect_since = 0.0
+        self._unanswered_since = 0.0
+        self._heard_at = 0.0
+        self._prompt = True
+        self._gone_s = gone_s
+        self._losses = losses or Losses()
+        self._losses.begin()
+        self._silence_logged = False
+        self.reason: KVFrameworkError | None = None
+        self.ended = threading.Event()
+        self._dealer = SharedDealer(dealer)
+        self._liveness = liveness
+        self._heartbeat = heartbeat
+        self._changed = changed
+        self._clock = time.monotonic
+        self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
+        # Guards _closed, suspect and the way into _outbox. Reentrant: a signal's handler may close.
+        self._lock = threading.RLock()
+        self._closed = False
+        self._outbox: deque[Outgoing] = deque()
+        self._pending = Pending()
+        self._wakeup = Wakeup()
+        # What callers have met and is the I/O thread's to see to: answers to nobody, requests given up.
+        self._handed_over: deque[Envelope | Outgoing] = deque()
+        self._late = LateAnswers()
+        # What each told of losses.
+        self._pings: dict[int, tuple[Lost, ...]] = {}
+        self._callers = self._dealer.watch(zmq.Poller())
+        self._asking: set[int] = set()  # threads in `ask`
+        self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """False once the link has ended or is about to."""
+        return not self._closed
+
+    def start(self) -> None:
+        """Starts the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if there is none to get, and
+        keeps no descriptor of its own then; the liveness socket is still the caller's."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._dealer.close()
+            self._wakeup.close()
+            raise
+
+    def runs_here(self) -> bool:
+        """True in the I/O thread, and in a caller's within `ask` (its callbacks, a signal's handler): the link may not
+        end before it is out."""
+        return threading.current_thread() is self._thread or threading.get_ident() in self._asking
+
+    def submit(
+        self,
+        spec: RequestSpec,
+        payload: Message,
+        buffers: Sequence[Buffer],
+        timeout: float,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> MessagingFuture[Message]:
+        """Sends a request, from any thread, without blocking. What cannot be sent comes back as a failed future."""
+        try:
+            item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
+        except KVFrameworkError as error:
+            return MessagingFuture.failed(error)
+        with self._lock:
+            if self._closed:
+                return MessagingFuture.failed(self.gone())
+            self._outbox.append(item)
+        self._wakeup.signal()
+        return item.future
+
+    def ask(
+        self, spec: RequestSpec, payload: Message, timeout: float, on_late: Callable[[Message], None] | None = None
+    ) -> Message:
+        """Sends a request and waits for its answer. Raises what the future of `submit` fails with. Not for the I/O
+        thread, nor for callbacks of futures."""
+        item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
+        self._wait_here(item, item.deadline)
+        try:
+            return item.future.result(_LAST_RESORT_S)
+        finally:
+            # An error's traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
+            del item
+
+    def begin(
+        self,
+        spec: RequestSpec,
+        payload: Message,
+        timeout: float,
+        turn: float,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> MessagingFuture[Message]:
+        """`ask` for at most `turn` seconds; then the future, which is still pending, goes on as that of `submit`. Waits
+        for nothing while the server takes longer than such a turn, nor in callbacks of futures."""
+        if turn <= 0 or self.suspect or not self._prompt or self.runs_here():
+            return self.submit(spec, payload, (), timeout, on_late)
+        try:
+            item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
+        except KVFrameworkError as error:
+            return MessagingFuture.failed(error)
+        self._wait_here(item, min(item.deadline, self._clock() + turn))
+        return item.future
+
+    def silent_s(self) -> float:
+        """Seconds for which the server has answered nothing, though it was asked; 0 if it is not in doubt."""
+        if not self.suspect:
+            return 0.0
+        return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
+
+    def cancel(self, request_id: int) -> MessagingFuture[Message]:
+        """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
+        return self.submit(_CANCEL, Cancel(request_id), (), _CANCEL.deadline_s + _AFTER_THE_SERVER_S)
+
+    def hold(self) -> int | None:
+        """See `Connection.hold`."""
+        return self._liveness.duplicate() if self._liveness is not None else None
+
+    def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
+        """Tells a server what it could not notice otherwise: what was lost, the end, and why it is of no use. Waits for
+        a moment. Not in the I/O thread."""
+        if report := self._losses.report():
+            with contextlib.suppress(KVFrameworkError):
+                self.submit(_PING, Ping(report), (), _GOODBYE_S).result(2 * _GOODBYE_S)
+                self._losses.told(report)
+        if self._liveness is None or why is not None:
+            goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
+            with contextlib.suppress(KVFrameworkError):
+                self.submit(_GOODBYE, goodbye, (), _GOODBYE_S).result(2 * _GOODBYE_S)
+
+    def close(self) -> None:
+        """Ends the link and waits for its thread, unless called by it. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._wakeup.signal()
+        if not self.runs_here():
+            self._thread.join()
+
+    def gone(self) -> KVFrameworkError:
+        """What requests of an ended link fail with."""
+        return ServerGone(self.reason.fact if self.reason else "the connection was closed")
+
+    # in the thread of a caller who waits
+
+    def _wait_here(self, item: Outgoing, until: float) -> None:
+        """Sends it and waits. Afterwards the future is resolved, or pending and the I/O thread's, if `until` is before
+        its deadline."""
+        caller, given_on = threading.get_ident(), False
+        try:
+            self._asking.add(caller)
+            self._exchange(item, until)
+            if not item.future.query():
+                if until < item.deadline:
+                    self._prompt = False
+                    given_on = True
+                    self._pending.watch(item)
+                    self._wakeup.signal()
+                else:
+                    self._give_up(item)
+        except BaseException as error:
+            # What a signal's handler raised. Anywhere but in a wait, half a message may have been sent or taken in.
+            self._dealer.follow()
+            if not item.future.resting:
+                self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+            raise
+        finally:
+            self._asking.discard(caller)
+            if not given_on and self._pending.lapse(item, self._handed_over):
+                self._wakeup.signal()
+
+    def _exchange(self, item: Outgoing, until: float) -> None:
+        """Sends it and receives, until the future is resolved or that time."""
+        if self._closed or not self._pending.add(item, watched=False):
+            item.resolve(self.gone())
+            return
+        try:
+            self._dealer.send(item.frames)
+        except zmq.ZMQError as error:
+            if self._pending.take(item.request_id) is not None:
+                item.resolve(self._full(item) if isinstance(error, zmq.Again) else self.gone())
+            return
+        while not item.future.query():
+            if self._dealer.lead():
+                try:
+                    self._receive_until(item, until)
+                finally:
+                    self._dealer.follow()
+                    if self._pending:
+                        self._wakeup.signal()  # nobody receives what others wait for
+            else:
+                item.future.wait(until - self._clock())
+                if self._clock() >= until:
+                    self._receive()
+            if self._clock() >= until:
+                return
+
+    def _receive_until(self, item: Outgoing, until: float) -> None:
+        """As the leader, until the item is resolved or that time."""
+        while not item.future.query():
+            item.future.resting = True
+            self._dealer.wait(until, self._callers)
+            item.future.resting = False
+            self._receive(leading=True)
+            if self._clock() >= until:
+                return
+
+    def _give_up(self, item: Outgoing) -> None:
+        if self._pending.lapse(item, self._handed_over):
+            self._set_suspect(True, item.deadline - item.timeout)
+            self._wakeup.signal()
+        else:
+            item.future.wait(_LAST_RESORT_S)  # another thread is about to
+        item.resolve(item.unanswered())
+
+    # in any thread
+
+    def _receive(self, *, leading: bool = False) -> None:
+        messages = self._dealer.receive(_MESSAGES_PER_ROUND)
+        if messages:
+            self._heard_at = self._clock()
+            self._prompt = True
+        for frames in messages:
+            try:
+                envelope = split(frames)
+            except ProtocolError as error:
+                logger.error("dropped a message of the server: %s", error)
+                continue
+            item = self._pending.take(envelope.request_id)
+            if item is None:
+                self._handed_over.append(envelope)
+                self._wakeup.signal()
+            else:
+                self._on_answer(item, envelope)
+        if messages and not leading:
+            self._dealer.interrupt()
+
+    # in the I/O thread
+
+    def _run(self) -> None:
+        try:
+            idle, leading = self._poller(), self._dealer.watch(self._poller())
+            while not self._closed:
+                self._round(idle, leading)
+        except _EndOfLink as end:
+            self.reason = end.args[0]
+        except Exception as error:
+            logger.exception("the connection's I/O thread failed")
+            self.reason = ServerGone(f"the connection failed: {error}")
+        finally:
+            self._end()
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        if self._liveness is not None:
+            poller.register(self._liveness.fd, zmq.POLLIN)
+        return poller
+
+    def _round(self, idle: zmq.Poller, leading: zmq.Poller) -> None:
+        wake_at = min(self._heartbeat.next_at(), self._pending.next_deadline() or math.inf)
+        leads = bool(self._pending or self._pings) and self._dealer.lead()
+        try:
+            if leads:
+                ready = self._dealer.wait(wake_at, leading)
+                self._receive(leading=True)
+            else:
+                ready = {fd for fd, _ in idle.poll(milliseconds(wake_at))}
+        finally:
+            if leads:
+                self._dealer.follow()
+        if self._wakeup.fd in ready:
+            self._wakeup.drain()
+        self._send_outbox()
+        self._take_over()
+        if self._liveness is not None and self._liveness.fd in ready:
+            self._receive()  # what the server said before it went
+            raise _EndOfLink(ServerGone("the server is gone"))
+        now = self._clock()
+        if now >= wake_at:
+            self._receive()  # this process may have been stopped: what is here by now was not late
+            self._take_over()
+            self._expire(now)
+            self._beat(now)
+
+    def _send_outbox(self) -> None:
+        for _ in range(len(self._outbox)):
+            item = self._outbox.popleft()
+            self._pending.add(item, watched=True)
+            try:
+                self._dealer.send(item.frames)
+            except zmq.Again:
+                self._pending.take(item.request_id)
+                item.resolve(self._full(item))
+
+    def _take_over(self) -> None:
+        for _ in range(len(self._handed_over)):
+            what = self._handed_over.popleft()
+            if isinstance(what, Outgoing):
+                self._heartbeat.ask_now()
+                self._late.expect(what)
+            elif what.request_id in self._pings:
+                self._on_pong(what)
+            else:
+                self._late.give_back(what)
+
+    def _full(self, item: Outgoing) -> KVFrameworkError:
+        self._set_suspect(True)
+        return ServerGone("the server takes no more messages", where=item.spec.name)
+
+    def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
+        try:
+            item.resolve(item.answer(envelope), envelope.buffers)
+        except KVFrameworkError as error:
+            if isinstance(error, HelloRequired):
+                self._stop(error)  # before the caller knows, who may ask again at once
+            item.resolve(error)
+        finally:
+            if not item.future.query():  # a signal was in the way
+                item.resolve(self.gone())
+
+    def _stop(self, reason: KVFrameworkError) -> None:
+        """The I/O thread will end the link."""
+        self.reason = reason
+        with self._lock:
+            self._closed = True
+        self._wakeup.signal()
+
+    def _on_pong(self, envelope: Envelope) -> None:
+        """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
+        told = self._pings.pop(envelope.request_id)
+        self._pings.clear()
+        self._heartbeat.answered()
+        try:
+            if envelope.type == ERROR_TYPE:
+                error = error_from(decode(envelope.payload, ErrorPayload, where=_PING.name))
+                if isinstance(error, HelloRequired):
+                    raise _EndOfLink(error)
+            elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
+                raise _EndOfLink(ServerGone("the server was started anew"))
+            else:
+                self._losses.told(told)
+        except InvalidPayload as error:
+            raise _EndOfLink(error) from None
+        self._set_suspect(False)
+
+    def _expire(self, now: float) -> None:
+        for item in self._pending.due(now):
+            self._heartbeat.ask_now()
+            self._late.expect(item)
+            self._set_suspect(True, item.deadline - item.timeout)
+            item.resolve(item.unanswered())
+
+    def _beat(self, now: float) -> None:
+        self._log_silence(now)
+        if self._heartbeat.overdue(now):
+            silence = self._heartbeat.silence(now)
+            if self._liveness is None and silence >= self._gone_s:
+                raise _EndOfLink(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
+            self._set_suspect(True, now - silence)  # silence is not death
+        if not self._heartbeat.due(now):
+            return
+        request_id = next(self._ids)
+        try:
+            report = self._losses.report()
+            self._pings[request_id] = report
+            self._dealer.send(join(request_id, _PING.name, Ping(report)))
+        except zmq.Again:
+            self._pings.pop(request_id, None)
+            if self._heartbeat.overdue(now):
+                raise _EndOfLink(ServerGone("the connection is broken")) from None
+            self._heartbeat.sent(now)
+            return
+        self._heartbeat.sent(now)
+
+    def _set_suspect(self, suspect: bool, since: float | None = None) -> None:
+        """`since` when the server was asked what it has not answered; None: now."""
+        with self._lock:
+            if self.suspect == suspect:
+                return
+            self._unanswered_since = self._clock() if since is None else since
+            self.suspect = suspect
+        if suspect:
+            self._suspect_since = self._clock()
+        elif self._silence_logged:
+            self._silence_logged = False
+            logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
+        else:
+            logger.debug("one answer was late, the server is there")
+        self._changed()
+
+    def _log_silence(self, now: float) -> None:
+        """Once it has lasted: one answer that is late among others is nothing that an operator can act on."""
+        if self.suspect and not self._silence_logged and now - self._suspect_since >= SILENCE_S:
+            self._silence_logged = True
+            logger.warning("the server does not answer: every lookup is a miss until it does")
+
+    def _end(self) -> None:
+        with self._lock:
+            self._closed = True
+        for item in [*self._pending.close(), *self._outbox]:
+            item.resolve(self.gone())
+        self._outbox.clear()
+        self._dealer.close()
+        if self._liveness is not None:
+            self._liveness.close()
+        self._wakeup.close()
+        self.ended.set()
+        self._changed()

@@ -1,0 +1,93 @@
+"""Owns `Call`: one request from its arrival until nothing works on it any more. Serving thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from kvframework.api import Handler, HandlerResult, Message, MessagingFuture
+from kvframework.messaging.server.sessions import ClientSession
+from kvframework.wire.messages import CancelReply
+
+CallKey = tuple[int, int]
+
+
+class Call:
+    """A request and how far it has come.
+
+    `answered` and `done` differ: after a deadline or its session's end a call is answered (or nobody waits any more)
+    while its work goes on; it is done, and a CANCEL of it is answered, once that work has ended.
+    """
+
+    __slots__ = (
+        "answered",
+        "buffers",
+        "cancelled",
+        "done",
+        "future",
+        "handler",
+        "identity",
+        "job",
+        "key",
+        "nbytes",
+        "payload",
+        "request_id",
+        "session",
+        "started",
+        "waiters",
+    )
+
+    def __init__(
+        self,
+        session: ClientSession,
+        identity: bytes,
+        request_id: int,
+        handler: Handler[Any],
+        payload: Message,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        self.key: CallKey = (session.session_id, request_id)
+        self.session = session
+        self.identity = identity
+        self.request_id = request_id
+        self.handler = handler
+        self.payload: Message | None = payload
+        self.buffers = buffers
+        self.nbytes = sum(buffer.nbytes for buffer in buffers)
+        self.started = self.answered = self.done = self.cancelled = False
+        self.job: Future[None] | None = None
+        self.future: MessagingFuture[Message] | None = None
+        self.waiters: list[MessagingFuture[Message]] = []
+
+    def run(self) -> HandlerResult | BaseException:
+        """Calls the handler; what it raises is returned. Called once, in the serving or in a pool thread."""
+        payload, self.payload = self.payload, None
+        buffers, self.buffers = self.buffers, ()
+        try:
+            result: HandlerResult = self.handler.call(self.session, payload, buffers)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (native code panics with BaseException; the error is answered)
+            return error
+        return result
+
+    def withdraw(self) -> bool:
+        """True if the call has not begun and now never will."""
+        if self.job is not None:
+            return self.job.cancel()
+        return not self.started
+
+    def finish(self) -> None:
+        """Nothing works on the call any more: lets go of what it held and answers the CANCELs that wait for it."""
+        self.done = True
+        self.payload, self.buffers, self.future, self.job = None, (), None, None
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            waiter.set_result(CancelReply(found=True))
+
+
+def outcome_of(future: MessagingFuture[Message]) -> HandlerResult | BaseException:
+    """What a resolved future holds."""
+    error = future.exception()
+    return error if error is not None else future.result(0)

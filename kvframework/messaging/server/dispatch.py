@@ -1,0 +1,214 @@
+"""Owns what is done with one message: whose it is, HELLO, and on to the calls in flight. Serving thread only.
+
+Whatever comes in is answered, with a typed error frame if need be, unless not even its request id can be read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvframework.api import Buffer, Handler, RequestSpec
+from kvframework.errors import (
+    HelloRequired,
+    InvalidPayload,
+    MalformedFrames,
+    PluginBroken,
+    ProtocolError,
+    ServerFull,
+    ShuttingDown,
+)
+from kvframework.messaging.server.inflight import InFlight
+from kvframework.messaging.server.liveness import LivenessServer
+from kvframework.messaging.server.refusals import Refusals
+from kvframework.messaging.server.sessions import ClientSession, SessionTable
+from kvframework.messaging.server.sockets import ReplySender
+from kvframework.wire.frames import MAX_TYPE_BYTES, REQUEST_ID_BYTES, Envelope, decode, split
+from kvframework.wire.handshake import negotiate
+from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
+
+logger = logging.getLogger(__name__)
+
+OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
+MAX_LEFT = 4096
+Welcome = Callable[[Hello, ClientSession, int], HelloReply]
+
+
+def check_handlers(
+    handlers: Mapping[str, Handler[Any]] | Iterable[Handler[Any]], table: Mapping[str, RequestSpec]
+) -> dict[str, Handler[Any]]:
+    """The handlers by name, checked against the request table.
+
+    Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
+    a mistake of the core. A handler of CANCEL is asked for what is no message under way. Others belong to plugins and
+    are named `plugin.NAME`: else `PluginBroken`.
+    """
+    by_name: dict[str, Handler[Any]] = {}
+    for handler in handlers.values() if isinstance(handlers, Mapping) else handlers:
+        name = handler.spec.name
+        if name in table:
+            if name in OWN_REQUESTS and name != "CANCEL":
+                raise RuntimeError(f"{name} is served by messaging itself, a handler for it was given")
+            if handler.spec != table[name]:
+                raise RuntimeError(f"the handler of {name} has another spec than the request table")
+        elif "." not in name.strip(".") or not name.isascii() or not name.isprintable() or len(name) > MAX_TYPE_BYTES:
+            raise PluginBroken(
+                f"a request is named {name[:80]!r}",
+                available=f"plugin.NAME, printable ASCII, at most {MAX_TYPE_BYTES} bytes",
+            )
+        if name in by_name:
+            where = handler.call.__module__
+            raise (RuntimeError if name in table else PluginBroken)(f"two handlers of {name}, one of them in {where}")
+        by_name[name] = handler
+    if missing := sorted(table.keys() - OWN_REQUESTS - by_name.keys()):
+        raise RuntimeError(f"no handler for {', '.join(missing)}")
+    return by_name
+
+
+class Dispatcher:
+    """Takes messages in and ends sessions. Borrows all that it is given; `liveness_path(identity)` is "" for clients
+    that have no liveness socket. `check_room()` raises what a new session is refused with."""
+
+    def __init__(
+        self,
+        *,
+        sessions: SessionTable,
+        calls: InFlight,
+        replies: ReplySender,
+        liveness: LivenessServer | None,
+        liveness_path: Callable[[bytes], str],
+        welcome: Welcome,
+        hasher_fingerprint: str,
+        on_session_end: Callable[[ClientSession], None],
+        counters: dict[str, int],
+        refusals: Refusals,
+        check_room: Callable[[], None],
+    ) -> None:
+        self._sessions = sessions
+        self._calls = calls
+        self._replies = replies
+        self._liveness = liveness
+        self._liveness_path = liveness_path
+        self._welcome = welcome
+        self._hasher_fingerprint = hasher_fingerprint
+        self._on_session_end = on_session_end
+        self._counters = counters
+        self._refusals = refusals
+        # Routing ids of sessions that have ended: what they sent before is still coming, and is no trouble.
+        self._left: dict[bytes, None] = {}
+        self._check_room = check_room
+        self.stopping = False
+
+    def on_message(self, frames: Sequence[Buffer]) -> None:
+        """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
+        identity = bytes(frames[0])
+        try:
+            envelope = split(frames[1:])
+        except ProtocolError as error:
+            self._counters["malformed"] += 1
+            self._refusals.request(self._sessions.by_identity(identity), "malformed message", error)
+            if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
+                self._replies.send_error(identity, int.from_bytes(frames[1], "little"), error)
+            else:
+                self._counters["unanswerable"] += 1
+            return
+        self._counters["requests"] += 1
+        try:
+            self._on_request(identity, envelope)
+        except Exception as error:
+            if isinstance(error, (ProtocolError, ServerFull)):
+                self._refused(identity, envelope, error)
+            elif not isinstance(error, ShuttingDown):
+                logger.exception("%s failed", envelope.type)
+            if isinstance(error, HelloRequired) and identity in self._left:
+                self._replies.send_farewell(identity, envelope.request_id, error)
+            else:
+                self._replies.send_error(identity, envelope.request_id, error)
+
+    def end(self, session: ClientSession) -> None:
+        """Ends a session: cancels what it has in flight, then calls `on_session_end`, exactly once a session."""
+        if not self._sessions.end(session):
+            return
+        self._counters["sessions_ended"] += 1
+        self._left.update(dict.fromkeys(session.identities))
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
+        if self._liveness is not None:
+            self._liveness.drop(session)
+        session.local = False
+        self._calls.end_session(session)
+        try:
+            self._on_session_end(session)
+        except Exception:
+            logger.exception("ending session %d of %s failed", session.session_id, session.name)
+
+    def _on_request(self, identity: bytes, envelope: Envelope) -> None:
+        session = self._sessions.by_identity(identity)
+        if session is not None:
+            self._sessions.touch(session)
+        if self.stopping:
+            raise ShuttingDown("the server is stopping")
+        if envelope.type == "HELLO":
+            self._hello(identity, session, envelope)
+            return
+        if session is None:
+            raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
+        if envelope.type == "GOODBYE":
+            self._goodbye(identity, session, envelope)
+            return
+        self._calls.submit(session, identity, envelope)
+
+    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
+        if isinstance(error, HelloRequired):
+            return  # its session has just ended, and it connects again
+        if envelope.type == "HELLO":
+            self._counters["hello_refused"] += 1
+            self._refusals.hello(envelope, error)
+        else:
+            self._refusals.request(self._sessions.by_identity(identity), envelope.type, error)
+
+    def _open(self, identity: bytes, hello: Hello) -> ClientSession:
+        self._check_room()
+        return self._sessions.open(identity, hello, remote=not self._liveness_path(identity))
+
+    def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
+        self.end(session)
+        self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+        try:
+            goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
+        except InvalidPayload as error:
+            goodbye = Goodbye(error.code, error.fact)
+        if goodbye.reason:
+            self._counters["server_refused"] += 1
+            self._refusals.server(session, goodbye.code, goodbye.reason)
+
+    def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
+        if envelope.buffers:
+            raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
+        hello = decode(envelope.payload, Hello, where="HELLO")
+        version = negotiate(hello, self._hasher_fingerprint)
+        lost = self._sessions.by_token(hello.replaces)
+        # A local session ends with its liveness socket only: until then its process may still write into the arena.
+        if lost is not None and lost is not known and not lost.local:
+            self.end(lost)
+        if hello.session:
+            session, opened = self._sessions.join(identity, hello.session), False
+        else:
+            session, opened = known or self._open(identity, hello), known is None
+        session.version = version
+        self._counters["sessions_opened"] += opened
+        welcomed = False
+        try:
+            reply = msgspec.structs.replace(
+                self._welcome(hello, session, version),
+                session=session.token,
+                version=version,
+                liveness=self._liveness_path(identity),
+            )
+            welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
+        finally:
+            if opened and not welcomed:  # refused, or the client has gone meanwhile and will never say anything
+                self.end(session)

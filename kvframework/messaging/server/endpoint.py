@@ -1,0 +1,119 @@
+"""Owns the files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that keeps it one server's.
+
+Runs in the server process. Which process holds the endpoint is decided by an flock, which no crash can leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvframework.config import FULL_SUFFIX, LIVENESS_SUFFIX, ipc_path, prepare_private_directory
+from kvframework.errors import EndpointError
+from kvframework.messaging.fork import close_after_fork
+
+LOCK_SUFFIX = ".lock"
+
+
+@contextlib.contextmanager
+def private_umask() -> Iterator[None]:
+    """Files and sockets made inside are for their owner only (of the whole process, so keep it short)."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class EndpointFiles:
+    """The files of one endpoint while this process holds it; `release()` removes them."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.path = ipc_path(endpoint)
+        self.liveness = self.path + LIVENESS_SUFFIX
+        self._full = self.path + FULL_SUFFIX
+        self._lock_path = self.path + LOCK_SUFFIX
+        self._lock = -1
+
+    def acquire(self) -> None:
+        """Makes the directory if it is absent, takes the lock and removes stale sockets. Raises `EndpointError`, also
+        for a directory that others may write to; one names the process that holds the endpoint."""
+        prepare_private_directory(Path(self.path).parent)
+        try:
+            self._lock = self._take_lock()
+            for path in (self.path, self.liveness, self._full):
+                self._remove_stale(path)
+        except OSError as error:
+            self._give_lock_back()
+            raise EndpointError(f"{error.strerror}: {error.filename}", where=self.endpoint) from error
+        except EndpointError:
+            self._give_lock_back()
+            raise
+        close_after_fork(self)
+
+    def show(self, shown: bool) -> None:
+        """Whether clients find the socket. Raises `OSError`."""
+        os.rename(*((self._full, self.path) if shown else (self.path, self._full)))
+
+    def release(self) -> None:
+        """Removes the files, if this process held the endpoint, and gives the lock back. Idempotent."""
+        if self._lock < 0:
+            return
+        for path in (self.path, self.liveness, self._full):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        self._give_lock_back()
+
+    def close_in_child(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take_lock(self) -> int:
+        while True:
+            with private_umask():
+                lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(lock)
+                raise EndpointError(
+                    f"another server holds this endpoint, process {holder}",
+                    where=self.endpoint,
+                    hint="stop it, or give this server another endpoint",
+                ) from None
+            if _is_same_file(lock, self._lock_path):
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+                return lock
+            os.close(lock)  # the holder removed the file after we opened it
+
+    def _give_lock_back(self) -> None:
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.unlink(self._lock_path)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _remove_stale(self, path: str) -> None:
+        try:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise EndpointError(f"{path} exists and is no socket", where=self.endpoint, hint="choose another path")
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+
+
+def _is_same_file(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)

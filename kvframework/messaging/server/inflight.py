@@ -1,0 +1,268 @@
+"""Owns the calls in flight: from a decoded message to its answer, whatever becomes of its handler on the way.
+
+Runs on the serving thread; pooled handlers run in worker threads and hand their results back through a queue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvframework.api import ClientInfo, Handler, HandlerResult, Message, MessagingFuture, Reply
+from kvframework.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandlerFailed,
+    KVFrameworkError,
+    MalformedFrames,
+    MessageTooLarge,
+    ProtocolError,
+    UnknownRequest,
+)
+from kvframework.messaging.deadlines import Deadlines
+from kvframework.messaging.server.calls import Call, CallKey, outcome_of
+from kvframework.messaging.server.sessions import ClientSession
+from kvframework.messaging.server.sockets import ReplySender
+from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
+from kvframework.wire.messages import Cancel, CancelReply
+from kvframework.wire.table import REQUESTS
+
+logger = logging.getLogger(__name__)
+
+# Per session.
+MAX_IN_FLIGHT = 4096
+MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
+
+
+class InFlight:
+    """Runs handlers and answers for them. `wake`, called from any thread, makes the serving loop call `collect()`."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler[Any]],
+        replies: ReplySender,
+        *,
+        workers: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+        counters: dict[str, int],
+    ) -> None:
+        cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
+        self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
+        # Of what is cancelled by another name than a message's.
+        self._cancel_other = handlers.get("CANCEL")
+        self._replies = replies
+        self._wake = wake
+        self._clock = clock
+        self._counters = counters
+        self._calls: dict[CallKey, Call] = {}
+        self._per_session: dict[int, int] = {}
+        self._bytes: Counter[int] = Counter()
+        self._queues: dict[int, deque[Call]] = {}
+        self._advance: deque[int] = deque()
+        self._deadlines: Deadlines[CallKey] = Deadlines()
+        self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-worker")
+
+    @property
+    def in_flight(self) -> int:
+        """Calls whose work has not ended."""
+        return len(self._calls)
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def submit(self, session: ClientSession, identity: bytes, envelope: Envelope) -> None:
+        """Starts or queues a request. Raises `UnknownRequest`, `InvalidPayload`, `MalformedFrames` or `ProtocolError`
+        for one that was not taken."""
+        handler = self._handlers.get(envelope.type)
+        if handler is None:
+            raise UnknownRequest(f"there is no request {envelope.type!r}", hint="is its plugin configured?")
+        spec = handler.spec
+        if (session.session_id, envelope.request_id) in self._calls:
+            raise MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
+        if len(envelope.buffers) > spec.buffers:
+            raise MalformedFrames(
+                f"{len(envelope.buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}"
+            )
+        if self._per_session.get(session.session_id, 0) >= MAX_IN_FLIGHT:
+            raise ProtocolError(f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more")
+        payload = decode(envelope.payload, spec.payload, where=spec.name)
+        if envelope.buffers:
+            self._check_bytes(session, envelope)
+        call = Call(session, identity, envelope.request_id, handler, payload, envelope.buffers)
+        if handler.ordered:
+            queue = self._queues.setdefault(session.session_id, deque())
+            queue.append(call)
+            if len(queue) > 1:
+                self._track(call)
+                return
+        self._start(call)
+        self._run_queues()
+
+    def _check_bytes(self, session: ClientSession, envelope: Envelope) -> None:
+        size = sum(buffer.nbytes for buffer in envelope.buffers)
+        if self._bytes[session.session_id] + size > MAX_BYTES_IN_FLIGHT:
+            raise MessageTooLarge(
+                f"{self._bytes[session.session_id]} bytes of this client are in flight, {size} more came",
+                where=envelope.type,
+                available=f"at most {MAX_BYTES_IN_FLIGHT}",
+                hint="wait for answers before sending more",
+            )
+
+    def collect(self) -> None:
+        """Takes over what other threads and resolved futures left since the last time."""
+        for _ in range(len(self._results)):
+            call, result = self._results.popleft()
+            self._settle(call, result)
+        self._run_queues()
+
+    def expire(self, now: float) -> None:
+        """Answers the calls whose deadline is over. What has begun goes on, and its late result is dropped."""
+        for key in self._deadlines.due(now):
+            call = self._calls[key]
+            spec = call.handler.spec
+            withdrawn = call.withdraw()
+            self._answer(call, DeadlineExceeded(f"no result within {spec.deadline_s} s", where=spec.name))
+            if withdrawn:
+                self._finish(call)
+        self._run_queues()
+
+    def end_session(self, session: ClientSession) -> None:
+        """Cancels all that the session has in flight; nobody is answered any more."""
+        if session.session_id not in self._per_session:
+            return
+        for call in [call for call in self._calls.values() if call.session is session]:
+            call.answered = True
+            self._deadlines.discard(call.key)
+            self._cancel(call)
+        self._run_queues()
+
+    def answer_all(self, error: KVFrameworkError) -> None:
+        """Answers everything in flight with `error`: the server stops. Nothing is cancelled by that."""
+        for call in self._calls.values():
+            if not call.answered:
+                self._answer(call, error)
+
+    def close(self) -> None:
+        """Takes no more work. Handlers that run in worker threads are not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, call: Call) -> None:
+        call.started = True
+        if not call.handler.pooled:
+            self._settle(call, call.run())
+            return
+        self._track(call)
+        call.job = self._pool.submit(self._run_in_pool, call)
+
+    def _run_in_pool(self, call: Call) -> None:
+        self._hand_over(call, call.run())
+
+    def _hand_over(self, call: Call, result: HandlerResult | BaseException) -> None:
+        self._results.append((call, result))
+        self._wake()
+
+    def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
+        """Takes what a handler returned or raised, or what its future resolved to."""
+        if isinstance(result, MessagingFuture):
+            if not result.query():
+                self._wait_for(call, result)
+                return
+            result = outcome_of(result)
+        if call.answered:
+            self._counters["late"] += 1
+        else:
+            self._answer(call, result)
+        self._finish(call)
+
+    def _wait_for(self, call: Call, future: MessagingFuture[Message]) -> None:
+        self._track(call)
+        call.job, call.future = None, future
+        future.add_done_callback(lambda resolved: self._hand_over(call, outcome_of(resolved)))
+        if call.cancelled:
+            self._cancel(call)
+
+    def _track(self, call: Call) -> None:
+        if call.key in self._calls:
+            return
+        self._calls[call.key] = call
+        self._per_session[call.key[0]] = self._per_session.get(call.key[0], 0) + 1
+        self._bytes[call.key[0]] += call.nbytes
+        self._deadlines.set(call.key, self._clock() + call.handler.spec.deadline_s)
+
+    def _finish(self, call: Call) -> None:
+        if self._calls.pop(call.key, None) is not None:
+            self._deadlines.discard(call.key)
+            left = self._per_session.pop(call.key[0]) - 1
+            if left:
+                self._per_session[call.key[0]] = left
+                self._bytes[call.key[0]] -= call.nbytes
+            else:
+                del self._bytes[call.key[0]]
+        call.finish()
+        if call.handler.ordered:
+            self._advance.append(call.key[0])
+
+    def _run_queues(self) -> None:
+        """Starts the ordered calls whose turn has come. Only here, and in a loop, since each may end at once."""
+        while self._advance:
+            session_id = self._advance.popleft()
+            queue = self._queues.get(session_id)
+            while queue and queue[0].done:
+                queue.popleft()
+            if not queue:
+                self._queues.pop(session_id, None)
+            elif not queue[0].started:
+                self._start(queue[0])
+
+    def _cancel_request(self, client: ClientInfo, cancel: Cancel, _: object) -> HandlerResult:
+        target = self._calls.get((client.session_id, cancel.request))
+        if target is None and self._cancel_other is not None:
+            return self._cancel_other.call(client, cancel, ())
+        if target is None:
+            return CancelReply(found=False)
+        waiter: MessagingFuture[Message] = MessagingFuture()
+        target.waiters.append(waiter)
+        self._cancel(target)
+        return waiter
+
+    def _cancel(self, call: Call) -> None:
+        """Asks the work to stop. The call is done at once if it has not begun, else when its work says so."""
+        call.cancelled = True
+        if call.withdraw():
+            if not call.answered:
+                self._answer(call, Cancelled("the request was cancelled", where=call.handler.spec.name))
+            self._finish(call)
+        elif call.future is not None:
+            future, call.future = call.future, None  # asked once
+            try:
+                future.cancel()
+            except Exception:
+                logger.exception("cancelling %s failed", call.handler.spec.name)
+
+    def _answer(self, call: Call, outcome: HandlerResult | BaseException) -> None:
+        call.answered = True
+        self._deadlines.discard(call.key)
+        error = outcome if isinstance(outcome, BaseException) else self._send(call, outcome)
+        if error is None:
+            return
+        if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
+            logger.error("the handler of %s failed", call.handler.spec.name, exc_info=error)
+        self._replies.send_error(call.identity, call.request_id, error)
+
+    def _send(self, call: Call, result: HandlerResult) -> Exception | None:
+        """Sends the response; returns what is wrong with it, if anything."""
+        spec = call.handler.spec
+        payload, buffers = (result.payload, result.buffers) if isinstance(result, Reply) else (result, ())
+        if not isinstance(payload, spec.response):
+            what = f"the handler returned {type(payload).__name__}, not {spec.response.__name__}"
+            return HandlerFailed(what, where=spec.name)
+        try:
+            self._replies.send(call.identity, call.request_id, spec.name, payload, buffers)
+        except Exception as error:  # noqa: BLE001 (whatever cannot be encoded; the caller logs and answers it)
+            return error
+        return None

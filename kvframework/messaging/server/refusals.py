@@ -1,0 +1,126 @@
+"""Owns who was refused, and why: kept for `status` and told in the log, since a client that gets nothing looks like a
+cache without hits. Serving thread, but for `report`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvframework.api import Message
+from kvframework.errors import KVFrameworkError, ProtocolError
+from kvframework.messaging.server.sessions import ClientSession, printable
+from kvframework.wire.frames import Envelope, decode
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 32
+TELL_AGAIN_S = 60.0  # of the same client and reason
+TELL_NEXT_S = 1.0  # of whatever else
+_MAX_NAME, _MAX_REASON = 128, 512
+
+
+class Introduction(Message, frozen=True):
+    """As much of a HELLO as can be read of one that is refused."""
+
+    client: str = "?"
+    pid: int = 0
+    min_version: int = 1
+    max_version: int = 1
+    client_version: str = ""
+
+
+@dataclass
+class Refusal:
+    """What one client was refused for one reason. `what` is the name of the request; "server": the client refuses this
+    server. The times are the clock's."""
+
+    client: str
+    pid: int
+    what: str
+    code: str
+    reason: str
+    versions: str
+    client_version: str
+    count: int
+    last: float
+    told: float
+
+
+class Refusals:
+    """The refusals of late, a bounded number. `report` may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._kept: dict[tuple[str, int, str, str], Refusal] = {}
+        self._tell_at = clock()
+
+    def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
+        """A HELLO was refused, readable or not."""
+        try:
+            who = decode(envelope.payload, Introduction, where="HELLO")
+        except ProtocolError:
+            who = Introduction()
+        versions = f"{who.min_version} to {who.max_version}"
+        self._add(who.client, who.pid, "HELLO", error.code, _reason(error), versions, who.client_version)
+
+    def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
+        """A message of a session, or of a stranger, was not understood."""
+        if session is None:
+            self._add("?", 0, name, error.code, _reason(error))
+        else:
+            self._of(session, name, error.code, _reason(error))
+
+    def server(self, session: ClientSession, code: str, reason: str) -> None:
+        """The client left, because it cannot use this server."""
+        self._of(session, "server", code, reason)
+
+    def report(self) -> list[dict[str, object]]:
+        """For the status document, the latest one first."""
+        now = self._clock()
+        return [
+            {
+                "client": each.client,
+                "pid": each.pid,
+                "client_version": each.client_version,
+                "versions": each.versions,
+                "what": each.what,
+                "code": each.code,
+                "reason": each.reason,
+                "count": each.count,
+                "ago_s": round(now - each.last, 1),
+            }
+            for each in reversed(list(self._kept.values()))
+        ]
+
+    def _of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
+        self._add(session.name, session.pid, what, code, reason, str(session.version), session.client_version)
+
+    def _add(
+        self, client: str, pid: int, what: str, code: str, reason: str, versions: str = "", client_version: str = ""
+    ) -> None:
+        now = self._clock()
+        key = (printable(client[:_MAX_NAME]), pid, printable(what), code[:_MAX_NAME])
+        known = self._kept.pop(key, None)
+        if known is None and len(self._kept) >= MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        count, told = (known.count + 1, known.told) if known else (1, now - TELL_AGAIN_S)
+        refusal = Refusal(
+            *key, printable(reason[:_MAX_REASON]), versions, printable(client_version[:_MAX_NAME]), count, now, told
+        )
+        self._kept[key] = refusal
+        if now >= self._tell_at and now - told >= TELL_AGAIN_S:
+            refusal.told, self._tell_at = now, now + TELL_NEXT_S
+            _tell(refusal)
+
+
+def _reason(error: KVFrameworkError) -> str:
+    return f"{error.fact}; available: {error.available}" if error.available else error.fact
+
+
+def _tell(refusal: Refusal) -> None:
+    release = f", kvframework {refusal.client_version}" if refusal.client_version else ""
+    who = f"{refusal.client!r} (process {refusal.pid}{release})"
+    done = {"HELLO": "was refused", "server": "refuses this server"}.get(refusal.what)
+    logger.warning("%s %s: [%s] %s", who, done or f"was refused {refusal.what!r}", refusal.code, refusal.reason)

@@ -1,0 +1,137 @@
+"""Owns client sessions: who is connected, under which routing ids, and who has been silent for too long.
+
+Pure: no sockets, the clock is given. Used by the server's serving thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvframework.api import ClientInfo
+from kvframework.errors import HelloRequired, ProtocolError, ServerFull
+from kvframework.wire.messages import Hello
+
+TOKEN_BYTES = 16
+MAX_SESSIONS = 4096
+MAX_IDENTITIES = 64
+# The patience with silent clients without a liveness socket while the table is more than half full.
+PRESSED_S = 2.0
+_MAX_NAME = 128
+
+
+@dataclass(eq=False)
+class ClientSession(ClientInfo):
+    """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name;
+    `version` is the protocol's, as negotiated. `remote`: it came over TCP."""
+
+    session_id: int
+    pid: int
+    name: str
+    last_seen: float
+    local: bool = False
+    version: int = 0
+    client_version: str = ""
+    remote: bool = False
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
+    identities: set[bytes] = field(default_factory=set, repr=False)
+    liveness: socket.socket | None = field(default=None, repr=False)
+
+    def hold(self) -> int | None:
+        if self.liveness is None or not self.local or self.liveness.fileno() < 0:
+            return None
+        return os.dup(self.liveness.fileno())
+
+
+class SessionTable:
+    """All sessions that have not ended, found by routing id or by token. Session ids are never used again."""
+
+    def __init__(
+        self, clock: Callable[[], float], *, session_timeout_s: float = 30.0, max_sessions: int = MAX_SESSIONS
+    ) -> None:
+        self._clock = clock
+        self._timeout = session_timeout_s
+        self._max = max_sessions
+        self._last_id = 0
+        self._remote = 0
+        self._by_identity: dict[bytes, ClientSession] = {}
+        self._by_token: dict[bytes, ClientSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def sessions(self) -> list[ClientSession]:
+        """A snapshot; may be taken from any thread."""
+        return list(self._by_token.values())
+
+    def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
+        """A new session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
+        full; half of it is kept for local clients."""
+        if identity in self._by_identity:
+            raise ProtocolError("this connection has said HELLO already")
+        taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
+        if taken >= most or len(self._by_token) >= self._max:
+            raise ServerFull(
+                f"{taken} client sessions are open{' over TCP' if remote else ''}",
+                available=f"{most} at most",
+                hint="close clients that are not used",
+            )
+        self._remote += remote
+        self._last_id += 1
+        session = ClientSession(self._last_id, hello.pid, printable(hello.client[:_MAX_NAME]), self._clock())
+        session.client_version = printable(hello.client_version[:_MAX_NAME])
+        session.remote = remote
+        self._by_token[session.token] = session
+        self._bind(identity, session)
+        return session
+
+    def join(self, identity: bytes, token: bytes) -> ClientSession:
+        """Adds a further connection to the session. Raises `HelloRequired` if that has ended, `ProtocolError` if the
+        routing id belongs to another session or there are too many."""
+        session = self._by_token.get(token)
+        if session is None:
+            raise HelloRequired("there is no such session to join", hint="say HELLO without a session")
+        if self._by_identity.get(identity, session) is not session:
+            raise ProtocolError("this connection belongs to another session")
+        if identity not in session.identities and len(session.identities) >= MAX_IDENTITIES:
+            raise ProtocolError(f"the session has {MAX_IDENTITIES} connections")
+        self._bind(identity, session)
+        self.touch(session)
+        return session
+
+    def by_identity(self, identity: bytes) -> ClientSession | None:
+        return self._by_identity.get(identity)
+
+    def by_token(self, token: bytes) -> ClientSession | None:
+        return self._by_token.get(token)
+
+    def touch(self, session: ClientSession) -> None:
+        """The client was heard."""
+        session.last_seen = self._clock()
+
+    def expire(self, now: float) -> list[ClientSession]:
+        """The sessions to end: without a liveness socket, and silent for the timeout, which is short while the table is
+        more than half full. Changes nothing."""
+        patience = min(self._timeout, PRESSED_S) if 2 * len(self) > self._max else self._timeout
+        return [s for s in self._by_token.values() if not s.local and now - s.last_seen >= patience]
+
+    def end(self, session: ClientSession) -> bool:
+        """Forgets the session and its routing ids; False if it had ended before."""
+        if self._by_token.pop(session.token, None) is None:
+            return False
+        self._remote -= session.remote
+        for identity in session.identities:
+            del self._by_identity[identity]
+        return True
+
+    def _bind(self, identity: bytes, session: ClientSession) -> None:
+        self._by_identity[identity] = session
+        session.identities.add(identity)
+
+
+def printable(name: str) -> str:
+    """What a client said of itself, as it may be shown in logs and on terminals."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

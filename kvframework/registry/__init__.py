@@ -1,0 +1,17 @@
+"""Plugin machinery: static discovery, guarded loading, one registry. Used by server, client and CLI at startup."""
+
+from kvframework.registry.check import check_config, codec_tables, resolve_table
+from kvframework.registry.discovery import EntryPointInfo, discover
+from kvframework.registry.kinds import KINDS
+from kvframework.registry.registry import PluginInfo, PluginRegistry
+
+__all__ = [
+    "KINDS",
+    "EntryPointInfo",
+    "PluginInfo",
+    "PluginRegistry",
+    "check_config",
+    "codec_tables",
+    "discover",
+    "resolve_table",
+]

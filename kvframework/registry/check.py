@@ -1,0 +1,90 @@
+"""Owns the check of a configuration against the plugins: does every table name a plugin that works and fit it?"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from kvframework.api import (
+    CodecProvider,
+    EvictionProvider,
+    HasherProvider,
+    L1Provider,
+    LayoutProvider,
+    Options,
+    Provider,
+    RequestsProvider,
+    TierProvider,
+    TransportProvider,
+)
+from kvframework.config import Config, PluginTable
+from kvframework.errors import ConfigFieldError, PluginUnavailable, PluginWrongKind
+from kvframework.registry.registry import PluginRegistry
+
+NO_CODEC = "none"
+
+P = TypeVar("P", bound=Provider[Any])
+
+
+def resolve_table(registry: PluginRegistry, table: PluginTable, role: type[P]) -> tuple[P, Options]:
+    """The provider that a table names, and its validated options. Blocking: may import the plugin.
+
+    `role` is the descriptor that the place needs: `[l1]` takes an `L1Provider`, `[[l2]]` a `TierProvider`. Raises
+    `PluginError` and `ConfigFieldError` with the table's place.
+    """
+    try:
+        provider = registry.resolve(role.kind, table.use, where=table.where)
+    except PluginUnavailable:
+        # What is wrong with a table is so on every machine, and told first.
+        _, found = registry.describe(role.kind, table.use)
+        if isinstance(found, role):
+            registry.options(found, table.options, where=table.where, core_keys=table.core_keys)
+        raise
+    if not isinstance(provider, role):
+        raise PluginWrongKind(
+            f"{table.use!r} is a {role.kind} of another class: {type(provider).__name__}",
+            where=table.where,
+            available=f"plugins with {role.__name__}",
+            hint="[l1] takes memory such as pinned, [[l2]] a store such as redis",
+        )
+    return provider, registry.options(provider, table.options, where=table.where, core_keys=table.core_keys)
+
+
+def codec_tables(config: Config) -> list[PluginTable]:
+    """The codecs that a configuration names, each once, with the options of its `[codecs.NAME]`; without `none`, which
+    the core does by itself.
+
+    Raises `ConfigFieldError` for options of a codec that nothing names.
+    """
+    named = {l2.keys.codec: f"{l2.tier.where} codec" for l2 in reversed(config.l2)}
+    named = dict.fromkeys(config.codecs.allow, f"{config.codecs.where} allow") | named
+    named.pop(NO_CODEC, None)
+    given = {table.use: table for table in config.codecs.options}
+    for name, table in given.items():
+        if name not in named:
+            raise ConfigFieldError(
+                f"codec {name!r} is not in use",
+                where=table.where,
+                available=", ".join(named) or "no codec",
+                hint=f'write codec = "{name}" into an [[l2]], or allow = ["{name}"] into [codecs]',
+            )
+    return [given.get(name, PluginTable(name, {}, where)) for name, where in named.items()]
+
+
+def check_config(config: Config, registry: PluginRegistry) -> None:
+    """Resolves every configured plugin and validates its options; creates nothing. Blocking.
+
+    Raises the first error: `PluginError` or `ConfigFieldError`.
+    """
+    resolve_table(registry, config.l1.memory, L1Provider)
+    resolve_table(registry, config.l1.eviction, EvictionProvider)
+    resolve_table(registry, config.hasher, HasherProvider)
+    for table in config.transport:
+        resolve_table(registry, table, TransportProvider)
+    for table in config.layout:
+        resolve_table(registry, table, LayoutProvider)
+    for l2 in config.l2:
+        resolve_table(registry, l2.tier, TierProvider)
+    for table in codec_tables(config):
+        resolve_table(registry, table, CodecProvider)
+    for table in config.requests:
+        resolve_table(registry, table, RequestsProvider)

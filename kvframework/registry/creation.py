@@ -1,0 +1,71 @@
+"""Owns the guarded call of a provider's `create`: what a plugin raises or returns there comes out as `PluginBroken`
+that names it and the table that asked for it.
+
+Runs where the object is needed: at startup in the server's main thread, for codecs in the first storage thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from kvframework.config import PluginTable
+from kvframework.errors import KVFrameworkError, PluginBroken
+from kvframework.registry.registry import PluginRegistry
+
+_HINT = "ask the plugin's author, to whom `kvframework plugins check` says more"
+
+
+def declared_attributes(contract: type[Any]) -> list[str]:
+    """The names of the attributes that a contract asks of its objects."""
+    names = dict.fromkeys(name for each in contract.__mro__ for name in inspect.get_annotations(each))
+    return [name for name in names if not name.startswith("_")]
+
+
+class Creator:
+    """Makes the objects of one configuration. Each call blocks for as long as the plugin does.
+
+    A `KVFrameworkError` is the plugin's own word and passes, with the table's place if it names none.
+    """
+
+    def __init__(self, registry: PluginRegistry) -> None:
+        self._registry = registry
+
+    def one(self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any) -> Any:
+        """What `create(*args)` makes: a `contract`."""
+        made = self._call(kind, table, create, *args)
+        if not isinstance(made, contract):
+            raise self._broken(kind, table, f"create returned {type(made).__name__}", contract.__name__)
+        lacking = [name for name in declared_attributes(contract) if not hasattr(made, name)]
+        if lacking:
+            raise self._broken(kind, table, f"what create returned has no {', '.join(lacking)}", contract.__name__)
+        return made
+
+    def several(
+        self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any
+    ) -> list[Any]:
+        """What `create(*args)` makes: a list or tuple of `contract`."""
+        made = self._call(kind, table, create, *args)
+        expected = f"a list of {contract.__name__}"
+        if not isinstance(made, list | tuple):
+            raise self._broken(kind, table, f"create returned {type(made).__name__}", expected)
+        for each in made:
+            if not isinstance(each, contract):
+                raise self._broken(kind, table, f"create returned a list with {type(each).__name__}", expected)
+        return list(made)
+
+    def _call(self, kind: str, table: PluginTable, create: Callable[..., object], *args: Any) -> object:
+        try:
+            return create(*args)
+        except KVFrameworkError as error:
+            error.where = error.where or table.where
+            raise
+        except (Exception, SystemExit) as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            raise self._broken(kind, table, f"create raised {cause}") from error
+
+    def _broken(self, kind: str, table: PluginTable, fact: str, available: str = "") -> PluginBroken:
+        offer = self._registry.offer(kind, table.use)
+        title = f"{offer.title} ({offer.origin})"
+        return PluginBroken(f"{title}: {fact}", where=table.where, available=available, hint=_HINT)

@@ -1,0 +1,132 @@
+"""Owns the guarded steps from an entry point to provider descriptors. A plugin's mistake comes out as `PluginError`.
+
+Runs once per plugin, at startup, in the thread that makes the registry. Nothing is imported but what is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvframework.api import ENTRY_POINT_GROUP, MAX_CODEC_NAME, Options, Provider
+from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
+from kvframework.registry.compatibility import check_requires
+from kvframework.registry.discovery import EntryPointInfo
+from kvframework.registry.kinds import KINDS
+
+if TYPE_CHECKING:
+    import pluggy
+
+AnyProvider = Provider[Any]
+
+
+@contextmanager
+def guarded(title: str, step: str) -> Iterator[None]:
+    """Turns anything that a plugin's code raises into `PluginBroken`; only an interrupt from the keyboard passes."""
+    try:
+        yield
+    except (PluginError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise PluginBroken(f"{title}: {step} failed with {cause}", hint="ask the plugin's author") from error
+
+
+def import_plugin(offer: EntryPointInfo) -> object:
+    """Imports the object that an entry point names. Raises `PluginBroken`."""
+    with guarded(str(offer), "the import"):
+        return metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
+
+
+def adopt(manager: pluggy.PluginManager, plugin: object, title: str) -> None:
+    """Registers a plugin and checks its hooks, unless it is registered already: a module may have several entry points.
+
+    Raises `PluginBroken`, and the plugin is then not registered.
+    """
+    with guarded(title, "its registration"):
+        if manager.is_registered(plugin):
+            return
+        try:
+            manager.register(plugin, name=f"{title} at {id(plugin):#x}")
+            manager.check_pending()
+        except BaseException:
+            if manager.is_registered(plugin):
+                manager.unregister(plugin)
+            raise
+
+
+def hooks_of(manager: pluggy.PluginManager, plugin: object) -> set[str]:
+    """The names of the hooks that a registered plugin implements."""
+    return {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+
+
+def offered(manager: pluggy.PluginManager, plugin: object, kind: str, title: str) -> list[AnyProvider]:
+    """Calls the hook of `kind` of one plugin only. Raises `PluginBroken` and `PluginWrongKind`."""
+    hook = KINDS[kind].hook
+    others = [other for other in manager.get_plugins() if other is not plugin]
+    with guarded(title, hook):
+        results = manager.subset_hook_caller(hook, others)()
+    providers: list[AnyProvider] = []
+    for result in results:
+        if not isinstance(result, list | tuple):
+            raise PluginBroken(f"{title}: {hook} returned {type(result).__name__}", available="a list")
+        providers.extend(_checked(provider, kind, title) for provider in result)
+    return providers
+
+
+def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -> AnyProvider:
+    """The one provider that an entry point promises. Raises `PluginBroken`, `PluginWrongKind`, `PluginWrongApi`."""
+    title, hook, implemented = str(offer), KINDS[offer.kind].hook, hooks_of(manager, plugin)
+    if hook not in implemented:
+        error = PluginWrongKind if implemented else PluginBroken
+        raise error(
+            f"{title}: it does not implement {hook}",
+            available=", ".join(sorted(implemented)) or "no hook at all",
+            hint=f"mark {hook} with @kvframework.api.hookimpl, or rename the entry point",
+        )
+    providers = offered(manager, plugin, offer.kind, title)
+    matching = [provider for provider in providers if provider.name == offer.name]
+    if len(matching) != 1:
+        raise PluginBroken(
+            f"{title}: {hook} returned {len(matching)} providers named {offer.name!r}",
+            available=", ".join(sorted(provider.name for provider in providers)) or "no provider",
+            hint="an entry point is called <kind>.<name>, after the one provider that it stands for",
+        )
+    check_requires(matching[0].requires_api, title)
+    return matching[0]
+
+
+def probe(provider: AnyProvider, title: str) -> str | None:
+    """Why the plugin cannot run here, or None. Raises `PluginBroken`."""
+    with guarded(title, "its probe"):
+        reason = provider.probe()
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError(f"expected None or a text, found {type(reason).__name__}")
+    return reason
+
+
+def _checked(provider: object, kind: str, title: str) -> AnyProvider:
+    hook, types = KINDS[kind]
+    expected = " or ".join(each.__name__ for each in types)
+    found = type(provider).__name__
+    if not isinstance(provider, Provider):
+        raise PluginBroken(f"{title}: {hook} returned a list with {found}", available=expected)
+    if not isinstance(provider, types):
+        raise PluginWrongKind(f"{title}: {hook} returned {found}", available=expected)
+    if not (isinstance(provider.options, type) and issubclass(provider.options, Options)):
+        raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
+    with guarded(title, f"reading the options of {provider.name!r}"):
+        msgspec.msgpack.Decoder(provider.options)  # its annotations may name what is not there
+    if not isinstance(provider.name, str) or not provider.name or not callable(getattr(provider, "create", None)):
+        raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
+    if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
+        raise PluginBroken(
+            f"{title}: the name of codec {provider.name!r} fits into no value's header",
+            available=f"at most {MAX_CODEC_NAME} ASCII characters",
+            hint="choose a shorter name",
+        )
+    return provider

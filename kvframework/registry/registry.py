@@ -1,0 +1,235 @@
+"""Owns the set of plugins that this process can use: from names in a configuration to provider descriptors.
+
+Made and used at startup, in one thread. Hooks run here and nowhere later.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import pluggy
+
+from kvframework.api import API_VERSION, Options, hookspecs
+from kvframework.config import closest, convert
+from kvframework.errors import (
+    ConfigFieldError,
+    PluginBroken,
+    PluginConflict,
+    PluginError,
+    PluginNotFound,
+    PluginUnavailable,
+    PluginWrongApi,
+    PluginWrongKind,
+)
+from kvframework.registry import loader
+from kvframework.registry.compatibility import check_major
+from kvframework.registry.discovery import EntryPointInfo, discover
+from kvframework.registry.kinds import KINDS
+from kvframework.registry.loader import AnyProvider
+
+_STATUS: dict[type[PluginError], str] = {
+    PluginBroken: "broken",
+    PluginConflict: "conflict",
+    PluginUnavailable: "unavailable",
+    PluginWrongApi: "wrong-api",
+    PluginWrongKind: "wrong-kind",
+}
+
+
+class PluginInfo(msgspec.Struct, frozen=True):
+    """One line of `kvframework plugins list`. `status` is available, unavailable, conflict, broken, wrong-api or
+    wrong-kind; `reason` says why it is not available."""
+
+    name: str
+    kind: str
+    distribution: str
+    version: str
+    status: str
+    reason: str
+
+
+class PluginRegistry:
+    """Finds, loads and checks plugins by kind and name; each is imported when it is first resolved.
+
+    `entry_points` None discovers what is installed. `manager` is pluggy's, public so that hook calls can be watched.
+    """
+
+    def __init__(self, entry_points: Iterable[EntryPointInfo] | None = None) -> None:
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self._offers = builtins.list(discover() if entry_points is None else entry_points)
+        self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
+
+    def register(self, plugin: object, *, distribution: str = "in-process", version: str = "") -> None:
+        """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders.
+
+        Raises `PluginBroken` and `PluginWrongKind`, and nothing is added. What concerns one of its providers alone (its
+        name, its API version) is raised when that one is resolved.
+        """
+        value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
+        title = f"{value} of {distribution}"
+        if self.manager.is_registered(plugin):
+            raise PluginBroken(f"{title}: it is registered already")
+        loader.adopt(self.manager, plugin, title)
+        outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
+        try:
+            implemented = loader.hooks_of(self.manager, plugin)
+            for kind in (kind for kind in KINDS if KINDS[kind].hook in implemented):
+                for provider in loader.offered(self.manager, plugin, kind, title):
+                    offer = EntryPointInfo(kind, provider.name, distribution, version, value)
+                    outcomes[offer] = self._attempt(offer, plugin)
+            if not outcomes:
+                raise PluginBroken(f"{title}: it offers nothing", hint="mark a hook with @kvframework.api.hookimpl")
+        except PluginError:
+            self.manager.unregister(plugin)
+            raise
+        self._offers += outcomes
+        self._outcomes |= outcomes
+
+    def resolve(self, kind: str, name: str, *, where: str = "") -> AnyProvider:
+        """The provider of this kind and name, loaded, checked and probed. Blocking: may import.
+
+        Raises `PluginNotFound`, `PluginConflict`, `PluginBroken`, `PluginWrongKind`, `PluginWrongApi` or
+        `PluginUnavailable`, with `where` as the place that named the plugin.
+        """
+        try:
+            offer = self._the_offer(kind, name)
+            provider = self._load(offer)
+            reason = loader.probe(provider, str(offer))
+            if reason is not None:
+                raise PluginUnavailable(f"{offer} cannot run here: {reason}")
+        except PluginError as error:
+            raise type(error)(error.fact, where=where, available=error.available, hint=error.hint) from error
+        return provider
+
+    def options(
+        self,
+        provider: AnyProvider,
+        raw: Mapping[str, object],
+        *,
+        where: str = "",
+        core_keys: tuple[str, ...] = (),
+    ) -> Options:
+        """`raw` as the plugin's own options. `core_keys` are named beside its fields when a key is unknown.
+
+        Raises `ConfigFieldError`.
+        """
+        try:
+            options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
+        except ConfigFieldError as error:
+            error.hint = error.hint or f"`kvframework plugins info {provider.kind}.{provider.name}` lists its options"
+            raise
+        return options
+
+    def offer(self, kind: str, name: str) -> EntryPointInfo:
+        """Who offers this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`, `PluginWrongKind` or
+        `PluginWrongApi`."""
+        return self._the_offer(kind, name)
+
+    def names(self, kind: str) -> builtins.list[str]:
+        """The names offered of a kind, sorted. Imports nothing."""
+        return sorted({offer.name for offer in self._usable() if offer.kind == kind})
+
+    def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
+        """Everything that is installed or registered. Imports nothing, unless `probe` asks to import and probe each.
+
+        Raises nothing that a plugin did: its status says so.
+        """
+        return [self._info(offer, probe) for offer in self._usable(other_majors=True)]
+
+    def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
+        """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
+
+        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if nobody offers it.
+        """
+        offers = [o for o in self._usable(other_majors=True) if (o.kind, o.name) == (kind, name)]
+        if not offers:
+            self._the_offer(kind, name)
+        infos = [self._info(offer, probe=True) for offer in offers]
+        provider = self._outcomes.get(offers[0])
+        return infos, None if isinstance(provider, PluginError) else provider
+
+    def _usable(self, *, other_majors: bool = False) -> builtins.list[EntryPointInfo]:
+        """The offers for this API. Those for another one count only if their distribution has none for this one."""
+        ours = [offer for offer in self._offers if _same_major(offer)]
+        if not other_majors:
+            return ours
+        served = {(offer.distribution, offer.title) for offer in ours}
+        return [o for o in self._offers if _same_major(o) or (o.distribution, o.title) not in served]
+
+    def _the_offer(self, kind: str, name: str) -> EntryPointInfo:
+        if kind not in KINDS:
+            raise PluginWrongKind(f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS))
+        named = [offer for offer in self._usable(other_majors=True) if offer.name == name]
+        offers = [offer for offer in named if offer.kind == kind]
+        ours = [offer for offer in offers if _same_major(offer)]
+        if len(ours) > 1:
+            raise _conflict(ours)
+        if ours:
+            return ours[0]
+        for offer in offers:
+            check_major(offer.api_major, str(offer))
+        available = ", ".join(self.names(kind)) or f"no plugin of the kind {kind}"
+        others = sorted({offer.kind for offer in named if offer.kind})
+        if others:
+            raise PluginWrongKind(
+                f"{name!r} is no {kind}, but there is a plugin of that name of another kind: {', '.join(others)}",
+                available=available,
+            )
+        raise PluginNotFound(
+            f"no installed distribution offers the {kind} {name!r}",
+            available=available,
+            hint=closest(name, self.names(kind)) or f"install a distribution with the entry point {kind}.{name}",
+        )
+
+    def _load(self, offer: EntryPointInfo) -> AnyProvider:
+        if offer not in self._outcomes:
+            self._outcomes[offer] = self._attempt(offer)
+        outcome = self._outcomes[offer]
+        if isinstance(outcome, PluginError):
+            raise outcome.with_traceback(None)
+        return outcome
+
+    def _attempt(self, offer: EntryPointInfo, plugin: object | None = None) -> AnyProvider | PluginError:
+        try:
+            if plugin is None:
+                plugin = loader.import_plugin(offer)
+                loader.adopt(self.manager, plugin, str(offer))
+            return loader.pick(self.manager, plugin, offer)
+        except PluginError as error:
+            return error
+
+    def _info(self, offer: EntryPointInfo, probe: bool) -> PluginInfo:
+        status, reason = "available", ""
+        try:
+            self._check_static(offer)
+            if probe or offer in self._outcomes:
+                reason = loader.probe(self._load(offer), str(offer)) or ""
+                status = "unavailable" if reason else status
+        except PluginError as error:
+            status, reason = _STATUS[type(error)], error.fact.removeprefix(f"{offer}: ")
+        return PluginInfo(offer.name, offer.kind, offer.distribution, offer.version, status, reason)
+
+    def _check_static(self, offer: EntryPointInfo) -> None:
+        """What can be said of an offer without importing it."""
+        check_major(offer.api_major, str(offer))
+        if not offer.kind:
+            raise PluginBroken(f"{offer}: an entry point is called <kind>.<name>")
+        if offer.kind not in KINDS:
+            raise PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
+        rivals = [rival for rival in self._usable() if (rival.kind, rival.name) == (offer.kind, offer.name)]
+        if len(rivals) > 1:
+            raise _conflict(rivals)
+
+
+def _same_major(offer: EntryPointInfo) -> bool:
+    return offer.api_major == API_VERSION[0]
+
+
+def _conflict(offers: builtins.list[EntryPointInfo]) -> PluginConflict:
+    return PluginConflict(
+        f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
+        hint="uninstall all but one of them",
+    )

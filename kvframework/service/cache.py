@@ -1,0 +1,264 @@
+"""Owns `CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
+
+Made by `kvframework.server`; its handlers run on the serving thread unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import kvframework
+from kvframework.api import (
+    CacheKey,
+    CacheServices,
+    ClientInfo,
+    Handler,
+    InstanceContext,
+    KeyHasher,
+    Layout,
+    MemoryLayoutDesc,
+    PackedKey,
+    PrefetchTask,
+    Select,
+    ServerContext,
+    ServerTransport,
+)
+from kvframework.bounded import call_within
+from kvframework.config import ServerConfig
+from kvframework.errors import NotRegistered, RequestError
+from kvframework.service.client_losses import ClientLosses
+from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.engine_driven import EngineDrivenTransfers
+from kvframework.service.health import EVERY_S, Account
+from kvframework.service.keys import KeyResolver
+from kvframework.service.lookups import Lookups
+from kvframework.service.over_wire import ChunkTransfers
+from kvframework.service.registration import AttachedTransport, Registrations
+from kvframework.service.server_driven import ServerDrivenTransfers
+from kvframework.service.status import StatusReport
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+# A copier that is killed ends within a second, unless its driver holds it in the kernel.
+TRANSPORTS_END_S = 1.2
+# For the calls in flight of the tiers, the storage threads and the arena.
+STORAGE_END_S = 0.75
+
+
+class CacheService(CacheServices):
+    """All that the server does, without sockets. Owns `storage` and closes it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        storage: StorageManager,
+        hasher: KeyHasher,
+        transports: Mapping[str, AttachedTransport],
+        layouts: Mapping[str, Layout],
+        server_facts: Mapping[str, object],
+        messaging_status: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self.boot_id = secrets.token_bytes(16)
+        self.chunk_size = config.chunk_size
+        self.contexts: Contexts = {}
+        self.storage = storage
+        self.hasher = hasher
+        self._transports = transports
+        self._layouts = layouts
+        self._resolver = KeyResolver(hasher, storage.records.orders)
+        self._registrations = Registrations(
+            self.contexts,
+            storage,
+            transports=transports,
+            layouts=layouts,
+            chunk_size=config.chunk_size,
+            hasher_fingerprint=hasher.fingerprint,
+        )
+        self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
+        self._chunks = ChunkTransfers(
+            self.contexts, storage, self._resolver, chunk_size=config.chunk_size, workers=config.workers
+        )
+        self._losses = ClientLosses()
+        self._status = StatusReport(
+            self.contexts,
+            storage,
+            chunk_size=config.chunk_size,
+            server={"boot_id": self.boot_id.hex(), **server_facts},
+            transports={name: transport.server for name, transport in transports.items()},
+            messaging=messaging_status,
+            tickets=lambda: len(self._lookups),
+            lookups=self._lookups.status,
+            losses=self._losses.status,
+        )
+        self._account = Account(time.monotonic())
+        self._parts = (
+            self._registrations,
+            EngineDrivenTransfers(
+                self.contexts,
+                storage,
+                self._resolver,
+                chunk_size=config.chunk_size,
+                store_lease_s=config.store_lease_s,
+                retrieve_lease_s=config.retrieve_lease_s,
+                store_share=config.store_share,
+            ),
+            ServerDrivenTransfers(self.contexts, storage, self._resolver, chunk_size=config.chunk_size),
+            self._chunks,
+            self._lookups,
+            self._status,
+        )
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        """The handlers of every core request that the message server does not answer itself."""
+        own: list[Handler] = [  # type: ignore[type-arg]
+            Handler(REQUESTS["PING"], self._ping),
+            Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
+            Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
+            Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
+        ]
+        return own + [handler for part in self._parts for handler in part.handlers()]
+
+    def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
+        """The engine's part of the answer to HELLO; the message server fills in the session."""
+        self._lookups.begin_owner(client.session_id)
+        return m.HelloReply(
+            version=version,
+            boot_id=self.boot_id,
+            session=b"",
+            chunk_size=self.chunk_size,
+            hasher=self.hasher.name,
+            hasher_fingerprint=self.hasher.fingerprint,
+            transports=tuple(self._transports),
+            layouts=tuple(self._layouts),
+            arena_bytes=self.storage.capacity,
+            server_version=kvframework.__version__,
+        )
+
+    def end_session(self, client: ClientInfo) -> None:
+        """A client is gone: its instances, tickets, pins and reservations end at once."""
+        instances = self._registrations.end_session(client)
+        tickets = self._lookups.end_session(client.session_id)
+        leases = self.storage.end_owner(client.session_id)
+        self._losses.end_session(client.session_id)
+        if instances or tickets or leases:
+            log.info(
+                "client %s (process %d) is gone: %d instances, %d tickets and %d leases end",
+                client.name,
+                client.pid,
+                instances,
+                tickets,
+                leases,
+            )
+
+    def tick(self) -> None:
+        """To be called every 100 ms or so, on the serving thread: leases, tickets and watermarks."""
+        self._lookups.expire()
+        self._chunks.tick()
+        self.storage.tick()
+        now = time.monotonic()
+        if self._account.due(now):
+            grown = self._account.line(self._status.parts(), now)
+            if grown:
+                log.warning("in the last %.0f s: %s", EVERY_S, grown)
+
+    def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
+        """After the last request: closes contexts, transports and storage. A transport that fails at it is logged.
+
+        With `by`, of the monotonic clock, all of it has ended or is left to the process's end by then, and what is on
+        its way to L2 has the time that the others leave; without, L2 gets nothing more. See `StorageManager.close`.
+        """
+        contexts = list(self.contexts.values())
+        self.contexts.clear()
+        closing = {
+            f"transport {name}": partial(_close_transport, name, transport.server, contexts)
+            for name, transport in self._transports.items()
+            if transport.server is not None
+        }
+        late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
+        if late:
+            log.error("the end of %s takes too long", " and ".join(late))
+        if by is None:
+            self.storage.close(process_ends=process_ends)
+            return
+        left = max(by - time.monotonic(), 0.0)
+        self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
+
+    # CacheServices, for the request handlers of plugins
+
+    def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
+        if client is not None:
+            return own_context(self.contexts, instance_id, client)
+        context = self.contexts.get(instance_id)
+        if context is None:
+            raise NotRegistered(f"instance {instance_id} is not registered", hint="send REGISTER_KV_CACHE first")
+        return context
+
+    def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
+        return self._resolver.resolve(key, self._known_desc(key.namespace)).by_row()
+
+    def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        return self._resolver.prefixes(namespace, cache_salt, ranks, len(self._known_desc(namespace).groups))
+
+    def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
+        record = self.storage.records.get(namespace)
+        return record.desc if record else None
+
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return self.storage.which_present(keys)
+
+    def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
+        return self._lookups.pin(client.session_id, keys, request_id)
+
+    def submit_prefetch_task(
+        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
+    ) -> PrefetchTask | None:
+        return self.storage.submit_prefetch_task(keys, layout_desc, select=select)
+
+    def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
+        self._losses.heard(client, payload.lost)
+        return m.Pong(self.boot_id)
+
+    def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
+        desc = self.layout_desc(namespace)
+        if desc is None:
+            raise RequestError(f"namespace {namespace.hex()} is not registered", hint="register an instance first")
+        return desc
+
+    def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
+        if not payload.namespace:
+            return m.ChunkSize(self.chunk_size)
+        desc = self.layout_desc(payload.namespace)
+        if desc is None:
+            raise RequestError(f"namespace {payload.namespace.hex()} is not registered")
+        return m.ChunkSize(desc.chunk_tokens)
+
+    def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
+        if not client.local:
+            raise RequestError(
+                "the cache is not cleared from elsewhere", available="a client on this node, over ipc://"
+            )
+        # What has just been read over the wire counts as in use for a moment longer.
+        self._chunks.settle()
+        return m.Cleared(*self.storage.clear(l2=payload.l2))
+
+
+def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:
+    for context in contexts:
+        if context.transport == name and context.memory is not None:
+            _close(context.memory, f"instance {context.instance_id}")
+    _close(transport, f"transport {name}")
+
+
+def _close(part: ServerContext | ServerTransport, what: str) -> None:
+    try:
+        part.close()
+    except Exception:
+        log.exception("closing %s failed", what)

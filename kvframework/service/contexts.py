@@ -1,0 +1,121 @@
+"""Owns what the server knows of one instance, whatever its transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvframework.api import (
+    CacheKey,
+    ClientInfo,
+    InstanceContext,
+    KVLayout,
+    Layout,
+    MemoryLayoutDesc,
+    ServerContext,
+    canonical_desc,
+)
+from kvframework.errors import NamespaceMismatch, NotRegistered
+
+# The one registry: instance id -> context. Made by the engine, filled by the registration handlers, read by all others.
+Contexts = dict[int, "RegisteredContext"]
+
+
+@dataclass(eq=False)
+class RegisteredContext(InstanceContext):
+    """One engine worker process (one rank) with registered KV memory.
+
+    `rank` is None for a registration that did not tell it; `memory` is the server half of a server-driven transport,
+    None for an engine-driven one. `layout_plugin` None means canonical objects.
+    """
+
+    instance_id: int
+    session_id: int
+    pid: int
+    model_name: str
+    world_size: int
+    rank: int | None
+    namespace: bytes
+    transport: str
+    is_gpu: bool
+    layout: KVLayout
+    layout_plugin: Layout | None = None
+    memory: ServerContext | None = None
+    attached: dict[str, object] = field(default_factory=dict)
+    _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
+
+    def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
+        """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
+        desc = self._descs.get(chunk_size)
+        if desc is None:
+            plugin = self.layout_plugin
+            desc = plugin.object_desc(self.layout, chunk_size) if plugin else canonical_desc(self.layout, chunk_size)
+            self._descs[chunk_size] = desc
+        return desc
+
+    def check(self, key: CacheKey) -> None:
+        """Raises `NamespaceMismatch` unless the key names what this instance registered, and one rank."""
+        for what, told, known in (
+            ("namespace", key.namespace.hex(), self.namespace.hex()),
+            ("model", key.model_name, self.model_name),
+            ("world size", key.world_size, self.world_size),
+        ):
+            if told != known:
+                raise NamespaceMismatch(
+                    f"{what} {told!r}",
+                    where=f"key of instance {self.instance_id}",
+                    available=f"{known!r} as registered",
+                )
+        if key.worker_id is None or (self.rank is not None and key.worker_id != self.rank):
+            raise NamespaceMismatch(
+                f"worker id {key.worker_id}",
+                where=f"key of instance {self.instance_id}",
+                available="one rank" if self.rank is None else f"rank {self.rank} as registered",
+            )
+
+    def describe(self, chunk_size: int) -> dict[str, object]:
+        """The instance's part of the status document."""
+        groups = self.layout.groups
+        desc = self.get_layout_desc(chunk_size)
+        failure = self.memory.failure() if self.memory is not None else None
+        return {
+            "instance_id": self.instance_id,
+            "session_id": self.session_id,
+            "pid": self.pid,
+            "model": self.model_name,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "namespace": self.namespace.hex(),
+            "transport": self.transport,
+            "is_gpu": self.is_gpu,
+            "lost": failure.fact if failure else None,
+            "layers": sum(group.num_layers for group in groups),
+            "block_size": groups[0].block_size // groups[0].compress_ratio,
+            "logical_block_size": groups[0].block_size,
+            "hidden_sizes": [group.hidden for group in groups],
+            "dtype": ", ".join(dict.fromkeys(group.dtype for group in groups)),
+            "mla": all(group.planes == 1 and not (group.packing or group.state) for group in groups),
+            "num_blocks": self.layout.num_blocks,
+            "format": self.layout.format,
+            "axes": [list(group.axes) for group in groups],
+            "shapes": [list(group.shape) for group in desc.groups],
+            "forms": [group.form for group in desc.groups],
+            "chunk_tokens": desc.chunk_tokens,
+            "attention_backend": self.layout.attention_backend or None,
+            "bytes_per_token": desc.nbytes / desc.chunk_tokens,
+            "group_physical_block_sizes": [group.block_size // group.compress_ratio for group in groups],
+            "group_compress_ratios": [group.compress_ratio for group in groups],
+        }
+
+
+def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> RegisteredContext:
+    """The context of an instance that this client registered. Raises `NotRegistered`."""
+    context = contexts.get(instance_id)
+    if context is None or context.session_id != client.session_id:
+        # A snapshot, since pooled handlers of plugins ask as well.
+        mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
+        raise NotRegistered(
+            f"instance {instance_id} is not registered by this client",
+            available=f"your instances: {', '.join(mine) or 'none'}",
+            hint="send REGISTER_KV_CACHE first, again after a restart of the server",
+        )
+    return context

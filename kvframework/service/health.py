@@ -1,0 +1,202 @@
+"""Owns what of a status document is trouble: what is wrong now, and which counters count what went wrong. Pure.
+
+The same names stand in the document, in the log, in what `kvframework status` shows and in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvframework.api import ByteSize
+from kvframework.logs.limit import one_line
+from kvframework.wire.client_deadlines import HINT
+
+L1_TROUBLE = ("dropped", "lapsed", "quarantined")
+L2_TROUBLE = (
+    "bugs",
+    "codec_failed",
+    "corrupt",
+    "errors",
+    "foreign_codec",
+    "read_failed",
+    "refused",
+    "store_failed",
+    "write_dropped",
+    "write_given_up",
+    "write_lost",
+)
+MESSAGING_TROUBLE = (
+    "curve_refused",
+    "dropped",
+    "hello_refused",
+    "late",
+    "liveness_refused",
+    "loop_errors",
+    "local_shut",
+    "malformed",
+    "peers_shut_out",
+    "server_refused",
+    "tcp_shut",
+    "tick_errors",
+    "unanswerable",
+)
+LOSSES = ("lookups", "loads", "stores")
+# Fewer calls of one client within a minute or so are noise.
+LOST_MANY = 3
+# A server that comes and goes costs what it was asked meanwhile: nothing that somebody has to act on.
+NO_SERVER = ("run.server_gone", "run.shutting_down")
+ERROR_COUNTER = "errors."  # then the code of an error that was answered
+EVERY_S = 10.0
+# A call ends by its deadline. What is a little late does so on a busy machine; what is later may hang.
+OVERDUE_S = 0.5
+# What each counts, as a line of the log says it; after a number.
+MEANING = {
+    "l1.counters.dropped": "objects had no room in L1",
+    "l1.counters.lapsed": "pins outlived their lease",
+    "l1.counters.quarantined": "stores outlived their lease",
+    "bugs": "calls of the tier met a bug of its plugin",
+    "codec_failed": "values could not be unpacked",
+    "corrupt": "values were damaged and are deleted",
+    "errors": "calls of the tier failed",
+    "foreign_codec": "values were packed by a codec that is not allowed",
+    "read_failed": "values could not be read",
+    "refused": "calls were not made, as the tier is down",
+    "store_failed": "values could not be stored",
+    "write_dropped": "objects were not written, as too many waited",
+    "write_given_up": "objects were not taken by the tier",
+    "write_lost": "objects left L1 before they were written",
+    "losses.lookups": "lookups were lost by clients",
+    "losses.loads": "loads were lost by clients",
+    "losses.stores": "stores were lost by clients",
+    "prefetch.refused": "loads did not begin, as too many were under way",
+    "log.dropped": "lines of the log were lost",
+    "messaging.counters.curve_refused": "connections had an unknown key",
+    "messaging.counters.dropped": "answers were not taken by their client",
+    "messaging.counters.hello_refused": "clients were refused",
+    "messaging.counters.late": "answers came after their deadline",
+    "messaging.counters.liveness_refused": "liveness sockets were refused",
+    "messaging.counters.loop_errors": "errors of the serving loop",
+    "messaging.counters.malformed": "messages were malformed",
+    "messaging.counters.server_refused": "clients refused this server",
+    "messaging.counters.tick_errors": "errors of the server's upkeep",
+    "messaging.counters.local_shut": "times new local connections were held off, as descriptors ran low",
+    "messaging.counters.peers_shut_out": "TCP peers held too many connections",
+    "messaging.counters.tcp_shut": "times new TCP connections were held off, as descriptors ran low",
+    "messaging.counters.unanswerable": "messages had no request id",
+}
+# A client that is refused tries again every 2 s.
+REFUSED_LATELY_S = 10.0
+# Of what may be refused: then a client has no cache at all.
+SHUT_OUT = ("HELLO", "server")
+# Doors of the server's gate, and whom they keep out.
+SHUT = {"tcp": "new TCP connections", "sessions": "new clients"}
+
+Document = Mapping[str, Any]
+
+
+def problems(document: Document) -> list[dict[str, str]]:
+    """What keeps the server from working as configured now: `where` in the document, and the `fact`."""
+    return [{"where": where, "fact": one_line(fact)} for where, fact in _problems(document)]
+
+
+def trouble(document: Document) -> dict[str, int]:
+    """The counters of what went wrong that are not 0, by their place in the document."""
+    return {name: amount for name, amount in _counters(document) if amount}
+
+
+class Account:
+    """Tells, every `EVERY_S` seconds at most, which of these counters have grown."""
+
+    def __init__(self, now: float) -> None:
+        self._told: dict[str, int] = {}
+        self._next = now + EVERY_S
+
+    def due(self, now: float) -> bool:
+        return now >= self._next
+
+    def line(self, document: Document, now: float) -> str:
+        """ "" if none has grown. Begins the next time span."""
+        self._next = now + EVERY_S
+        before, self._told = self._told, trouble(document)
+        grown = {name: amount - before.get(name, 0) for name, amount in self._told.items()}
+        return "; ".join(_said(name, amount, document) for name, amount in grown.items() if amount > 0)
+
+
+def _said(name: str, amount: int, document: Document) -> str:
+    """The words for a counter that has grown, and its place in the document."""
+    if name.startswith(f"messaging.counters.{ERROR_COUNTER}"):
+        return f"{amount} requests were answered with an error ({name})"
+    tier, _, counter = name.removeprefix("l2.").partition(".")
+    if name.startswith("l2."):
+        return f"{amount} {_meaning(counter)}, in {document['l2'][int(tier)]['name']} ({name})"
+    return f"{amount} {_meaning(name)} ({name})"
+
+
+def _meaning(name: str) -> str:
+    return MEANING.get(name, f"{name} were counted")
+
+
+def _problems(document: Document) -> Iterator[tuple[str, str]]:
+    l1 = document["l1"]
+    if l1["ready_bytes"] < l1["capacity_bytes"]:
+        yield "l1", f"{ByteSize(l1['ready_bytes'])} of {ByteSize(l1['capacity_bytes'])} are resident"
+    for number, tier in enumerate(document["l2"]):
+        if tier["state"] != "closed":
+            down = " and ".join(f"{name}s" for name, state in tier["circuits"].items() if state != "closed")
+            fact = f"{tier['name']} is down for {down} since {tier['state_s']:.0f} s: {tier['last_error']}"
+            yield f"l2.{number}", fact
+        if tier["overdue_s"] > OVERDUE_S:
+            fact = f"a {tier['overdue_call']} to {tier['name']} goes on, {tier['overdue_s']:.0f} s after its deadline"
+            yield f"l2.{number}", fact
+    log = document.get("log", {})
+    if log.get("problem"):
+        yield "log", f"it {log['problem']}"
+    for context in document["instances"]:
+        if context["lost"]:
+            yield "instances", f"instance {context['instance_id']} has to register again: {context['lost']}"
+    descriptors = document["messaging"].get("descriptors", {})
+    shut = [what for name, what in SHUT.items() if not descriptors.get(name, True)]
+    if shut:
+        in_use = f"{descriptors['in_use']} of {descriptors['limit']} descriptors are in use"
+        yield "messaging.descriptors", f"{in_use}: {' and '.join(shut)} do not come in"
+    for refusal in document["messaging"].get("refused", ()):
+        if refusal["what"] in SHUT_OUT and refusal["ago_s"] < REFUSED_LATELY_S:
+            done = "refuses this server" if refusal["what"] == "server" else "is refused"
+            who = f"{refusal['client'][:128]!r} (process {refusal['pid']})"
+            yield "messaging.refused", f"{who} {done}: [{refusal['code']}] {refusal['reason']}"
+    for recent in document.get("losses", {}).get("recent", ()):
+        if sum(calls for code, calls in recent["codes"].items() if code not in NO_SERVER) >= LOST_MANY:
+            yield "losses", _lost(recent)
+
+
+def _lost(recent: Mapping[str, Any]) -> str:
+    calls = " and ".join(_of(recent[kind], kind) for kind in LOSSES if recent[kind])
+    codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
+    who = f"{recent['client'][:128]!r} (process {recent['pid']})"
+    advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; its log says more"
+    return (
+        f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last one {recent['ago_s']:.0f} s ago: {codes}{advice}"
+    )
+
+
+def _of(amount: int, kind: str) -> str:
+    return f"{amount} {kind if amount != 1 else kind.removesuffix('s')}"
+
+
+def _counters(document: Document) -> Iterator[tuple[str, int]]:
+    for name in L1_TROUBLE:
+        yield f"l1.counters.{name}", document["l1"].get("counters", {}).get(name, 0)
+    for number, tier in enumerate(document["l2"]):
+        for name in L2_TROUBLE:
+            yield f"l2.{number}.{name}", tier.get(name, 0)
+    for name in LOSSES:
+        yield f"losses.{name}", document.get("losses", {}).get(name, 0)
+    yield "prefetch.refused", document.get("prefetch", {}).get("refused", 0)
+    yield "log.dropped", document.get("log", {}).get("dropped", 0)
+    counters = document.get("messaging", {}).get("counters", {})
+    for name in MESSAGING_TROUBLE:
+        yield f"messaging.counters.{name}", counters.get(name, 0)
+    for name in sorted(counters):
+        if name.startswith(ERROR_COUNTER):
+            yield f"messaging.counters.{name}", counters[name]

@@ -1,0 +1,249 @@
+"""Owns the one way from a cache key to object keys, used by every path. Stateless: nothing is remembered of a
+request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, cycle, product, repeat
+from typing import TypeVar, cast
+
+from kvframework.api import (
+    DIGEST_BYTES,
+    NAMESPACE_BYTES,
+    TOKEN_BYTES,
+    CacheKey,
+    KeyHasher,
+    MemoryLayoutDesc,
+    PackedKey,
+    key_prefix,
+    salt_digest,
+)
+from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
+from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, window_chunks
+
+MAX_WORLD_SIZE = 4096
+MAX_OBJECTS = 1 << 15
+MAX_TEXT = 1024
+# Hashing more on the serving thread would keep other clients waiting.
+MAX_RAW_TOKENS = 1 << 18
+
+T = TypeVar("T")
+# What there is of one row, by the row's key prefix and digests; None for what is missing.
+RowOf = Callable[[bytes, Sequence[bytes]], "list[T | None]"]
+
+
+@dataclass(frozen=True)
+class KeyGrid:
+    """The objects of one request: chunks x ranks x layer groups. A row is one (rank, layer group), rank by rank; its
+    keys are one of `prefixes` before each of `digests`, which are the chunks'."""
+
+    desc: MemoryLayoutDesc
+    ranks: Sequence[int]
+    prefixes: Sequence[bytes]
+    digests: Sequence[bytes]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.digests)
+
+    @cached_property
+    def flat(self) -> list[PackedKey]:
+        """All keys, chunk by chunk, in each row by row. Made when first asked for: a hit of L1 needs none."""
+        return [prefix + digest for digest in self.digests for prefix in self.prefixes]
+
+    def sized(self) -> list[tuple[PackedKey, int]]:
+        """Each key with its object's bytes."""
+        return list(zip(self.flat, cycle([group.nbytes for group in self.desc.groups]), strict=False))
+
+    def by_row(self) -> dict[tuple[int, int], list[PackedKey]]:
+        """The keys by (rank, layer group), each in the order of chunks."""
+        rows = product(self.ranks, range(len(self.desc.groups)))
+        return {
+            row: [prefix + digest for digest in self.digests] for row, prefix in zip(rows, self.prefixes, strict=True)
+        }
+
+    def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
+        """(Usable chunks, what that hit uses, chunk by chunk). `row_of` finds one row's objects, true ones; rows of
+        full attention are asked first, each only as far as those before it reach."""
+        windows = self._windows
+        if any(windows):
+            return self._find_in_windows(row_of, windows)
+        rows, bound = [], self.chunks
+        for prefix in self.prefixes:
+            row = row_of(prefix, self.digests if bound == self.chunks else self.digests[:bound])
+            if not all(row):
+                bound = row.index(None)
+                if not bound:
+                    return 0, []
+            rows.append(row)
+        # The shortest row ends it. All that is left is there.
+        return bound, cast("list[T]", list(chain.from_iterable(zip(*rows, strict=False)))[: bound * len(rows)])
+
+    def whole(self, row_of: RowOf[T]) -> list[T] | None:
+        """What a hit of all chunks uses, chunk by chunk; None if anything of it is missing."""
+        windows = self._windows
+        rows: list[list[T | None]] = []
+        for prefix, window in zip(self.prefixes, windows, strict=True):
+            span = needed_chunks(self.chunks, window)
+            found = row_of(prefix, self.digests[span.start :])
+            if not all(found):
+                return None
+            rows.append([*repeat(None, span.start), *found])
+        return _used(rows, windows, self.chunks)
+
+    def hit(self, available: Sequence[bool]) -> int:
+        """Usable chunks, given which objects of `flat` are there."""
+        rows = len(self.prefixes)
+        return hit_chunks([available[row::rows] for row in range(rows)], self._windows)
+
+    def needed(self, chunks: int) -> list[int]:
+        """Indices into `flat` of what a hit of `chunks` uses, in order."""
+        rows, windows = len(self.prefixes), self._windows
+        if not any(windows):
+            return list(range(chunks * rows))
+        return _used([range(row, self.chunks * rows, rows) for row in range(rows)], windows, chunks)
+
+    def stored(self, first_chunks: Sequence[int]) -> list[int]:
+        """Indices into `flat` of what a store writes, of one rank, without the first chunks of each layer group.
+
+        Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
+        """
+        groups = self.desc.groups
+        if len(first_chunks) not in (0, len(groups)):
+            raise BadRange(f"{len(first_chunks)} counts", where="first_chunks", available=f"{len(groups)}, one a group")
+        first = list(first_chunks) or [0] * len(groups)
+        if any(
+            not 0 <= count <= (self.chunks if group.window else 0) for count, group in zip(first, groups, strict=True)
+        ):
+            raise BadRange(
+                f"first_chunks is {first}",
+                where="first_chunks",
+                available=f"0 for full attention, else 0 to {self.chunks}",
+            )
+        count = len(groups)
+        if not any(first):
+            return list(range(len(self.flat)))
+        return [index for index in range(len(self.flat)) if index // count >= first[index % count]]
+
+    def _find_in_windows(self, row_of: RowOf[T], windows: Sequence[int]) -> tuple[int, list[T]]:
+        rows: list[Sequence[T | None]] = [()] * len(windows)
+        bound = self.chunks
+        for index in sorted(range(len(windows)), key=lambda index: windows[index] > 0):
+            rows[index] = row = row_of(self.prefixes[index], self.digests[:bound])
+            if not windows[index]:
+                bound = prefix_chunks(row)
+                if not bound:
+                    return 0, []
+        hit = hit_chunks([row[:bound] for row in rows], windows)
+        return hit, _used(rows, windows, hit)
+
+    @cached_property
+    def _windows(self) -> list[int]:
+        windows = [window_chunks(group.window, self.desc.chunk_tokens) for group in self.desc.groups]
+        return windows * len(self.ranks)
+
+
+class KeyResolver:
+    """The way from a cache key to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
+    layer order of each rank that has one."""
+
+    def __init__(
+        self, hasher: KeyHasher, orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {}
+    ) -> None:
+        self._hasher = hasher
+        self._orders = orders
+
+    def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
+        """What the object keys of `ranks` begin with, rank by rank and in each by layer group."""
+        orders = self._orders(namespace)
+        salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
+        return [
+            key_prefix(namespace, salts[orders.get(rank, b"")], rank, group)
+            for rank in ranks
+            for group in range(groups)
+        ]
+
+    def resolve(self, key: CacheKey, desc: MemoryLayoutDesc) -> KeyGrid:
+        """The objects that `key` names, for its rank or, without one, for all.
+
+        Raises `BadRange` if start, end, content and the chunk size do not fit each other, `NamespaceMismatch` for a
+        malformed namespace or rank, `MessageTooLarge` beyond the bounds.
+        """
+        check_key(key)
+        chunk = desc.chunk_tokens
+        if not 0 <= key.start < key.end:
+            raise BadRange(
+                f"start {key.start}, end {key.end}", where="key", available="0 <= start < end", hint="ask for tokens"
+            )
+        if key.start % chunk or key.end % chunk:
+            raise BadRange(
+                f"start {key.start} and end {key.end} are no chunk boundaries",
+                where="key",
+                available=f"multiples of {chunk} tokens",
+                hint="round to the namespace's chunk",
+            )
+        ranks = range(key.world_size) if key.worker_id is None else (key.worker_id,)
+        chunks = (key.end - key.start) // chunk
+        if chunks * len(ranks) * len(desc.groups) > MAX_OBJECTS:
+            raise MessageTooLarge(
+                f"{chunks} chunks of {len(ranks)} ranks and {len(desc.groups)} layer groups",
+                where="key",
+                available=f"at most {MAX_OBJECTS} objects a request",
+            )
+        if key.tokens and key.end > MAX_RAW_TOKENS:
+            raise MessageTooLarge(
+                f"{key.end} tokens to hash",
+                where="key",
+                available=f"at most {MAX_RAW_TOKENS} as token ids",
+                hint="hash once and send digests",
+            )
+        digests = self._digests(key, chunk)
+        prefixes = self.prefixes(key.namespace, key.cache_salt, ranks, len(desc.groups))
+        return KeyGrid(desc, ranks, prefixes, digests)
+
+    def _digests(self, key: CacheKey, chunk: int) -> list[bytes]:
+        if bool(key.tokens) == bool(key.digests):
+            raise BadRange(
+                "the content has both forms" if key.tokens else "the content is empty",
+                where="key",
+                available="either tokens or digests",
+            )
+        if key.digests:
+            packed, expected, unit = key.digests, key.end // chunk * DIGEST_BYTES, "digests"
+        else:
+            packed, expected, unit = key.tokens, key.end * TOKEN_BYTES, "tokens"
+        if len(packed) != expected:
+            raise BadRange(
+                f"{unit} has {len(packed)} bytes",
+                where="key",
+                available=f"{expected} bytes for end {key.end}",
+                hint="the content covers the request from its first token to end",
+            )
+        if key.tokens:
+            packed = self._hasher.chunk_digests(packed, chunk)
+        first = key.start // chunk * DIGEST_BYTES
+        return [packed[at : at + DIGEST_BYTES] for at in range(first, len(packed), DIGEST_BYTES)]
+
+
+def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: int) -> list[T]:
+    """What a hit of `chunks` uses of the rows, chunk by chunk."""
+    spans = [needed_chunks(chunks, window) for window in windows]
+    parts = [[*repeat(None, span.start), *row[span.start : chunks]] for row, span in zip(rows, spans, strict=True)]
+    return [item for item in chain.from_iterable(zip(*parts, strict=True)) if item is not None]
+
+
+def check_key(key: CacheKey) -> None:
+    """What must hold of a key before its namespace is known."""
+    if len(key.namespace) != NAMESPACE_BYTES:
+        raise NamespaceMismatch(f"the namespace has {len(key.namespace)} bytes", available=f"{NAMESPACE_BYTES} bytes")
+    if not 1 <= key.world_size <= MAX_WORLD_SIZE:
+        raise NamespaceMismatch(f"world size {key.world_size}", where="key", available=f"1 to {MAX_WORLD_SIZE}")
+    if key.worker_id is not None and not 0 <= key.worker_id < key.world_size:
+        raise NamespaceMismatch(
+            f"worker id {key.worker_id}", where="key", available=f"0 to {key.world_size - 1}, or none for all ranks"
+        )
+    for name, text in (("request_id", key.request_id), ("model_name", key.model_name), ("cache_salt", key.cache_salt)):
+        if len(text) > MAX_TEXT:
+            raise MessageTooLarge(f"{name} has {len(text)} characters", where="key", available=f"at most {MAX_TEXT}")

@@ -1,0 +1,221 @@
+"""Owns the wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
+
+Requests are checked and answered on the serving thread. What a store brought is copied into the arena by threads of its
+own, without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
+
+A store's reservation belongs to the server, not to the client: all its bytes are here before it begins, so that the
+client's silence or death in the middle changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import msgspec
+
+from kvframework.api import ClientInfo, Handler, Message, MessagingFuture, Reply, StoreOutcome
+from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge, TransportMismatch
+from kvframework.service.contexts import Contexts, own_context
+from kvframework.service.engine_driven import grid_of, outcome_of
+from kvframework.service.keys import KeyGrid, KeyResolver
+from kvframework.service.send_pins import LentViews
+from kvframework.storage.l1.leases import INTERNAL_OWNER
+from kvframework.storage.l1.objects import Reservation
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
+from kvframework.wire.indices import INDEX_BYTES, pack_indices, unpack_indices
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+_RETURN_S = 0.3
+# Per client: what it does not receive stays pinned.
+MAX_LENT_BYTES = 2 * MAX_BUFFER_BYTES
+_Copies = Sequence[tuple[int, memoryview]]
+
+
+class ChunkTransfers:
+    """Moves objects between frames and the arena. `close` after the last request has been answered."""
+
+    def __init__(
+        self, contexts: Contexts, storage: StorageManager, resolver: KeyResolver, *, chunk_size: int, workers: int
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._resolver = resolver
+        self._chunk_size = chunk_size
+        self._lent = LentViews(storage.arena)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["STORE_CPU_CHUNKS"], self._store),
+            Handler(REQUESTS["RETRIEVE_CPU_CHUNKS"], self._retrieve),
+        ]
+
+    def tick(self) -> None:
+        """Lets go of what ZMQ has given back."""
+        pins = self._lent.returned()
+        if pins:
+            self._storage.unpin_internal(pins)
+
+    def settle(self) -> bool:
+        """Lets go of what ZMQ gives back within a moment; whether that is all. Blocks for it."""
+        all_back = self._lent.wait_returned(_RETURN_S)
+        self.tick()
+        return all_back
+
+    def close(self) -> None:
+        """Waits for the copies that run (others never begin) and for what ZMQ still sends. Blocks for a moment."""
+        self._pool.shutdown(cancel_futures=True)
+        if not self.settle():
+            log.error("ZMQ holds %d pieces of the arena", len(self._lent))
+
+    def _store(
+        self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
+    ) -> m.ChunksStored | MessagingFuture[Message]:
+        grid = self._grid(client, payload)
+        if not payload.objects and not buffers:
+            return self._missing(grid)
+        sent = _checked_objects(grid, payload.objects, buffers)
+        result, outcome, copies = self._reserve(grid, payload.key.request_id, sent)
+        if result.lease is None:
+            return m.ChunksStored(outcome)
+        # The copy cannot be called off; whoever cancels waits for its end.
+        future: MessagingFuture[Message] = MessagingFuture(lambda: None)
+        try:
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
+        except BaseException:
+            self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+            raise
+        return future
+
+    def _missing(self, grid: KeyGrid) -> m.ChunksStored:
+        here = self._storage.which_present(grid.flat)
+        missing = [index for index, present in enumerate(here) if not present]
+        return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
+
+    def _reserve(
+        self, grid: KeyGrid, request_id: str, sent: dict[int, memoryview]
+    ) -> tuple[Reservation, StoreOutcome, _Copies]:
+        """Reserves what is not there of the objects `sent`. What is there of the whole key is part of the reservation,
+        so that the end of a prefix never pushes out its beginning."""
+        with self._storage.lock:
+            here = self._storage.which_present(grid.flat)
+            chosen = [index for index, present in enumerate(here) if present or index in sent]
+            sizes = [group.nbytes for group in grid.desc.groups]
+            result = self._storage.reserve(
+                [(grid.flat[index], sizes[index % len(sizes)]) for index in chosen],
+                owner=INTERNAL_OWNER,
+                request_id=request_id,
+                lease_s=None,
+            )
+        others = len(chosen) - len(sent)
+        outcome = msgspec.structs.replace(outcome_of(result), present=result.present - others)
+        return result, outcome, [(offset, sent[chosen[at]]) for at, offset in result.placed]
+
+    def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+        """In a copy thread: the bytes, then the commit, then the answer."""
+        try:
+            for offset, source in copies:
+                copy_into(self._storage.arena, offset, source)
+            stored = self._storage.commit(lease, owner=INTERNAL_OWNER)
+        except BaseException as error:
+            future.set_exception(error)
+            self._storage.abort(lease, owner=INTERNAL_OWNER)
+            raise
+        future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
+
+    def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:
+        pinned = self._storage.pinned(payload.lease, owner=client.session_id)
+        if pinned is None:
+            return m.ChunksSent(False)
+        _check_count(payload.objects)
+        wanted = unpack_indices(payload.objects, where="objects")
+        if not wanted or max(wanted) >= len(pinned):
+            raise BadRange(
+                f"object {max(wanted)}" if wanted else "no objects",
+                where="objects",
+                available=f"0 to {len(pinned) - 1} under this lease",
+            )
+        places = [pinned[index] for index in wanted]
+        size = sum(place.length for place in places)
+        if size > MAX_BUFFER_BYTES:
+            raise MessageTooLarge(
+                f"{len(wanted)} objects of {size} bytes",
+                where="objects",
+                available=f"{MAX_BUFFER_BYTES} bytes a message",
+                hint="ask for fewer at once",
+            )
+        self.tick()
+        lent = self._lent.bytes_of(client.session_id)
+        if lent + size > MAX_LENT_BYTES:
+            raise MessageTooLarge(
+                f"{lent} bytes are on their way to this client, {size} more were asked for",
+                where="objects",
+                available=f"at most {MAX_LENT_BYTES}",
+                hint="receive what comes before asking for more",
+            )
+        with self._storage.lock:
+            if self._storage.pinned(payload.lease, owner=client.session_id) is None:
+                return m.ChunksSent(False)
+            # The client's own pins lapse, however slowly it reads.
+            pins = [self._storage.hold(places)]
+        views = self._lent.lend(client.session_id, [(place.offset, place.length) for place in places], pins)
+        return Reply(m.ChunksSent(True), views)
+
+    def _grid(self, client: ClientInfo, payload: m.StoreCpuChunks) -> KeyGrid:
+        context = own_context(self._contexts, payload.instance_id, client)
+        if context.memory is not None:
+            raise TransportMismatch(
+                f"instance {context.instance_id} uses {context.transport}, which the server drives",
+                available="STORE and RETRIEVE",
+            )
+        return grid_of(context, payload.key, self._resolver, self._chunk_size)
+
+
+def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:
+    """The buffers by object. Raises `MalformedFrames` for another number of buffers or another length of one,
+    `BadRange` for an object that the key does not name, or out of order."""
+    _check_count(packed)
+    objects = unpack_indices(packed, where="objects")
+    if len(objects) != len(buffers):
+        raise MalformedFrames(
+            f"{len(buffers)} buffers", where="STORE_CPU_CHUNKS", available=f"{len(objects)}, one each"
+        )
+    if objects[-1] >= len(grid.flat) or any(a >= b for a, b in pairwise(objects)):
+        raise BadRange(
+            "the objects are out of range or out of order",
+            where="objects",
+            available=f"ascending, 0 to {len(grid.flat) - 1} for this key",
+        )
+    groups = grid.desc.groups
+    for index, buffer in zip(objects, buffers, strict=True):
+        expected = groups[index % len(groups)].nbytes
+        if buffer.nbytes != expected:
+            raise MalformedFrames(
+                f"the buffer of object {index} has {buffer.nbytes} bytes",
+                where="STORE_CPU_CHUNKS",
+                available=f"{expected} in layer group {index % len(groups)}",
+            )
+    return dict(zip(objects, buffers, strict=True))
+
+
+def _check_count(packed: bytes) -> None:
+    """Before a number is made of each. Raises `MessageTooLarge`."""
+    if len(packed) > MAX_BUFFERS * INDEX_BYTES:
+        raise MessageTooLarge(
+            f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
+        )
+
+
+def copy_into(arena: memoryview, offset: int, source: memoryview) -> None:
+    """Copies without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
+    frames are. The anchors keep both from being unmapped meanwhile."""
+    target, origin = ctypes.c_char.from_buffer(arena, offset), ctypes.c_char.from_buffer(source)
+    ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), source.nbytes)

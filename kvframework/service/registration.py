@@ -1,0 +1,313 @@
+"""Owns REGISTER_KV_CACHE, REGISTER_KV_CACHE_NON_GPU_CONTEXT and UNREGISTER_KV_CACHE. Runs on the serving thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from kvframework.api import (
+    MAX_HANDLE_BYTES,
+    ClientInfo,
+    Handler,
+    KVLayout,
+    Layout,
+    Message,
+    MessagingFuture,
+    ServerTransport,
+    validate_layout,
+)
+from kvframework.errors import (
+    AlreadyRegistered,
+    BadLayout,
+    MessageTooLarge,
+    NamespaceMismatch,
+    RequestError,
+    TransportMismatch,
+)
+from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.keys import MAX_TEXT, MAX_WORLD_SIZE
+from kvframework.service.layer_order import first_difference, layer_order
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.wire import messages as m
+from kvframework.wire.non_gpu import non_gpu_layout, non_gpu_namespace
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+# Fields of an instance's description that tell why two namespaces differ.
+TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "mla", "forms")
+
+MAX_INSTANCES = 256  # per client
+MAX_INSTANCES_IN_ALL = 2048
+# A layout is kept for as long as its instance.
+MAX_LAYOUT_BYTES = 1 << 20
+# A driver's handle, and what is said around it.
+MAX_LENT_BYTES = 2 * MAX_HANDLE_BYTES
+
+
+@dataclass(frozen=True)
+class AttachedTransport:
+    """A configured transport; `server` is None for an engine-driven one."""
+
+    name: str
+    is_gpu: bool
+    server: ServerTransport | None
+
+
+class Registrations:
+    """Fills the contexts registry."""
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        storage: StorageManager,
+        *,
+        transports: Mapping[str, AttachedTransport],
+        layouts: Mapping[str, Layout],
+        chunk_size: int,
+        hasher_fingerprint: str,
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._transports = transports
+        self._layouts = layouts
+        self._chunk_size = chunk_size
+        self._hasher_fingerprint = hasher_fingerprint
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["REGISTER_KV_CACHE"], self._register),
+            Handler(REQUESTS["REGISTER_KV_CACHE_NON_GPU_CONTEXT"], self._register_non_gpu),
+            Handler(REQUESTS["UNREGISTER_KV_CACHE"], self._unregister),
+        ]
+
+    def end_session(self, client: ClientInfo) -> int:
+        """Ends every instance of a client that is gone; their number."""
+        ending = [c for c in self._contexts.values() if c.session_id == client.session_id]
+        for context in ending:
+            self._end(context)
+        return len(ending)
+
+    def _register(
+        self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object
+    ) -> m.Registered | MessagingFuture[Message]:
+        transport = self._transports.get(payload.transport)
+        if transport is None:
+            raise TransportMismatch(
+                f"transport {payload.transport!r} is not configured",
+                available=", ".join(self._transports),
+                hint="add a [[transport]] table to the server's TOML",
+            )
+        plugin = self._layouts.get(payload.layout.format)
+        if plugin is None:
+            raise BadLayout(
+                f"layout {payload.layout.format!r} is not configured",
+                available=", ".join(self._layouts),
+                hint="add a [[layout]] table to the server's TOML",
+            )
+        if (transport.server is None) == bool(payload.handles):
+            raise TransportMismatch(
+                f"{len(payload.handles)} memory handles for transport {transport.name!r}",
+                available="none: it is engine-driven" if transport.server is None else "at least one",
+            )
+        if transport.server is not None and not client.local:
+            # Memory is lent to processes of the same user and node, and who holds no liveness socket is neither.
+            raise TransportMismatch(
+                f"transport {transport.name!r} needs a client on this node",
+                available="ipc://, or cpu_gather over tcp://",
+            )
+        if any(len(handle) > MAX_LENT_BYTES for handle in payload.handles):
+            raise MessageTooLarge(
+                "a memory handle is too long", where="handles", available=f"{MAX_LENT_BYTES} bytes each"
+            )
+        if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
+            raise MessageTooLarge(
+                "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
+            )
+        _check_shown("attention_backend", payload.layout.attention_backend)
+        _check_identity(payload.model_name, payload.world_size, payload.rank)
+        context = self._context(
+            client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
+        )
+        return self._add(context, client, payload.handles)
+
+    def _register_non_gpu(
+        self, client: ClientInfo, payload: m.RegisterNonGpuContextPayload, _buffers: object
+    ) -> m.Registered | MessagingFuture[Message]:
+        _check_identity(payload.model_name, payload.world_size, 0)
+        engine_driven = next((t for t in self._transports.values() if t.server is None), None)
+        if engine_driven is None:
+            raise TransportMismatch(
+                "this registration needs an engine-driven transport",
+                available=", ".join(self._transports),
+                hint='add [[transport]] use = "cpu_gather" to the server\'s TOML',
+            )
+        layout = non_gpu_layout(payload)
+        validate_layout(layout)
+        namespace = non_gpu_namespace(payload, self._hasher_fingerprint, self._chunk_size)
+        context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
+        return self._add(context, client, ())
+
+    def _unregister(
+        self, client: ClientInfo, payload: m.Unregister, _buffers: object
+    ) -> m.Empty | MessagingFuture[Message]:
+        """Answered once the engine's memory is mapped no more: from then on it may be freed."""
+        context = own_context(self._contexts, payload.instance_id, client)
+        self._end(context)
+        return _answer_after(context.memory.closed() if context.memory is not None else None, m.Empty())
+
+    def _context(
+        self,
+        client: ClientInfo,
+        payload: m.RegisterKvCache | m.RegisterNonGpuContextPayload,
+        transport: AttachedTransport,
+        layout: KVLayout,
+        *,
+        rank: int | None,
+        namespace: bytes,
+        plugin: Layout | None,
+    ) -> RegisteredContext:
+        if sum(1 for context in self._contexts.values() if context.session_id == client.session_id) >= MAX_INSTANCES:
+            raise AlreadyRegistered(f"this client has {MAX_INSTANCES} instances", available="one per rank, usually")
+        if len(self._contexts) >= MAX_INSTANCES_IN_ALL:
+            raise AlreadyRegistered(
+                f"{MAX_INSTANCES_IN_ALL} instances are registered here", available="one per rank, usually"
+            )
+        known = self._contexts.get(payload.instance_id)
+        if known is not None and known.memory is not None and known.memory.failure() is not None:
+            self._end(known)
+        elif known is not None:
+            mine = known.session_id == client.session_id
+            raise AlreadyRegistered(
+                f"instance {payload.instance_id} is registered by {'this client' if mine else f'process {known.pid}'}",
+                hint="unregister it first" if mine else "every worker process needs an instance id of its own",
+            )
+        if len(namespace) != 16:
+            raise NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
+        return RegisteredContext(
+            instance_id=payload.instance_id,
+            session_id=client.session_id,
+            pid=client.pid,
+            model_name=payload.model_name,
+            world_size=payload.world_size,
+            rank=rank,
+            namespace=namespace,
+            transport=transport.name,
+            is_gpu=transport.is_gpu,
+            layout=layout,
+            layout_plugin=plugin,
+        )
+
+    def _add(
+        self, context: RegisteredContext, client: ClientInfo, handles: Sequence[bytes]
+    ) -> m.Registered | MessagingFuture[Message]:
+        desc = context.get_layout_desc(self._chunk_size)
+        self._check_layers(context)
+        record = NamespaceRecord(context.model_name, context.world_size, desc)
+        self._storage.records.add(context.namespace, record)
+        server = self._transports[context.transport].server
+        if server is not None:
+            context.memory = server.open_for(client, context.layout, desc, handles)
+        self._tell_apart(context)
+        self._contexts[context.instance_id] = context
+        self._storage.records.hold(context.namespace)
+        self._storage.records.order(context.namespace, context.rank, layer_order(context.layout))
+        log.info(
+            "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
+            context.instance_id,
+            context.model_name,
+            context.rank,
+            context.world_size,
+            context.layout.format,
+            context.transport,
+            desc.nbytes,
+            context.namespace.hex()[:8],
+        )
+        opened = context.memory.opened() if context.memory is not None else None
+        return _answer_after(opened, m.Registered(context.namespace, desc))
+
+    def _check_layers(self, context: RegisteredContext) -> None:
+        """Instances of one namespace and rank hold the same layers in the same places, or would read each other's."""
+        for other in self._contexts.values():
+            if other.namespace != context.namespace:
+                continue
+            if context.rank != other.rank and context.rank is not None and other.rank is not None:
+                continue
+            difference = first_difference(context.layout, other.layout)
+            if difference:
+                raise NamespaceMismatch(
+                    difference,
+                    where=f"layers of instance {context.instance_id}",
+                    available=f"the order of instance {other.instance_id} (process {other.pid}), which is registered",
+                    hint="list both engines' layers alike, or give one another revision",
+                )
+
+    def _tell_apart(self, context: RegisteredContext) -> None:
+        """Two namespaces of one model share nothing. Untold, that looks like a cache without hits."""
+        others = [c for c in self._contexts.values() if c.model_name == context.model_name]
+        other = next((c for c in others if c.namespace != context.namespace), None)
+        if other is None:
+            return
+        mine, theirs = (each.describe(self._chunk_size) for each in (context, other))
+        differing = [
+            f"{name} {str(mine[name])[:80]}, not {str(theirs[name])[:80]}"
+            for name in TELLING
+            if mine[name] != theirs[name]
+        ]
+        log.info(
+            "instance %d shares nothing with instance %d of the same model %s: %s",
+            context.instance_id,
+            other.instance_id,
+            context.model_name,
+            "; ".join(differing) or "what they say of revision, quantisation, packing or hasher differs",
+        )
+
+    def _end(self, context: RegisteredContext) -> None:
+        del self._contexts[context.instance_id]
+        self._storage.records.release(context.namespace)
+        if context.memory is not None:
+            context.memory.close()
+        log.info("instance %d unregistered", context.instance_id)
+
+
+R = TypeVar("R", bound=Message)
+
+
+def _answer_after(done: MessagingFuture[None] | None, answer: R) -> R | MessagingFuture[Message]:
+    """`answer`, once `done` is resolved, or the error that it fails with."""
+    if done is None:
+        return answer
+    reply: MessagingFuture[Message] = MessagingFuture(lambda: None)
+
+    def resolve(resolved: MessagingFuture[None]) -> None:
+        error = resolved.exception()
+        if error is not None:
+            reply.set_exception(error)
+        else:
+            reply.set_result(answer)
+
+    done.add_done_callback(resolve)
+    return reply
+
+
+def _check_identity(model_name: str, world_size: int, rank: int) -> None:
+    if not model_name:
+        raise MessageTooLarge("model_name has 0 characters", available=f"1 to {MAX_TEXT}")
+    _check_shown("model_name", model_name)
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise NamespaceMismatch(f"world size {world_size}", available=f"1 to {MAX_WORLD_SIZE}")
+    if not 0 <= rank < world_size:
+        raise NamespaceMismatch(f"rank {rank}", available=f"0 to {world_size - 1}")
+
+
+def _check_shown(name: str, text: str) -> None:
+    """Of what is shown in logs and on terminals."""
+    if len(text) > MAX_TEXT:
+        raise MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
+    if not text.isprintable():
+        raise RequestError(f"{name} has characters that cannot be shown", available="printable ones, on one line")

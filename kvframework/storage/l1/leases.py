@@ -1,0 +1,152 @@
+"""Owns who holds what: write leases (ranges to fill) and pin leases (objects that may not leave), by id and by owner.
+
+Pure bookkeeping: what a lease's end means for objects and ranges is the object table's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvframework.api import PackedKey
+from kvframework.errors import LeaseUnknown, RequestError
+
+INTERNAL_OWNER = 0
+MAX_LEASES_PER_OWNER = 4096
+# What one client's end unpins at once is bounded so: some 50 ms. 128 lookups of the largest size.
+MAX_PINS_PER_OWNER = 1 << 22
+NO_DEADLINE = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class StoredObject:
+    """A readable object, equal to itself only: the same key may be stored again."""
+
+    key: PackedKey
+    offset: int
+    length: int
+    pins: int = 0
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` is what the same
+    request found there: pinned as long as the lease may be committed, so that what it publishes is a hit."""
+
+    id: str
+    owner: int
+    request_id: str
+    deadline: float
+    items: list[tuple[PackedKey, int, int]]
+    present: list[StoredObject] = field(default_factory=list)
+    quarantined: bool = False
+
+
+@dataclass(slots=True)
+class PinLease:
+    """Objects that may not leave: under a LOOKUP's ticket, or while a RETRIEVE reads them."""
+
+    id: str
+    owner: int
+    request_id: str
+    deadline: float
+    objects: list[StoredObject]
+    held: bool = True
+
+
+Lease = WriteLease | PinLease
+
+
+class LeaseBook:
+    """All leases. Ids are unique over restarts, so that a lease of an earlier boot is never taken for one of this."""
+
+    def __init__(self) -> None:
+        self.writes: dict[str, WriteLease] = {}
+        self.pins: dict[str, PinLease] = {}
+        self._of: dict[int, set[str]] = {}
+        self._pinned: Counter[int] = Counter()
+        self._boot = secrets.token_hex(4)
+        self._count = itertools.count(1)
+
+    def open_write(self, owner: int, request_id: str, deadline: float) -> WriteLease:
+        """Raises `RequestError` if the owner holds too many leases."""
+        lease = WriteLease(self._new_id(owner), owner, request_id, deadline, [])
+        self.writes[lease.id] = lease
+        self._of.setdefault(owner, set()).add(lease.id)
+        return lease
+
+    def open_pin(self, owner: int, request_id: str, deadline: float, objects: list[StoredObject]) -> PinLease:
+        """Raises `RequestError` if the owner holds too many leases or pins."""
+        pinned = self._pinned[owner] + len(objects)
+        if owner != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+            raise RequestError(
+                f"the client would hold {pinned} pins",
+                available=f"at most {MAX_PINS_PER_OWNER} at once",
+                hint="free the tickets of requests that have ended",
+            )
+        lease = PinLease(self._new_id(owner), owner, request_id, deadline, objects)
+        self._pinned[owner] = pinned
+        self.pins[lease.id] = lease
+        self._of.setdefault(owner, set()).add(lease.id)
+        return lease
+
+    def lapse(self, lease: PinLease) -> list[StoredObject]:
+        """The lease holds nothing any more, but is remembered; what it held."""
+        objects, lease.objects, lease.held = lease.objects, [], False
+        self._pinned[lease.owner] -= len(objects)
+        return objects
+
+    def close(self, lease: Lease) -> None:
+        if isinstance(lease, WriteLease):
+            del self.writes[lease.id]
+        else:
+            del self.pins[lease.id]
+            self._pinned[lease.owner] -= len(lease.objects)
+        owned = self._of[lease.owner]
+        owned.discard(lease.id)
+        if not owned:
+            del self._of[lease.owner]
+            del self._pinned[lease.owner]
+
+    def write(self, lease_id: str, owner: int) -> WriteLease:
+        """Raises `LeaseUnknown` unless it is this owner's."""
+        lease = self.writes.get(lease_id)
+        if lease is None or lease.owner != owner:
+            raise _unknown(lease_id)
+        return lease
+
+    def pin(self, lease_id: str, owner: int) -> PinLease:
+        """Raises `LeaseUnknown` unless it is this owner's."""
+        lease = self.pins.get(lease_id)
+        if lease is None or lease.owner != owner:
+            raise _unknown(lease_id)
+        return lease
+
+    def of(self, owner: int, request_id: str | None = None) -> list[Lease]:
+        """What an owner holds, of one request if given."""
+        leases: Iterator[Lease] = (
+            self.writes.get(lease_id) or self.pins[lease_id] for lease_id in self._of.get(owner, ())
+        )
+        return [lease for lease in leases if request_id is None or lease.request_id == request_id]
+
+    def is_full(self, owner: int) -> bool:
+        return owner != INTERNAL_OWNER and len(self._of.get(owner, ())) >= MAX_LEASES_PER_OWNER
+
+    def _new_id(self, owner: int) -> str:
+        if self.is_full(owner):
+            raise RequestError(
+                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
+                available=f"at most {MAX_LEASES_PER_OWNER} at once",
+                hint="commit, abort or free them",
+            )
+        return f"{self._boot}-{next(self._count):x}"
+
+
+def _unknown(lease_id: str) -> LeaseUnknown:
+    return LeaseUnknown(
+        f"there is no lease {lease_id!r} of this client", hint="it ended, or the server was restarted: prepare again"
+    )

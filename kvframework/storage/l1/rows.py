@@ -1,0 +1,66 @@
+"""The index of readable objects: by name, and by their place in the arena. Pure.
+
+Objects of one namespace, salt, rank and layer group form a row, digest to object. A request asks each row for the same
+digests, whose hashes are computed once, so that no key has to be put together for a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvframework.api import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
+from kvframework.storage.l1.leases import StoredObject
+
+PREFIX_BYTES = PACKED_KEY_BYTES - DIGEST_BYTES
+
+
+class ObjectRows:
+    """Holds no reference to a row that has no objects: salts are without number."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, dict[bytes, StoredObject]] = {}
+        self._at: dict[int, StoredObject] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __iter__(self) -> Iterator[StoredObject]:
+        return iter(self._at.values())
+
+    def __contains__(self, key: PackedKey) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: PackedKey) -> StoredObject | None:
+        row = self._rows.get(key[:PREFIX_BYTES])
+        return None if row is None else row.get(key[PREFIX_BYTES:])
+
+    def at(self, offset: int) -> StoredObject | None:
+        """The object that begins at this byte of the arena."""
+        return self._at.get(offset)
+
+    def row(self, prefix: bytes, digests: Sequence[bytes]) -> list[StoredObject | None]:
+        """The objects of one row by their digests; `prefix` is what `key_prefix` gives."""
+        row = self._rows.get(prefix)
+        return [None] * len(digests) if row is None else list(map(row.get, digests))
+
+    def which(self, keys: Iterable[PackedKey]) -> list[bool]:
+        """Which of `keys` are in."""
+        row_of, none = self._rows.get, dict[bytes, StoredObject]()
+        return [key[PREFIX_BYTES:] in row_of(key[:PREFIX_BYTES], none) for key in keys]
+
+    def add(self, stored: StoredObject) -> None:
+        key = stored.key
+        row = self._rows.get(key[:PREFIX_BYTES])
+        if row is None:
+            row = self._rows[key[:PREFIX_BYTES]] = {}
+        row[key[PREFIX_BYTES:]] = stored
+        self._at[stored.offset] = stored
+
+    def remove(self, stored: StoredObject) -> None:
+        key = stored.key
+        prefix = key[:PREFIX_BYTES]
+        row = self._rows[prefix]
+        del row[key[PREFIX_BYTES:]]
+        if not row:
+            del self._rows[prefix]
+        del self._at[stored.offset]

@@ -1,0 +1,137 @@
+"""The choice of what leaves L1 so that a contiguous range comes free. Pure; evicts nothing itself.
+
+The policy's order decides, as far as addresses let it. What it offers first is enough where its own range is: the usual
+case, since objects of one namespace are about equal in size. Else a window of the arena is chosen, of the needed length
+and without anything that is pinned, being written or quarantined: of those that begin at one of the policy's next
+victims the one that is fullest of such victims and free bytes.
+
+The bound: what is chosen has less than twice the needed bytes, or is one object that alone has enough. Nothing is
+chosen if no window is found. All are looked at in an arena of up to some ten thousand objects; in a larger one those
+around as many of the policy's next victims, so that a placement never costs more where L1 is larger.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import islice
+
+from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.rows import ObjectRows
+
+# How many times the needed bytes the next victims have, among which a window is sought first.
+LOOK_AHEAD = 2
+# Objects that one choice looks at, beside two for each page that is needed, and in all: others wait for it, also where
+# nothing is found. Some milliseconds for objects of megabytes, some hundred at the most.
+MOST_LOOKS = 1 << 13
+MOST_LOOKS_IN_ALL = 1 << 16
+
+
+def choose_window(
+    length: int, victims: Iterator[StoredObject], objects: ObjectRows, allocator: RangeAllocator
+) -> list[StoredObject]:
+    """Objects whose removal leaves `length` contiguous bytes free, a multiple of the alignment; [] if there are none.
+
+    `victims` are those that may leave, best first; nothing else may happen to the table while this runs.
+    """
+    first = next(victims, None)
+    if first is None:
+        return []
+    if _reach(first, allocator) >= length:
+        return [first]
+    return _Search(length, objects, allocator).among(first, victims)
+
+
+def _reach(stored: StoredObject, allocator: RangeAllocator) -> int:
+    """Contiguous bytes that are free once it has left."""
+    end = stored.offset + rounded(stored.length)
+    return allocator.free_before(stored.offset) + end - stored.offset + allocator.free_at(end)
+
+
+class _Search:
+    """One choice."""
+
+    def __init__(self, length: int, objects: ObjectRows, allocator: RangeAllocator) -> None:
+        self._length = length
+        self._objects = objects
+        self._allocator = allocator
+        self._looks_left = min(MOST_LOOKS + 2 * (length // ALIGNMENT), MOST_LOOKS_IN_ALL)
+        # The next victims, and free ranges beside them: length by offset.
+        self._cheap: dict[int, int] = {}
+        # Where a window that was walked could not go on, in order.
+        self._barriers: list[int] = []
+
+    def among(self, first: StoredObject, victims: Iterator[StoredObject]) -> list[StoredObject]:
+        """Looks ahead ever further, until a window is found or nothing is left to look at."""
+        self._add(first)
+        wanted = LOOK_AHEAD * self._length
+        while self._looks_left > 0:
+            seen = 0
+            for stored in islice(victims, self._looks_left):
+                seen += rounded(stored.length)
+                self._add(stored)
+                if seen >= wanted or _reach(stored, self._allocator) >= self._length:
+                    break
+            window = self._best()
+            if window or not seen:
+                return window
+            wanted *= 2
+        return []
+
+    def _add(self, stored: StoredObject) -> None:
+        self._looks_left -= 1
+        offset, length = stored.offset, rounded(stored.length)
+        before, after = self._allocator.free_before(offset), self._allocator.free_at(offset + length)
+        if before:
+            self._cheap[offset - before] = before
+        self._cheap[offset] = length
+        if after:
+            self._cheap[offset + length] = after
+
+    def _best(self) -> list[StoredObject]:
+        for start in self._starts():
+            at = bisect_left(self._barriers, start)
+            if at < len(self._barriers) and self._barriers[at] < start + self._length:
+                continue
+            window = self._walk(start)
+            if window or self._looks_left <= 0:
+                return window
+        return []
+
+    def _starts(self) -> list[int]:
+        """Where windows may begin: the one that is fullest of cheap bytes first, then in the policy's order."""
+        rank = {offset: index for index, offset in enumerate(self._cheap)}
+        extents = sorted(self._cheap.items())
+        starts: list[tuple[int, int, int]] = []
+        covered = ranks = ahead = 0
+        for offset, length in extents:
+            while ahead < len(extents) and extents[ahead][0] < offset + self._length:
+                covered += extents[ahead][1]
+                ranks += rank[extents[ahead][0]]
+                ahead += 1
+            starts.append((-min(covered, self._length), ranks, offset))
+            covered -= length
+            ranks -= rank[offset]
+        return [offset for _, _, offset in sorted(starts)]
+
+    def _walk(self, start: int) -> list[StoredObject]:
+        """What has to leave for a window that begins here; [], and a barrier more, if something in it has to stay."""
+        window: list[StoredObject] = []
+        at = start
+        while at < start + self._length:
+            self._looks_left -= 1
+            free = self._allocator.free_at(at)
+            stored = None if free else self._objects.at(at)
+            if stored is not None and not stored.pins:
+                length = rounded(stored.length)
+                if length >= self._length:
+                    return [stored]
+                window.append(stored)
+                at += length
+            elif free:
+                at += free
+            else:
+                insort(self._barriers, at)
+                return []
+        return window

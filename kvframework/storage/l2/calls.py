@@ -1,0 +1,209 @@
+"""The calls of one tier: which of them may pass, their deadlines, what each proves, how long they took, and which of
+them do not end.
+
+Two circuits: `put` has its own, since a store that cannot be written any more (full, read-only) may be read for long.
+Thread-safe; no call is made under the lock.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from kvframework.errors import KVFrameworkError, TierError
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.latency import Latencies
+from kvframework.storage.l2.steps import Steps, do
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+
+# From the best to the worst.
+STATES = ("closed", "half-open", "open")
+# What stops and goes on with each of the two circuits.
+_TOLD = ("reads", "writes")
+COUNTERS = (
+    "hits",
+    "misses",
+    "read_failed",
+    "bytes_read",
+    "stored",
+    "store_failed",
+    "bytes_written",
+    "evicted",
+    "errors",
+    "bugs",
+    "refused",
+    "corrupt",
+    "codec_failed",
+    "foreign_codec",
+    "write_dropped",
+    "write_lost",
+    "write_given_up",
+)
+
+
+class Call(NamedTuple):
+    """One that is under way. `number` is its circuit's."""
+
+    name: str
+    number: int
+    began: float
+    deadline: float
+
+
+class CircuitOpen(TierError):
+    """The tier was not asked."""
+
+
+class TierCalls:
+    """`breaker` is fresh, and the model of both circuits. `clock` is the one of the tier's deadlines."""
+
+    def __init__(self, name: str, timeout_s: float, breaker: Breaker, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.last_error = ""
+        # When a call of the circuit of reads last worked.
+        self.answered_at = 0.0
+        self._timeout_s = timeout_s
+        self._clock = clock
+        breaker.since = clock()
+        self._circuits = {"read": breaker, "write": copy.copy(breaker)}
+        self._latencies: dict[str, Latencies] = {}
+        self._pending: dict[int, Call] = {}
+        self._closed = False
+        # Bugs of the plugin whose traceback is in the log: calls and what they raised.
+        self._told_bugs: set[tuple[str, type[Exception]]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """The worst of the circuits'."""
+        return self._worst().state
+
+    def wait_s(self, name: str) -> float:
+        """Seconds until the circuit lets a call of `name` through."""
+        with self._lock:
+            return self._circuit(name).wait_s(self._clock())
+
+    def count(self, **amounts: int) -> None:
+        with self._lock:
+            self.counters.update(amounts)
+
+    def close(self) -> bool:
+        """Refuses calls from now on; False if it did already."""
+        with self._lock:
+            self._closed, before = True, self._closed
+            return not before
+
+    def status(self) -> dict[str, object]:
+        with self._lock:
+            worst, now = self._worst(), self._clock()
+            late = min(self._pending.values(), key=lambda call: call.deadline, default=None)
+            overdue_s = max(now - late.deadline, 0.0) if late else 0.0
+            return {
+                "state": worst.state,
+                "state_s": round(now - worst.since, 1),
+                "circuits": {name: breaker.state for name, breaker in self._circuits.items()},
+                "last_error": self.last_error,
+                "pending_calls": len(self._pending),
+                "oldest_call_s": round(max((now - call.began for call in self._pending.values()), default=0.0), 1),
+                "overdue_call": late.name if late and overdue_s else "",
+                "overdue_s": round(overdue_s, 1),
+                "latency_ms": {name: latencies.describe() for name, latencies in self._latencies.items()},
+                **self.counters,
+            }
+
+    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
+        """One step: the operation, which gets its deadline. Raises `TierError`, `CircuitOpen` if it was not tried."""
+        call = self._begin(name, timeout_s or self._timeout_s)
+        try:
+            result = yield from do(operation, call.deadline)
+        except Exception as error:
+            failure = error if isinstance(error, TierError) else self._failure_of(name, error)
+            self._failed(name, call.number, failure)
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            with self._lock:
+                del self._pending[id(call)]
+        self._succeeded(name, call.number, call.began)
+        return result
+
+    def presume_writable(self) -> None:
+        """The tier answers and nothing waits to be written: it does not count as broken until a `put` fails again."""
+        with self._lock:
+            circuit, now = self._circuits["write"], self._clock()
+            call = None if circuit.state == "closed" else circuit.allow(now)
+            if call is not None:
+                circuit.succeeded(call, now)
+
+    def _circuit(self, name: str) -> Breaker:
+        return self._circuits["write" if name == "put" else "read"]
+
+    def _worst(self) -> Breaker:
+        """Of two of the same state the one that has been in it for longer."""
+        return max(self._circuits.values(), key=lambda breaker: (STATES.index(breaker.state), -breaker.since))
+
+    def _begin(self, name: str, timeout_s: float) -> Call:
+        with self._lock:
+            now = self._clock()
+            if self._closed:
+                raise TierError("the tier is closed", where=self.name)
+            number = self._circuit(name).allow(now)
+            if number is None:
+                self.counters["refused"] += 1
+                raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
+            call = Call(name, number, now, now + timeout_s)
+            self._pending[id(call)] = call
+            return call
+
+    def _failed(self, name: str, number: int, error: Exception) -> None:
+        with self._lock:
+            circuit = self._circuit(name)
+            was, quiet = circuit.state, self._closed
+            circuit.failed(number, self._clock())
+            opened = was == "closed" != circuit.state
+            self.counters["errors"] += 1
+            self.last_error = str(error)
+        if opened and not quiet:
+            log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
+        else:
+            log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+
+    def _failure_of(self, name: str, error: Exception) -> TierError:
+        """The store's failure that stands for it. Unless an error of this framework, it is a bug: told with its
+        traceback once, and with the others of its kind as any failure is."""
+        if isinstance(error, KVFrameworkError):
+            return TierError(error.fact, where=error.where or self.name, hint=error.hint)
+        cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        with self._lock:
+            self.counters["bugs"] += 1
+            kind, quiet = (name, type(error)), self._closed
+            fresh = kind not in self._told_bugs
+            self._told_bugs.add(kind)
+        if fresh and not quiet:
+            log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
+        return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
+
+    def _succeeded(self, name: str, number: int, began: float) -> None:
+        with self._lock:
+            ended = self._clock()
+            circuit = self._circuit(name)
+            was, since = circuit.state, circuit.since
+            if name == "usage":
+                # Told from what is known, and asked before every put: proves nothing.
+                circuit.undecided(number)
+            else:
+                circuit.succeeded(number, ended)
+                if name != "put":
+                    self.answered_at = ended
+            back = was != "closed" == circuit.state
+            self._latencies.setdefault(name, Latencies()).add(ended - began)
+        if back:
+            log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)

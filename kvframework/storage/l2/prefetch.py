@@ -1,0 +1,193 @@
+"""The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could not answer wholly.
+
+How a load goes is in `loading.py`. Each tier has load threads of its own (`threads.py`), and a load is always driven by
+one of the tier that it asks: it moves from queue to queue, so that a slow tier holds up no load of another. What waits
+for a writer holds no thread. `cancel` ends a load early: END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
+
+Lock order: the storage lock, then `changed`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvframework.api import PackedKey
+from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTarget, LoadTask, WaitForWriters
+from kvframework.storage.l2.steps import Steps
+from kvframework.storage.l2.store import L2Store
+from kvframework.storage.namespaces import NamespaceRecord
+
+MAX_TASKS = 256
+
+
+class _Load:
+    """One accepted load. `task` is None for a namespace's record. `keys` are being written by others, and it waits for
+    that until `waits_until` at the latest; () if it does not wait."""
+
+    def __init__(self, task: LoadTask | None, steps: LoadSteps[None]) -> None:
+        self.task = task
+        self.steps = steps
+        self.keys: Sequence[PackedKey] = ()
+        self.waits_until = math.inf
+
+
+class TierLoads:
+    """The loads that ask one tier next: what its load threads drive."""
+
+    def __init__(self, prefetcher: Prefetcher, number: int, store: L2Store) -> None:
+        self.name = f"prefetch-{store.name}"
+        self.changed = prefetcher.changed
+        self.ready: deque[_Load] = deque()
+        self.waiting: list[_Load] = []
+        self._prefetcher = prefetcher
+        self._number = number
+
+    @property
+    def closing(self) -> bool:
+        """Only once no load is left: another tier's thread may still hand one over."""
+        return self._prefetcher.closing and not self._prefetcher.in_flight
+
+    def wait_s(self) -> float:
+        """Seconds until there is something to do, for all that is known now."""
+        with self.changed:
+            if self.ready:
+                return 0.0
+            soonest = min((load.waits_until for load in self.waiting), default=math.inf)
+            return soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
+
+    def poll(self) -> Steps[None] | None:
+        """The next load, to be driven until it ends, waits, or asks another tier. Several may be under way."""
+        with self.changed:
+            now = self._prefetcher.clock()
+            self.wake(lambda load: load.waits_until <= now)
+            return self._prefetcher.drive(self.ready.popleft(), self._number) if self.ready else None
+
+    def wake(self, due: Callable[[_Load], bool]) -> None:
+        """Those that waited for writers and are `due` go on before those that have not begun."""
+        awake = [load for load in self.waiting if due(load)]
+        if awake:
+            self.waiting = [load for load in self.waiting if load not in awake]
+            self.ready.extendleft(reversed(awake))
+
+
+class Prefetcher:
+    """Thread-safe, never blocks. `on_done` of all that was accepted is called once, in a storage thread, also after a
+    failure, a cancel or `stop`; it may submit again. `queues` are the tiers' in their order."""
+
+    def __init__(
+        self, target: LoadTarget, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.changed = threading.Condition()
+        self.closing = False
+        self.refused = 0
+        self.in_flight = 0
+        self.clock = clock
+        self._target = target
+        self._stores = stores
+        self._loader = Loader(target, stores)
+        self._tasks: set[LoadTask] = set()
+        self.queues = tuple(TierLoads(self, number, store) for number, store in enumerate(stores))
+
+    def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
+        """False if there are no tiers or too many tasks: the caller goes on with what L1 has."""
+        return self._submit(_Load(task, self._loader.load(task, on_done)))
+
+    def submit_record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> bool:
+        """Asks the tiers for a namespace's record."""
+        return self._submit(_Load(None, self._loader.record(namespace, on_done)))
+
+    def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
+        """Some writers of L1 have committed or given up. `any_writing` says whether keys are still being written; the
+        caller holds the storage lock."""
+        # One that begins to wait now looks by itself.
+        if any(queue.waiting for queue in self.queues):
+            with self.changed:
+                for queue in self.queues:
+                    queue.wake(lambda load: not any_writing(load.keys))
+                self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Refuses new tasks and cancels the accepted ones, which end after their calls in flight. Does not wait."""
+        with self.changed:
+            self.closing = True
+            for task in self._tasks:
+                task.cancel()
+            for queue in self.queues:
+                queue.wake(lambda _load: True)
+            self.changed.notify_all()
+
+    def drive(self, load: _Load, number: int) -> Steps[None]:
+        """Takes the steps of a load that asks the tier `number`, until it ends, waits, or asks another one."""
+        answer: object = None
+        error: Exception | None = None
+        try:
+            while True:
+                step = load.steps.send(answer) if error is None else load.steps.throw(error)
+                answer = error = None
+                if isinstance(step, WaitForWriters):
+                    if self._wait(load, number, step):
+                        return
+                elif isinstance(step, AskNext):
+                    if self._stores[number] is not step.store:
+                        self._hand_over(load, step.store)
+                        return
+                else:
+                    try:
+                        answer = yield step
+                    except Exception as failure:  # noqa: BLE001  the load decides
+                        error = failure
+        except StopIteration:
+            self._ended(load)
+        except BaseException:
+            load.steps.close()
+            self._ended(load)
+            raise
+
+    def _submit(self, load: _Load) -> bool:
+        with self.changed:
+            if not self._stores or self.closing:
+                return False
+            if self.in_flight >= MAX_TASKS:
+                self.refused += 1
+                return False
+            self.in_flight += 1
+            if load.task is not None:
+                self._tasks.add(load.task)
+            self.queues[0].ready.append(load)
+            self.changed.notify_all()
+            return True
+
+    def _wait(self, load: _Load, number: int, step: WaitForWriters) -> bool:
+        """False if there is nothing to wait for."""
+        load.keys, load.waits_until = step.keys, self.clock() + step.timeout_s
+        with self.changed:
+            if self.closing:
+                return False
+            self.queues[number].waiting.append(load)
+        if not self._target.any_writing(step.keys):
+            # They ended before it waited.
+            with self.changed:
+                if load in self.queues[number].waiting:
+                    self.queues[number].waiting.remove(load)
+                    return False
+        with self.changed:
+            # Those threads wait for the soonest of what they knew.
+            self.changed.notify_all()
+        return True
+
+    def _hand_over(self, load: _Load, store: L2Store) -> None:
+        with self.changed:
+            self.queues[self._stores.index(store)].ready.append(load)
+            self.changed.notify_all()
+
+    def _ended(self, load: _Load) -> None:
+        with self.changed:
+            self.in_flight -= 1
+            if load.task is not None:
+                self._tasks.discard(load.task)
+            if self.closing:
+                self.changed.notify_all()

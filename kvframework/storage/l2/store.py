@@ -1,0 +1,305 @@
+"""Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
+
+Called from the storage threads (write-back, prefetch), never from the serving thread. Each operation comes twice: as
+steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
+tier to make room, which may take `SCAN_S`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvframework.api import Outcome, PackedKey, Tier, TierUsage
+from kvframework.errors import TierError
+from kvframework.storage.envelope import HEADER_BYTES, NO_CODEC, UNTOLD_LAYOUT, seal, unseal
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.calls import TierCalls
+from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.room import Watermarks, oldest
+from kvframework.storage.l2.steps import Steps, run
+
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound="int | Outcome")
+
+SCAN_S = 60.0
+CHECK_EVERY_S = 5.0
+DELETE_AT_ONCE = 256
+# Names of codecs that are told in the log: they are whatever somebody wrote into the store.
+MAX_FOREIGN = 64
+
+
+class L2Store:
+    """A tier as the controllers see it. Thread-safe. Raises `TierError` when the tier is down, its circuit is open, or
+    it is closed.
+
+    `codec` packs what is written; what is read may have been packed by any of `codecs`. `layout_of` gives the
+    fingerprint of a namespace's object layout. `capabilities` are what the tier's provider declares. `breaker` is the
+    model of the tier's circuits, `clock` another one than the tier's own only in a simulation.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        timeout_s: float,
+        breaker: Breaker | None = None,
+        capabilities: Iterable[str] = (),
+        codec: str = NO_CODEC,
+        codecs: CodecTable | None = None,
+        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
+        watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = tier.name
+        self.timeout_s = timeout_s
+        self.capabilities = frozenset(capabilities)
+        self._tier = tier
+        self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
+        self.counters = self._calls.counters
+        self.count = self._calls.count
+        self._codec = codec
+        self._codecs = codecs or CodecTable()
+        self._layout_of = layout_of
+        self._watermarks = watermarks
+        self._clock = clock
+        self._foreign: set[str] = set()
+        self._usage: TierUsage | None = None
+        # Bytes that are being written.
+        self._taken = 0
+        self._room = threading.Lock()
+
+    @property
+    def state(self) -> str:
+        """`closed`, `half-open` or `open`: the worse of the circuits of reads and writes."""
+        return self._calls.state
+
+    @property
+    def wants_touches(self) -> bool:
+        """Whether the tier forgets what is not used."""
+        return bool(self.capabilities & {"ttl", "scan"})
+
+    def wait_s(self, *calls: str) -> float:
+        """Seconds until the circuits let these calls through; without any, those that `put` makes."""
+        if not calls:
+            calls = ("usage", "put") if self._keeps_room else ("put",)
+        return max(self._calls.wait_s(name) for name in calls)
+
+    def contains(self, keys: Sequence[PackedKey]) -> list[bool]:
+        return run(self.contains_steps(keys))
+
+    def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
+        """See `get_steps`."""
+        return run(self.get_steps(keys, ranges))
+
+    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
+        """See `put_steps`."""
+        return run(self.put_steps(keys, values))
+
+    def delete(self, keys: Sequence[PackedKey]) -> int:
+        """The number that was there."""
+        return run(self.delete_steps(keys))
+
+    def check(self) -> None:
+        """See `check_steps`."""
+        run(self.check_steps())
+
+    def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
+        outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
+        self.count(misses=outcomes.count(Outcome.MISSING))
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is Outcome.DAMAGED:
+                yield from self._discard(key, "it is none that was stored here")
+        return [outcome is Outcome.FOUND for outcome in outcomes]
+
+    def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
+        """Fills each range from the tier; True where its bytes are proven to be those that were stored.
+
+        Received straight into the ranges. What is packed there is copied out once and unpacked into its place. A value
+        that is damaged, foreign or of another format is deleted and counted.
+        """
+        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
+
+        def receive(deadline: float) -> list[int | Outcome]:
+            answers = self._tier.get_into(keys, parts, deadline=deadline)
+            if Outcome.FOUND in answers:
+                raise TierError("the tier does not tell how many bytes it received", where=self.name)
+            return answers
+
+        outcomes = yield from self._each("get_into", keys, receive)
+        good = []
+        for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
+            good.append((yield from self._open(key, header, view, outcome)))
+        self.count(
+            hits=sum(good),
+            misses=outcomes.count(Outcome.MISSING),
+            read_failed=outcomes.count(Outcome.FAILED),
+            bytes_read=sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
+        )
+        return good
+
+    def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+        """Stores each value behind its header, sent straight from the given memory if no codec packs it. What a small
+        tier cannot hold at once goes in several calls, each with room made before it."""
+        parts: list[list[memoryview]] = []
+        for key, value in zip(keys, values, strict=True):
+            name, packed = self._codecs.pack(self._codec, value)
+            layout = self._layout_of(key[:16])
+            header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
+            parts.append([memoryview(header), *packed])
+        stored: list[bool] = []
+        while len(stored) < len(keys):
+            rest = slice(len(stored), None)
+            sizes = [sum(part.nbytes for part in each) for each in parts[rest]]
+            number, taken = yield from self._make_room(sizes)
+            try:
+                stored += yield from self._put_together(
+                    keys[rest][:number], values[rest][:number], parts[rest][:number]
+                )
+            finally:
+                self._give_back(taken)
+        return stored
+
+    def _put_together(
+        self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
+    ) -> Steps[list[bool]]:
+        outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+        stored = [outcome is Outcome.STORED for outcome in outcomes]
+        sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
+        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
+        return stored
+
+    def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:
+        outcomes = yield from self._each("delete", keys, lambda at: self._tier.delete(keys, deadline=at))
+        return outcomes.count(Outcome.DELETED)
+
+    def touch_steps(self, keys: Sequence[PackedKey]) -> Steps[None]:
+        yield from self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
+
+    def answers_steps(self) -> Steps[bool]:
+        """Whether the tier works at all, now."""
+        try:
+            yield from self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
+        except TierError:
+            return False
+        return True
+
+    def check_steps(self) -> Steps[None]:
+        """Asks the tier whether it works, unless it has just shown it, and how full it is. Raises nothing. To be called
+        when nothing waits to be written."""
+        try:
+            stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
+            if stale and not (yield from self.answers_steps()):
+                return
+            self._calls.presume_writable()
+            if "capacity" in self.capabilities:
+                yield from self._ask_usage()
+        except TierError:
+            log.debug("tier %s: it does not work now", self.name)
+
+    def close(self) -> None:
+        """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
+        if self._calls.close():
+            try:
+                self._tier.close()
+            except Exception:
+                log.exception("tier %s: closing it failed", self.name)
+
+    def status(self) -> dict[str, object]:
+        """What is known; never asks the tier, which may hang."""
+        usage = self._usage
+        return {
+            "name": self.name,
+            "codec": self._codec,
+            "capabilities": sorted(self.capabilities),
+            "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
+            **self._calls.status(),
+        }
+
+    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> Steps[bool]:
+        if isinstance(outcome, Outcome):
+            if outcome is Outcome.DAMAGED:
+                yield from self._discard(key, "it is none that was stored here")
+            return False
+        try:
+            name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
+            if name == NO_CODEC:
+                return True
+            codec = self._codecs.get(name)
+            if codec is None:
+                self._pass_over(name)
+                return False
+            codec.decode_into(memoryview(bytes(packed)), place)
+        except ValueError as error:
+            yield from self._discard(key, str(error))
+            return False
+        except Exception as error:  # noqa: BLE001  a bug of the codec says nothing about this value or the others
+            self.count(codec_failed=1)
+            log.error("tier %s: a value could not be unpacked, a miss: %r (key %s)", self.name, error, key.hex())
+            return False
+        return True
+
+    def _pass_over(self, codec: str) -> None:
+        self.count(foreign_codec=1)
+        if codec not in self._foreign and len(self._foreign) < MAX_FOREIGN:
+            self._foreign.add(codec)
+            log.warning("tier %s: values packed by codec %r are misses: it is not in [codecs] allow", self.name, codec)
+
+    def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
+        self.count(corrupt=1)
+        log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
+        try:
+            yield from self.delete_steps([key])
+        except TierError:
+            log.debug("tier %s: could not delete it", self.name)
+
+    @property
+    def _keeps_room(self) -> bool:
+        return self.capabilities >= {"capacity", "scan"}
+
+    def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
+        """Deletes what was used longest ago, if values of `sizes`, and what other writers are writing, would fill the
+        tier beyond its high watermark. How many of them, the first ones, may be written now, and the bytes that are
+        taken for them until `_give_back`."""
+        if not self._keeps_room:
+            return len(sizes), 0
+        usage = yield from self._ask_usage()
+        number = self._watermarks.at_once(usage, sizes)
+        taken = sum(sizes[:number])
+        with self._room:
+            excess = self._watermarks.excess(
+                TierUsage(usage.used_bytes + self._taken, usage.capacity_bytes), sizes[:number]
+            )
+            self._taken += taken
+        try:
+            if excess:
+                leaving = yield from self._calls.call(
+                    "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
+                )
+                for first in range(0, len(leaving), DELETE_AT_ONCE):
+                    self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
+        except BaseException:
+            self._give_back(taken)
+            raise
+        return number, taken
+
+    def _give_back(self, taken: int) -> None:
+        with self._room:
+            self._taken -= taken
+
+    def _ask_usage(self) -> Steps[TierUsage]:
+        self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
+        return self._usage
+
+    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+        def checked(deadline: float) -> list[R]:
+            outcomes = operation(deadline)
+            if len(outcomes) != len(keys):
+                raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
+            return outcomes
+
+        return (yield from self._calls.call(name, checked))

@@ -1,0 +1,69 @@
+"""The storage threads: each tier's, for its write-back and for its loads. Each takes its controller's steps, one after
+the other; all decisions are the controllers'."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvframework.storage.l2.steps import Steps, run
+
+log = logging.getLogger(__name__)
+
+
+class Controller(Protocol):
+    """What has work for threads. `changed` is notified whenever there may be some, and when `closing` turns True."""
+
+    name: str
+    changed: threading.Condition
+
+    @property
+    def closing(self) -> bool:
+        """Threads that find nothing to do end."""
+
+    def wait_s(self) -> float:
+        """Seconds until there is something to do; infinite if that depends on others."""
+
+    def poll(self) -> Steps[None] | None:
+        """What is to be done now, to its end; None if nothing is."""
+
+
+class StorageThreads:
+    """Started at once; each ends once its controller closes and has nothing to do any more."""
+
+    def __init__(self, controllers: Iterable[tuple[Controller, int]]) -> None:
+        """Each controller with the number of its threads."""
+        self._threads = [
+            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
+            for controller, count in controllers
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the threads to end; False if one has not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _drive(controller: Controller) -> None:
+    while True:
+        with controller.changed:
+            steps = controller.poll()
+            while steps is None:
+                if controller.closing:
+                    return
+                wait_s = controller.wait_s()
+                controller.changed.wait(None if wait_s == math.inf else wait_s)
+                steps = controller.poll()
+        try:
+            run(steps)
+        except Exception:
+            log.exception("%s failed", controller.name)

@@ -1,0 +1,127 @@
+"""All L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
+
+Events come from the serving thread and the storage threads; none of them blocks but `delete` and `drain`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvframework.api import PackedKey
+from kvframework.bounded import call_within
+from kvframework.errors import TierError
+from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
+from kvframework.storage.l2.write_policy import AtOnce, WritePolicy
+from kvframework.storage.l2.writeback import PinnedSource, WriteBack
+from kvframework.storage.namespaces import NamespaceRecords
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttachedTier:
+    """One `[[l2]]`: a store and how it is written to and read. `promote`: it also gets what a later tier had. `loads`
+    and `writes` are how many loads and batches of the write-back call it at once."""
+
+    store: L2Store
+    policy: WritePolicy = field(default_factory=AtOnce)
+    write_queue: int = 1024
+    promote: bool = True
+    loads: int = 2
+    writes: int = 1
+
+
+class Tiers:
+    """See the module. Owns the stores."""
+
+    def __init__(
+        self,
+        source: PinnedSource,
+        attached: Sequence[AttachedTier],
+        records: NamespaceRecords,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.attached = tuple(attached)
+        self.stores = tuple(tier.store for tier in attached)
+        self.writebacks = [
+            WriteBack(
+                source,
+                tier.store,
+                records,
+                policy=tier.policy,
+                queue=tier.write_queue,
+                promote=tier.promote,
+                clock=clock,
+            )
+            for tier in attached
+        ]
+        self._watching_uses = [writeback for writeback in self.writebacks if writeback.watches_uses]
+        self._watching_l1 = [writeback for writeback in self.writebacks if writeback.watches_removals]
+
+    @property
+    def watches_uses(self) -> bool:
+        """Whether `used` needs to be told."""
+        return bool(self._watching_uses)
+
+    def committed(self, keys: Sequence[PackedKey]) -> None:
+        for writeback in self.writebacks:
+            writeback.committed(keys)
+
+    def used(self, keys: Sequence[PackedKey]) -> None:
+        for writeback in self._watching_uses:
+            writeback.used(keys)
+
+    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
+        """Objects that came from `source`: a use there, and worth having in the tiers before it."""
+        for writeback in self.writebacks:
+            if writeback.store is source:
+                writeback.used(keys)
+                return
+            writeback.promoted(keys)
+
+    def leaving(self, keys: Sequence[PackedKey]) -> set[PackedKey]:
+        """Those of `keys` that L1 is to keep until they are written."""
+        return {key for writeback in self._watching_l1 for key in writeback.leaving(keys)}
+
+    def removed(self, key: PackedKey) -> None:
+        for writeback in self._watching_l1:
+            writeback.removed(key)
+
+    def delete(self, keys: Sequence[PackedKey]) -> None:
+        """Deletes everywhere. Blocking; raises `TierError`, after all were asked, if one failed."""
+        failure: TierError | None = None
+        for store in self.stores if keys else ():
+            try:
+                for first in range(0, len(keys), DELETE_AT_ONCE):
+                    store.delete(keys[first : first + DELETE_AT_ONCE])
+            except TierError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def status(self) -> list[dict[str, object]]:
+        return [
+            {**tier.store.status(), **writeback.status(), "loads": tier.loads, "writes": tier.writes}
+            for tier, writeback in zip(self.attached, self.writebacks, strict=True)
+        ]
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits for what is on its way, up to `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for writeback in self.writebacks:
+            if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
+                log.warning("%d objects never came to %s", writeback.pending, writeback.store.name)
+
+    def stop(self) -> None:
+        """Nothing more is written after the calls in flight. Does not wait."""
+        for writeback in self.writebacks:
+            writeback.stop()
+
+    def close(self, timeout_s: float) -> None:
+        """Closes the tiers, which ends their calls in flight; waits for that up to `timeout_s`."""
+        late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
+        if late:
+            log.error("the end of %s takes too long", " and ".join(late))

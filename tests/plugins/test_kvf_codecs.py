@@ -1,0 +1,154 @@
+"""The codecs `none` and `zstd`: what every codec must do, and what frames there may be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvf_codecs import kvf_codecs as hook
+from kvframework.api import Codec
+from kvframework.errors import ConfigFieldError, PluginUnavailable
+from kvframework.registry import PluginRegistry
+from kvframework.testing import CodecConformance
+
+try:
+    import zstandard
+
+    from kvf_codecs.zstd import ZstdCodec
+except ImportError:
+    HAS_ZSTD = False
+else:
+    HAS_ZSTD = True
+
+needs_zstd = pytest.mark.skipif(not HAS_ZSTD, reason="zstandard is not installed")
+MIB = 1 << 20
+SAMPLE = b"keys and values " * 4096
+
+
+def pack(codec: Codec, data: bytes) -> bytes:
+    return b"".join(codec.encode(memoryview(data)))
+
+
+def unpack(codec: Codec, packed: bytes, nbytes: int) -> bytes:
+    out = bytearray(b"\xee" * nbytes)
+    codec.decode_into(memoryview(packed), memoryview(out))
+    return bytes(out)
+
+
+class TestNone(CodecConformance):
+    use = "none"
+    detects_damage = False  # the envelope's checksum does
+
+
+@needs_zstd
+class TestZstd(CodecConformance):
+    use = "zstd"
+
+
+@needs_zstd
+@pytest.mark.parametrize("content", [b"", b"x", SAMPLE], ids=["empty", "one", "many"])
+def test_another_frame_beside_it_is_refused(content: bytes) -> None:
+    tried = ZstdCodec(1)
+    packed = pack(tried, content)
+    library = zstandard.ZstdCompressor()
+    skippable = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"abc"
+    for more in (pack(tried, b"more"), library.compress(b""), skippable):
+        with pytest.raises(ValueError):
+            unpack(tried, packed + more, len(content))
+        with pytest.raises(ValueError):
+            unpack(tried, more + packed, len(content))
+
+
+@needs_zstd
+@pytest.mark.parametrize("content", [b"x", SAMPLE])
+def test_a_frame_that_does_not_tell_its_size_is_refused(content: bytes) -> None:
+    packed = zstandard.ZstdCompressor(write_content_size=False).compress(content)
+    with pytest.raises(ValueError, match="expected"):
+        unpack(ZstdCodec(1), packed, len(content))
+
+
+def bomb(claimed: int) -> bytes:
+    """A frame that unpacks to 256 MiB of zeros, and says that it were `claimed` bytes."""
+    compressor = zstandard.ZstdCompressor(level=1).compressobj(size=256 * MIB)
+    zeros = bytes(MIB)
+    packed = b"".join([*(compressor.compress(zeros) for _ in range(256)), compressor.flush()])
+    size = (256 * MIB).to_bytes(4, "little")
+    assert packed[6:10] == size
+    packed = packed[:6] + claimed.to_bytes(4, "little") + packed[10:]
+    assert zstandard.frame_content_size(packed) == claimed
+    return packed
+
+
+BOMB_PROGRAM = """
+import resource, sys
+from kvf_codecs.zstd import ZstdCodec
+packed, out, codec = memoryview(sys.stdin.buffer.read()), memoryview(bytearray(1 << 20)), ZstdCodec(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(3):
+    try:
+        codec.decode_into(packed, out)
+    except ValueError:
+        pass
+    else:
+        sys.exit("unpacked")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@needs_zstd
+@pytest.mark.parametrize("claimed", [256 * MIB, MIB], ids=["that says so", "that lies"])
+def test_a_bomb_needs_no_more_memory_than_an_object(claimed: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BOMB_PROGRAM], input=bomb(claimed), capture_output=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) < 16 << 10, "KiB"
+
+
+@needs_zstd
+@pytest.mark.parametrize("level", [-7, 0, 1, 3, 22])
+def test_every_level_is_read_by_every_other(level: int) -> None:
+    registry = PluginRegistry()
+    provider = registry.resolve("codec", "zstd")
+    options = registry.options(provider, {"level": level}, where="[codecs.zstd]")
+    tried = provider.create(options)
+    assert unpack(ZstdCodec(1), pack(tried, SAMPLE), len(SAMPLE)) == SAMPLE
+
+
+@needs_zstd
+@pytest.mark.parametrize("level", [-8, 23, "high", 1.5])
+def test_levels_that_do_not_exist_are_refused(level: object) -> None:
+    registry = PluginRegistry()
+    with pytest.raises(ConfigFieldError, match="level"):
+        registry.options(registry.resolve("codec", "zstd"), {"level": level}, where="[codecs.zstd]")
+
+
+def test_without_zstandard_the_codec_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    registry = PluginRegistry()
+    lines = {info.name: info for info in registry.list(probe=True) if info.kind == "codec"}
+    assert (lines["none"].status, lines["zstd"].status) == ("available", "unavailable")
+    with pytest.raises(PluginUnavailable, match=r'pip install "kvframework\[zstd\]"'):
+        registry.resolve("codec", "zstd")
+
+
+def test_a_list_of_plugins_imports_no_zstandard() -> None:
+    script = (
+        "import sys, kvf_codecs\n"
+        "none, zstd = kvf_codecs.kvf_codecs()\n"
+        "zstd.probe(), none.create(none.options())\n"
+        "print('zstandard' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_hook_offers_both() -> None:
+    providers = {provider.name: provider for provider in hook()}
+    assert list(providers) == ["none", "zstd"]
+    none = providers["none"]
+    assert none.probe() is None
+    data = memoryview(SAMPLE)
+    assert none.create(none.options()).encode(data) == [data]

@@ -1,0 +1,195 @@
+"""The transport `cpu_gather` beside a server that answers late: the engine goes on, and nothing stays locked."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvf_cpu_gather.steps import Courses  # noqa: E402
+from kvframework.api import MessagingFuture, StoreOutcome  # noqa: E402
+from kvframework.errors import DeadlineExceeded, ServerGone  # noqa: E402
+from tests.plugins.arena_link import ArenaLink  # noqa: E402
+from tests.plugins.gather_engine import IDS, Engine, both_ways, digest  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+__all__ = ["both_ways"]
+pytestmark = pytest.mark.torch
+
+PATIENCE_S = 60.0
+OTHERS = [[0, 1, 3, 4]]
+
+
+class Seen:
+    """An event that says in which thread it was waited for, and holds that thread until the gate opens."""
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.threads: list[threading.Thread] = []
+        self.gate = threading.Event()
+        if is_open:
+            self.gate.set()
+
+    def synchronize(self) -> None:
+        self.threads.append(threading.current_thread())
+        assert self.gate.wait(PATIENCE_S)
+
+
+class WireLink(ArenaLink):
+    """A server across the wire that lacks all that is stored."""
+
+    def missing_chunks(self, key, instance_id):
+        return MessagingFuture.resolved(list(range(2)))
+
+    def store_chunks(self, key, instance_id, objects, buffers):
+        self.objects.update({(digest(index), 0): None for index in objects})
+        return MessagingFuture.resolved(StoreOutcome(stored=len(objects)))
+
+
+def answer(engine: Engine) -> None:
+    engine.link.pending.pop(0)()
+
+
+def test_what_waits_for_an_answer_is_copied_in_another_thread():
+    engine, event = Engine(), Seen()
+    engine.link.slow = {"prepare_store", "commit_store", "prepare_retrieve", "commit_retrieve"}
+    stored = engine.store(event=event)
+    assert not stored.query()
+    assert event.threads == []
+    answer(engine)
+    wait_until(lambda: engine.link.pending, PATIENCE_S, "the COMMIT")
+    assert event.threads[0].name == "kvf-gather"
+    assert not stored.query()
+    answer(engine)
+    assert stored.result(PATIENCE_S) is True
+    assert stored.detail == StoreOutcome(stored=2)
+    loaded = engine.retrieve(OTHERS, event=event)
+    answer(engine)
+    wait_until(lambda: engine.link.pending, PATIENCE_S, "the COMMIT")
+    answer(engine)
+    assert loaded.result(PATIENCE_S) is True
+    assert torch.equal(engine.tokens(OTHERS[0]), engine.tokens(IDS[0]))
+    engine.transport.close()
+    assert engine.link.losses == []
+
+
+def test_a_server_that_answers_at_once_starts_no_thread():
+    engine, event = Engine(), Seen()
+    assert engine.store(event=event).query()
+    assert engine.retrieve(OTHERS, event=event).query()
+    assert event.threads == [threading.current_thread()] * 2
+
+
+@pytest.mark.parametrize("kind", ["store", "retrieve"])
+def test_a_cancelled_transfer_ends_at_once_and_gives_its_lease_back_when_it_comes(kind):
+    engine = Engine()
+    if kind == "retrieve":
+        engine.store()
+    before = engine.tokens(OTHERS[0]).clone()
+    engine.link.slow = {f"prepare_{kind}"}
+    future = engine.store() if kind == "store" else engine.retrieve(OTHERS)
+    assert not future.query()
+    future.cancel()
+    assert future.query(), "its blocks may be written by others"
+    assert future.result(0) is False
+    answer(engine)
+    assert engine.link.open_leases == 0
+    assert torch.equal(engine.tokens(OTHERS[0]), before)
+    assert engine.link.losses == [], "who cancels has lost nothing"
+
+
+def test_who_cancels_in_the_midst_of_a_copy_hears_when_it_is_over():
+    engine, event = Engine(), Seen(is_open=False)
+    engine.link.slow = {"prepare_store"}
+    future = engine.store(event=event)
+    answer(engine)
+    wait_until(lambda: event.threads, PATIENCE_S, "the copy")
+    future.cancel()
+    assert not future.query()
+    event.gate.set()
+    assert future.result(PATIENCE_S) is False
+    wait_until(lambda: engine.link.open_leases == 0, PATIENCE_S, "the end of the lease")
+
+
+@pytest.mark.parametrize("path", ["arena", "wire"])
+def test_what_was_cancelled_in_the_midst_of_its_copy_is_never_published(path):
+    """Whoever cancels may write the blocks, if not before the copy ends then when waiting for that takes too long."""
+    link, event = None if path == "arena" else WireLink(Engine().desc), Seen(is_open=False)
+    engine = Engine(path=path, link=link)
+    engine.link.slow = {"prepare_store"}
+    future = engine.store(event=event)
+    if path == "arena":
+        answer(engine)
+    wait_until(lambda: event.threads, PATIENCE_S, "the copy")
+    future.cancel()
+    for tensor in engine.kv_caches.values():
+        tensor.zero_()
+    event.gate.set()
+    assert future.result(PATIENCE_S) is False
+    engine.transport.close()
+    assert engine.link.open_leases == 0
+    assert engine.link.objects == {}
+
+
+def test_close_waits_for_a_copy_and_cancels_what_waits_for_the_server():
+    engine, event = Engine(), Seen(is_open=False)
+    engine.link.slow = {"prepare_store"}
+    waiting, copying = engine.store(), engine.store(event=event)
+    engine.link.pending.pop()()
+    wait_until(lambda: event.threads, PATIENCE_S, "the copy")
+    closing = threading.Thread(target=engine.transport.close)
+    closing.start()
+    assert waiting.result(PATIENCE_S) is False
+    assert closing.is_alive()
+    event.gate.set()
+    closing.join(PATIENCE_S)
+    assert copying.result(0) is False
+    answer(engine)
+    assert engine.link.open_leases == 0
+
+
+def test_a_commit_that_is_not_answered_in_time_leaves_the_outcome_unknown(caplog):
+    engine = Engine()
+    engine.link.failing["commit_store"] = DeadlineExceeded("no answer within 2 s")
+    future = engine.store()
+    assert future.result() is False
+    assert future.detail == StoreOutcome(unknown=2)
+    assert not future.detail.ok
+    assert engine.link.losses == [("stores", "run.deadline", 2 * engine.desc.nbytes)]
+    assert "no answer within 2 s" in caplog.text
+    assert engine.link.open_leases == 0
+
+
+def test_what_fails_is_told_with_its_bytes_and_why():
+    engine = Engine()
+    engine.store()
+    engine.link.failing["prepare_retrieve"] = ServerGone("gone")
+    assert engine.retrieve().result() is False
+    assert engine.link.losses == [("loads", "run.server_gone", 2 * engine.desc.nbytes)]
+    assert len(engine.link.object_bytes(digest(0))) == engine.desc.nbytes
+
+
+def test_without_a_further_thread_a_transfer_that_has_to_wait_is_a_miss(monkeypatch):
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    engine = Engine()
+    engine.link.slow = {"prepare_store"}
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert engine.store().result(0) is False
+    answer(engine)
+    assert engine.link.open_leases == 0
+
+
+def test_courses_of_one_instance_do_not_wait_for_each_other():
+    courses, answers = Courses(), [MessagingFuture() for _ in range(50)]
+
+    def steps(future):
+        return (yield future)
+
+    futures = [courses.start(steps(each), lambda result, error: (result, error), None, here=True) for each in answers]
+    for number, each in reversed(list(enumerate(answers))):
+        each.set_result(number % 2 == 0)
+        assert futures[number].result(PATIENCE_S) is (number % 2 == 0)
+    courses.close()

@@ -1,0 +1,302 @@
+"""The layouts `paged` and `dynamic_cache`: declarations, refusals, and views that are the engine's memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from kvf_layouts import PagedOptions  # noqa: E402
+from kvf_layouts import kvf_layouts as hook  # noqa: E402
+from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
+from kvf_layouts.paged import PagedLayout  # noqa: E402
+from kvframework.api import chunk_tokens_for  # noqa: E402
+from kvframework.config import load_config  # noqa: E402
+from kvframework.errors import BadDtype, BadLayout  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+BLOCK, HEADS, DIM = 4, 3, 5
+SINGLE = [
+    ("plane", "block", "token", "head", "dim"),
+    ("block", "plane", "token", "head", "dim"),
+    ("plane", "block", "head", "token", "dim"),
+    ("block", "head", "plane", "token", "dim"),
+    ("plane", "token", "head", "dim"),
+]
+PAIR = [("block", "token", "head", "dim"), ("block", "head", "token", "dim"), ("token", "head", "dim")]
+
+
+def from_canonical(content, axes):
+    """A tensor with `axes` that holds `content` [plane?, block, token, head, dim]; contiguous, as an engine's."""
+    names = ["block", "token", "head", "dim"] if content.dim() == 4 else ["plane", "block", "token", "head", "dim"]
+    if "block" not in axes:
+        content = content.flatten(names.index("block"), names.index("token"))
+        names.remove("block")
+    if "head" not in axes:
+        content = content.squeeze(names.index("head"))
+        names.remove("head")
+    return content.permute([names.index(axis) for axis in axes]).contiguous()
+
+
+def canonical(layout, declared, kv_caches):
+    """[group] -> [planes, layers, blocks, slots, heads, dim], by reading the views."""
+    views = layout.block_views(declared, kv_caches)
+    return [torch.stack([torch.stack(list(plane)) for plane in group]) for group in views]
+
+
+def content(layers=2, blocks=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(layers, 2, blocks, BLOCK, HEADS, DIM, generator=generator)
+
+
+@pytest.mark.parametrize("axes", SINGLE, ids="-".join)
+def test_one_tensor_per_layer_is_seen_as_its_content(axes):
+    expected = content()
+    kv_caches = {f"l{i}": from_canonical(layer, axes) for i, layer in enumerate(expected)}
+    layout = PagedLayout(axes)
+    declared = layout.describe(kv_caches, block_size=BLOCK)
+    assert declared.num_blocks == 6
+    (group,) = declared.groups
+    assert (group.num_layers, group.planes, group.heads, group.head_dim) == (2, 2, HEADS, DIM)
+    assert group.axes == axes
+    assert group.strides == kv_caches["l0"].stride()
+    assert group.layer_names == ("l0", "l1")
+    assert group.dtype == "float32"
+    assert torch.equal(canonical(layout, declared, kv_caches)[0], expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize("axes", PAIR, ids="-".join)
+def test_a_pair_of_tensors_per_layer_is_seen_as_its_content(axes):
+    expected = content()
+    kv_caches = {f"l{i}": tuple(from_canonical(plane, axes) for plane in layer) for i, layer in enumerate(expected)}
+    layout = PagedLayout(axes)
+    declared = layout.describe(kv_caches, block_size=BLOCK)
+    assert declared.groups[0].planes == 2
+    assert torch.equal(canonical(layout, declared, kv_caches)[0], expected.transpose(0, 1))
+
+
+def test_mla_has_one_plane_and_one_head():
+    latent = torch.randn(7, BLOCK, DIM)
+    layout = PagedLayout(("block", "token", "dim"))
+    declared = layout.describe({"a": latent}, block_size=BLOCK)
+    (group,) = declared.groups
+    assert (group.planes, group.heads, group.head_dim) == (1, 1, DIM)
+    assert torch.equal(canonical(layout, declared, {"a": latent})[0].flatten(), latent.flatten())
+
+
+def test_dynamic_cache_sees_whole_blocks_of_its_pairs():
+    expected = content(blocks=3)
+    as_cache = expected.flatten(2, 3).transpose(2, 3)  # [layers, planes, heads, tokens, dim]
+    longer = torch.cat([as_cache, torch.full((2, 2, HEADS, 2, DIM), 9.0)], dim=3)
+    kv_caches = {f"l{i}": (layer[0][None], layer[1][None]) for i, layer in enumerate(longer)}
+    layout = DynamicCacheLayout()
+    declared = layout.describe(kv_caches, block_size=BLOCK)
+    assert declared.num_blocks == 0
+    assert declared.groups[0].strides == ()
+    assert torch.equal(canonical(layout, declared, kv_caches)[0], expected.transpose(0, 1))
+
+
+def test_a_cache_of_no_tokens_can_be_described():
+    empty = torch.empty(1, HEADS, 0, DIM)
+    layout = DynamicCacheLayout()
+    declared = layout.describe({"a": (empty, empty)}, block_size=BLOCK)
+    assert canonical(layout, declared, {"a": (empty, empty)})[0].shape == (2, 1, 0, BLOCK, HEADS, DIM)
+
+
+def test_views_are_the_engines_memory():
+    tensor = torch.zeros(2, 6, HEADS, BLOCK, DIM)
+    layout = PagedLayout(("plane", "block", "head", "token", "dim"))
+    declared = layout.describe({"a": tensor}, block_size=BLOCK)
+    view = layout.block_views(declared, {"a": tensor})[0][1][0]
+    view[4, 2, 1, 3] = 7.0
+    assert tensor[1, 4, 1, 2, 3] == 7.0
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+    keys, values = torch.zeros(1, HEADS, 9, DIM), torch.zeros(1, HEADS, 9, DIM)
+    cache = DynamicCacheLayout()
+    view = cache.block_views(cache.describe({"a": (keys, values)}, block_size=BLOCK), {"a": (keys, values)})[0][1][0]
+    view[1, 3, 2, 4] = 7.0
+    assert values[0, 2, 7, 4] == 7.0
+
+
+def test_layers_of_other_shape_or_dtype_form_groups_in_order_of_appearance():
+    axes = ("block", "token", "head", "dim")
+
+    def zeros(dim, dtype=torch.float32):
+        return torch.zeros(6, BLOCK, HEADS, dim, dtype=dtype)
+
+    kv_caches = {
+        "a": (zeros(DIM), zeros(DIM)),
+        "b": (zeros(8), zeros(8)),
+        "c": (zeros(DIM), zeros(DIM)),
+        "d": (zeros(DIM, torch.bfloat16), zeros(DIM, torch.bfloat16)),
+        "e": (zeros(DIM), zeros(8)),
+    }
+    layout = PagedLayout(axes)
+    declared = layout.describe(kv_caches, block_size=BLOCK)
+    assert [group.layer_names for group in declared.groups] == [("a", "c"), ("b",), ("d",), ("e",), ("e",)]
+    assert [group.dtype for group in declared.groups] == ["float32", "float32", "bfloat16", "float32", "float32"]
+    views = layout.block_views(declared, kv_caches)
+    assert [len(group) for group in views] == [2, 2, 2, 1, 1]
+    assert [group[0][0].shape[3] for group in views] == [DIM, 8, DIM, DIM, 8]
+
+
+def test_unequal_keys_and_values_of_a_dynamic_cache_form_two_groups():
+    kv_caches = {
+        "a": (torch.zeros(1, 1, 8, 6), torch.ones(1, 1, 8, 4)),
+        "b": (torch.zeros(1, 1, 8, 4), torch.ones(1, 1, 8, 6)),
+    }
+    layout = DynamicCacheLayout()
+    declared = layout.describe(kv_caches, block_size=BLOCK)
+    assert [(g.planes, g.head_dim, g.layer_names) for g in declared.groups] == [
+        (1, 6, ("a",)),
+        (1, 4, ("a",)),
+        (1, 4, ("b",)),
+        (1, 6, ("b",)),
+    ]
+    sums = [float(group[0][0].sum()) for group in layout.block_views(declared, kv_caches)]
+    assert sums == [0.0, 32.0, 0.0, 48.0]
+
+
+REFUSED = {
+    "no axes": ((), torch.zeros(2, 6, BLOCK, HEADS, DIM), "not declared"),
+    "too few axes": (SINGLE[0], torch.zeros(6, BLOCK, HEADS, DIM), "4 axes"),
+    "block size": (SINGLE[0], torch.zeros(2, 6, 8, HEADS, DIM), "'token'"),
+    "planes": (SINGLE[0], torch.zeros(3, 6, BLOCK, HEADS, DIM), "'plane'"),
+    "a pair though there is a plane axis": (SINGLE[0], (torch.zeros(2, 6, BLOCK, HEADS, DIM),) * 2, "pair"),
+    "three tensors": (PAIR[0], (torch.zeros(6, BLOCK, HEADS, DIM),) * 3, "3 tensors"),
+    "blocks of K and V": (
+        PAIR[0],
+        (torch.zeros(6, BLOCK, HEADS, DIM), torch.zeros(5, BLOCK, HEADS, DIM)),
+        "number of blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("axes", "tensors", "fact"), REFUSED.values(), ids=REFUSED)
+def test_paged_refuses_tensors_that_do_not_fit_the_declaration(axes, tensors, fact):
+    with pytest.raises(BadLayout, match=fact) as caught:
+        PagedLayout(axes).describe({"model.layers.0": tensors}, block_size=BLOCK)
+    assert "layers.0" in str(caught.value)
+    assert caught.value.available
+
+
+@pytest.mark.parametrize("axes", [("block", "token"), ("block", "token", "dim", "dim"), ("block", "tokens", "dim")])
+def test_axes_that_contradict_themselves_are_refused(axes):
+    with pytest.raises(BadLayout, match="axes"):
+        PagedLayout(axes)
+
+
+def test_layers_with_different_block_counts_are_refused():
+    kv_caches = {"a": torch.zeros(2, 6, BLOCK, HEADS, DIM), "b": torch.zeros(2, 7, BLOCK, HEADS, DIM)}
+    with pytest.raises(BadLayout, match="number of blocks is 7"):
+        PagedLayout(SINGLE[0]).describe(kv_caches, block_size=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "fact"),
+    [
+        (torch.zeros(2, HEADS, 8, DIM), torch.zeros(2, HEADS, 8, DIM), "2 tensors of shape"),
+        (torch.zeros(HEADS, 8, DIM), torch.zeros(HEADS, 8, DIM), "2 tensors of shape"),
+        (torch.zeros(1, HEADS, 8, DIM), torch.zeros(1, HEADS, 7, DIM), "number of tokens"),
+    ],
+    ids=["batch of two", "no batch axis", "tokens differ"],
+)
+def test_dynamic_cache_refuses_what_it_cannot_hold(keys, values, fact):
+    with pytest.raises(BadLayout, match=fact):
+        DynamicCacheLayout().describe({"a": (keys, values)}, block_size=BLOCK)
+
+
+def test_no_layers_and_unknown_dtypes_are_refused():
+    for layout in (PagedLayout(SINGLE[0]), DynamicCacheLayout()):
+        with pytest.raises(BadLayout, match="no layers"):
+            layout.describe({}, block_size=BLOCK)
+    with pytest.raises(BadDtype):
+        DynamicCacheLayout().describe({"a": (torch.zeros(1, 1, 4, 2, dtype=torch.int32),) * 2}, block_size=BLOCK)
+
+
+def test_views_of_tensors_that_changed_since_the_declaration_are_refused():
+    layout = DynamicCacheLayout()
+    pair = (torch.zeros(1, HEADS, 8, DIM),) * 2
+    declared = layout.describe({"a": pair, "b": pair}, block_size=BLOCK)
+    for changed in ({"a": pair}, {"a": pair, "b": (torch.zeros(1, HEADS, 8, DIM + 1),) * 2}):
+        with pytest.raises(BadLayout):
+            layout.block_views(declared, changed)
+
+
+layouts = st.sampled_from([*SINGLE, *PAIR])
+
+
+@settings(max_examples=60)
+@given(first=layouts, second=layouts, blocks=st.integers(1, 5), layers=st.integers(1, 3), seed=st.integers(0, 2**16))
+def test_equal_content_is_equal_in_every_layout_and_survives_the_way_to_another(first, second, blocks, layers, seed):
+    expected = content(layers, blocks, seed)
+
+    def hold(axes, data):
+        if "plane" in axes:
+            return {str(i): from_canonical(layer, axes) for i, layer in enumerate(data)}
+        return {str(i): tuple(from_canonical(plane, axes) for plane in layer) for i, layer in enumerate(data)}
+
+    source, target = hold(first, expected), hold(second, torch.zeros_like(expected))
+    one, other = PagedLayout(first), PagedLayout(second)
+    declared_one = one.describe(source, block_size=BLOCK)
+    declared_other = other.describe(target, block_size=BLOCK)
+    assert one.object_desc(declared_one, 8) == other.object_desc(declared_other, 8)
+
+    for from_plane, to_plane in zip(
+        one.block_views(declared_one, source)[0], other.block_views(declared_other, target)[0], strict=True
+    ):
+        for from_view, to_view in zip(from_plane, to_plane, strict=True):
+            to_view.copy_(from_view)
+    assert torch.equal(canonical(other, declared_other, target)[0], canonical(one, declared_one, source)[0])
+    again = hold(second, expected)
+    for name, held in target.items():
+        for now, want in zip(held, again[name], strict=True):
+            assert torch.equal(now, want)
+
+
+def test_the_objects_of_a_declaration():
+    pair = (torch.zeros(1, HEADS, 8, DIM),) * 2
+    layout = DynamicCacheLayout()
+    desc = layout.object_desc(layout.describe({"a": pair, "b": pair}, block_size=BLOCK), 10)
+    assert desc.chunk_tokens == chunk_tokens_for([BLOCK], 10) == 12
+    assert desc.shape == (2, 2, 12, HEADS * DIM)
+
+
+def test_the_hook_offers_all_layouts():
+    providers = {provider.name: provider for provider in hook()}
+    assert list(providers) == ["paged", "opaque", "dynamic_cache"]
+    for name, provider in providers.items():
+        assert provider.create(provider.options()).name == name
+    assert providers["paged"].create(PagedOptions(axes=SINGLE[0])).name == "paged"
+
+
+def test_the_default_configuration_has_all_layouts():
+    assert {table.use for table in load_config(environ={}).layout} == {provider.name for provider in hook()}
+
+
+def test_a_server_imports_layouts_and_transport_without_torch():
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import kvf_layouts, kvf_cpu_gather\n"
+        "from kvframework.api import KVLayout, LayerGroup\n"
+        "provider = kvf_layouts.kvf_layouts()[0]\n"
+        "layout = provider.create(provider.options())\n"
+        "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).shape)\n"
+        "transport = kvf_cpu_gather.kvf_transports()[0]\n"
+        "assert transport.probe() is None\n"
+        "try: transport.create(transport.options(), None)\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(2, 2, 256, 32)" in done.stdout
+    assert "plugin.unavailable" in done.stdout
+    assert "pip install" in done.stdout

@@ -1,0 +1,245 @@
+"""The arena: shared, sealed, made resident in the background, refused when it does not fit, and gone after close."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvf_pinned import kvf_tiers, touch
+from kvf_pinned.available import available_memory
+from kvf_pinned.memory import MemfdArena
+from kvf_pinned.options import PinnedOptions
+from kvframework.api import ByteSize, L1Provider, TierContext
+from kvframework.errors import ArenaError
+from kvframework.testing import L1Conformance
+from tests.support.waiting import wait_until
+
+MIB = 1 << 20
+
+
+def options(table: dict[str, object]) -> PinnedOptions:
+    return msgspec.convert(table, PinnedOptions, dec_hook=lambda _, value: ByteSize.parse(value))
+
+
+@pytest.fixture
+def arena() -> Iterator[MemfdArena]:
+    arena = MemfdArena(40 * MIB + 12_345)
+    yield arena
+    arena.close()
+
+
+def resident_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def open_fds() -> set[str]:
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if Path(f"/proc/self/fd/{fd}").is_symlink()
+    }
+
+
+class TestArena(L1Conformance):
+    @pytest.fixture
+    def make_memory(self) -> type[MemfdArena]:
+        return MemfdArena
+
+
+def test_the_provider_makes_an_arena_of_the_configured_size() -> None:
+    (provider,) = kvf_tiers()
+    assert isinstance(provider, L1Provider)
+    assert provider.name == "pinned"
+    arena = provider.create(options({"capacity": "3MiB"}), TierContext(where="[l1]"))
+    assert arena.capacity == 3 * MIB == os.fstat(arena.fd).st_size
+    arena.close()
+
+
+def test_options() -> None:
+    assert options({}).capacity == 1 << 30
+    assert options({"capacity": "1.5 GiB"}).capacity == 3 << 29
+    for bad in ("1000", "512 KiB", 0, -5, "much", 1.5, True):
+        with pytest.raises(msgspec.ValidationError, match="capacity"):
+            options({"capacity": bad})
+
+
+def test_ready_grows_to_the_end_and_is_resident_by_then(arena: MemfdArena) -> None:
+    assert resident_bytes(arena.fd) == 0
+    seen: list[tuple[int, int, str]] = []
+    arena.start(lambda ready: seen.append((ready, resident_bytes(arena.fd), threading.current_thread().name)))
+    wait_until(lambda: seen and seen[-1][0] == arena.capacity)
+    assert [ready for ready, _, _ in seen] == sorted({ready for ready, _, _ in seen})
+    assert len(seen) == 3
+    assert all(ready <= resident for ready, resident, _ in seen)
+    assert {name for _, _, name in seen} == {"kvf-pinned"}
+
+
+def test_untouched_bytes_are_zero(arena: MemfdArena) -> None:
+    with arena.view() as view:
+        assert not any(view[:12])
+        assert view[-1] == 0
+
+
+def test_no_client_can_change_the_size_or_the_seals(arena: MemfdArena) -> None:
+    for size in (0, arena.capacity - 1, arena.capacity + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert not os.get_inheritable(arena.fd)
+
+
+def test_a_kernel_without_populate_gets_the_same_memory(monkeypatch: pytest.MonkeyPatch, arena: MemfdArena) -> None:
+    monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
+    ready: list[int] = []
+    arena.start(ready.append)
+    wait_until(lambda: ready and ready[-1] == arena.capacity)
+    assert resident_bytes(arena.fd) >= arena.capacity
+
+
+def test_memory_that_runs_out_on_the_way_is_told_and_what_is_ready_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arena: MemfdArena
+) -> None:
+    whole = touch.Toucher.touch
+
+    def scarce(self: touch.Toucher, start: int, end: int) -> None:
+        if start:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        whole(self, start, end)
+
+    monkeypatch.setattr(touch.Toucher, "touch", scarce)
+    ready: list[int] = []
+    with caplog.at_level(logging.ERROR):
+        arena.start(ready.append)
+        wait_until(lambda: caplog.records)
+    assert ready == [16 * MIB]
+    assert "stays at 16.0 MiB of 40.0 MiB: Cannot allocate memory; lower [l1] capacity" in caplog.text
+
+
+def test_an_arena_beyond_the_memory_is_refused_at_once() -> None:
+    before = open_fds()
+    with pytest.raises(ArenaError) as caught:
+        MemfdArena(1 << 50, where="[l1]")
+    error = caught.value
+    assert (error.where, error.hint) == ("[l1]", "lower [l1] capacity")
+    assert "does not fit" in error.fact
+    assert error.available.endswith("iB")
+    assert open_fds() == before
+
+
+def test_an_arena_that_cannot_be_mapped_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvf_pinned.memory.available_memory", lambda: sys.maxsize)
+    before = open_fds()
+    for capacity in (1 << 62, sys.maxsize):
+        with pytest.raises(ArenaError, match="cannot be made"):
+            MemfdArena(capacity)
+    assert open_fds() == before
+
+
+def test_close_is_quick_while_touching_and_idempotent() -> None:
+    before = open_fds()
+    arena = MemfdArena(256 * MIB)
+    ready: list[int] = []
+
+    def on_ready(end: int) -> None:
+        ready.append(end)
+        time.sleep(0.03)  # a slow kernel: the whole arena would take half a second
+
+    arena.start(on_ready)
+    wait_until(lambda: ready)
+    started = time.monotonic()
+    arena.close()
+    assert time.monotonic() - started < 1.0
+    assert ready[-1] < arena.capacity
+    count = len(ready)
+    arena.close()
+    assert len(ready) == count
+    assert open_fds() == before
+    assert arena.fd == -1
+    with pytest.raises(ArenaError):
+        arena.view()
+    with pytest.raises(ArenaError):
+        arena.start(ready.append)
+
+
+def test_close_with_a_view_still_out_says_so_and_works_later() -> None:
+    arena = MemfdArena(MIB)
+    view = arena.view()
+    with pytest.raises(BufferError, match=r"release every memoryview of view\(\)"):
+        arena.close()
+    view.release()
+    arena.close()
+
+
+def test_starting_twice_is_refused(arena: MemfdArena) -> None:
+    arena.start(lambda _: None)
+    with pytest.raises(ArenaError):
+        arena.start(lambda _: None)
+
+
+class TestAvailableMemory:
+    """Against files as the kernel writes them."""
+
+    @pytest.fixture
+    def proc(self, tmp_path: Path) -> Path:
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        (tmp_path / "proc" / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n")
+        return tmp_path / "proc"
+
+    def write(self, directory: Path, **files: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name.replace("__", ".")).write_text(text)
+
+    def test_without_a_cgroup(self, proc: Path, tmp_path: Path) -> None:
+        assert available_memory(proc, tmp_path / "cg") == 1000 * 1024
+
+    def test_nothing_readable_is_no_limit(self, tmp_path: Path) -> None:
+        assert available_memory(tmp_path / "none", tmp_path / "none") == sys.maxsize
+
+    def test_the_tightest_group_above_counts(self, proc: Path, tmp_path: Path) -> None:
+        (proc / "self" / "cgroup").write_text("0::/pod/box\n")
+        self.write(tmp_path / "cg/pod/box", memory__max="max\n", memory__current="5\n")
+        self.write(
+            tmp_path / "cg/pod",
+            memory__max="600000\n",
+            memory__current="500000\n",
+            memory__stat="anon 1\ninactive_file 30000\n",
+        )
+        assert available_memory(proc, tmp_path / "cg") == 130_000
+
+    def test_the_first_version_of_cgroups(self, proc: Path, tmp_path: Path) -> None:
+        (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
+        self.write(
+            tmp_path / "cg/memory",
+            memory__limit_in_bytes="400000\n",
+            memory__usage_in_bytes="390000\n",
+            memory__stat="inactive_file 1\ntotal_inactive_file 5000\n",
+        )
+        assert available_memory(proc, tmp_path / "cg") == 15_000
+
+    def test_a_full_group_has_no_room(self, proc: Path, tmp_path: Path) -> None:
+        (proc / "self" / "cgroup").write_text("0::/\n")
+        self.write(tmp_path / "cg", memory__max="100\n", memory__current="200\n")
+        assert available_memory(proc, tmp_path / "cg") == 0
+
+
+def test_leaving_ends_the_thread_and_unmaps_nothing() -> None:
+    arena = MemfdArena(64 << 20)
+    view = arena.view()
+    arena.start(lambda _limit: None)
+    arena.leave()
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvf-pinned"])
+    view[:1] = b"x"
+    view.release()
+    arena.close()

@@ -1,0 +1,413 @@
+"""The Redis tier against a real redis-server, over TCP, a Unix socket and TLS."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvf_redis.commands import DRAIN_BYTES
+from kvframework.api import Outcome, Tier
+from kvframework.errors import TierError
+from kvframework.testing import FaultProxy
+from kvframework.testing.tier import TierConformance
+from tests.support.redis_server import RedisServer
+from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
+from tests.support.tls_proxy import TlsProxy
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.redis
+
+FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
+FAILED, DAMAGED = Outcome.FAILED, Outcome.DAMAGED
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def unix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), unix=True) as server:
+        yield server
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Makes tiers that are closed when the test ends."""
+    with ExitStack() as stack:
+
+        def opens(url: str, **options: object) -> Tier:
+            tier = open_redis_tier(url, **options)
+            stack.callback(tier.close)
+            return tier
+
+        yield opens
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def tier(server: RedisServer) -> Iterator[Tier]:
+    tier = open_redis_tier(server.url)
+    yield tier
+    tier.close()
+
+
+class TestOverTcp(TierConformance):
+    use = "redis"
+    ttl_options = {"ttl_s": 1}  # noqa: RUF012
+
+    @pytest.fixture
+    def tier_options(self, shared: RedisServer) -> Mapping[str, object]:
+        return {"url": shared.url}
+
+    @pytest.fixture
+    def faulty_tier(self, shared: RedisServer) -> Iterator[tuple[Tier, FaultProxy]]:
+        with FaultProxy(("127.0.0.1", shared.port)) as proxy:
+            host, port = proxy.address
+            tier = open_redis_tier(f"redis://{host}:{port}/0")
+            yield tier, proxy
+            tier.close()
+
+
+class TestOverUnixSocket(TierConformance):
+    use = "redis"
+    examples = 5
+
+    @pytest.fixture
+    def tier_options(self, unix: RedisServer) -> Mapping[str, object]:
+        return {"url": unix.url, "ttl_s": 100, "connections": 1}
+
+
+@pytest.fixture(scope="module")
+def proxy(shared: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsProxy]:
+    with TlsProxy(tmp_path_factory.mktemp("tls"), shared.port) as proxy:
+        yield proxy
+
+
+class TestOverTls(TierConformance):
+    use = "redis"
+    examples = 5
+
+    @pytest.fixture
+    def tier_options(self, proxy: TlsProxy) -> Mapping[str, object]:
+        return {"url": f"rediss://localhost:{proxy.port}/0", "tls_ca": str(proxy.certificate)}
+
+    def test_an_unknown_certificate_is_refused(self, proxy: TlsProxy) -> None:
+        tier = open_redis_tier(f"rediss://localhost:{proxy.port}/0")
+        with pytest.raises(TierError, match="cannot connect"):
+            tier.ping(deadline=soon())
+        tier.close()
+
+
+def test_a_certificate_for_another_host_is_refused(shared: RedisServer, opened: Opened, tmp_path: Path) -> None:
+    with TlsProxy(tmp_path, shared.port, names="DNS:elsewhere") as proxy:
+        url = f"rediss://localhost:{proxy.port}/0"
+        with pytest.raises(TierError, match="cannot connect"):
+            opened(url, tls_ca=str(proxy.certificate)).ping(deadline=soon())
+        opened(f"{url}?ssl_check_hostname=false", tls_ca=str(proxy.certificate)).ping(deadline=soon())
+        opened(f"{url}?ssl_cert_reqs=none").ping(deadline=soon())
+
+
+def test_parts_of_other_items_and_shapes_are_their_bytes(shared: RedisServer) -> None:
+    tier, value, out = open_redis_tier(shared.url), os.urandom(64), bytearray(64)
+    assert tier.put([b"shape"], [[memoryview(value).cast("d", (2, 4))]], deadline=soon()) == [STORED]
+    assert tier.get_into([b"shape"], [[memoryview(out).cast("I")]], deadline=soon()) == [len(out)]
+    assert out == value
+    tier.close()
+
+
+# The server comes and goes
+
+
+def test_a_killed_server_fails_fast_and_heals_by_itself(server: RedisServer, tier: Tier) -> None:
+    assert put(tier, b"key", b"value") is STORED
+    server.kill9()
+    started = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TierError):
+            tier.contains([b"key"], deadline=soon())
+    assert time.monotonic() - started < 2.0
+    server.start()
+    assert tier.contains([b"key"], deadline=soon()) == [MISSING]
+    assert put(tier, b"key", b"again") is STORED
+
+
+def test_a_restart_between_two_calls_is_not_noticed(server: RedisServer, tier: Tier) -> None:
+    assert put(tier, b"key", b"value") is STORED
+    server.restart()
+    assert put(tier, b"key", b"value") is STORED
+
+
+def test_a_kill_in_the_middle_of_a_call_fails_it_at_once(server: RedisServer, tier: Tier) -> None:
+    tier.ping(deadline=soon())
+    server.sigstop()
+    errors: list[TierError] = []
+    value, sizes = bytearray(64 << 20), []
+
+    def store() -> None:
+        with memoryview(value) as view:
+            try:
+                tier.put([b"a", b"b"], [[view], [view]], deadline=soon(30))
+            except TierError as error:
+                errors.append(error)
+        sizes.append(len(value))
+
+    thread = threading.Thread(target=store)
+    thread.start()
+    thread.join(0.2)  # the frozen server takes in less than is sent, so the call is under way
+    assert thread.is_alive()
+    server.kill9()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    value.clear()  # the error keeps no view of the buffer
+    server.start()
+    assert put(tier, b"a", b"value") is STORED
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_frozen_server_costs_no_more_than_the_deadline(server: RedisServer, tier: Tier, connected: bool) -> None:
+    if connected:
+        assert put(tier, b"one", b"1" * 1000) is STORED
+        assert put(tier, b"two", b"2" * 1000) is STORED
+    server.sigstop()
+    for call in (
+        lambda: tier.contains([b"one"], deadline=soon(0.3)),
+        lambda: get(tier, b"one", nbytes=1000, deadline=soon(0.3)),
+        lambda: put(tier, b"three", b"3" * (16 << 20), deadline=soon(0.3)),
+        lambda: tier.ping(deadline=soon(0.3)),
+    ):
+        started = time.monotonic()
+        with pytest.raises(TierError, match="deadline"):
+            call()
+        assert 0.25 < time.monotonic() - started < 2.0
+    server.sigcont()
+    if connected:
+        # the late reply to the first get must not be taken for the answer to this one
+        assert get(tier, b"two", nbytes=1000) == ([FOUND], [b"2" * 1000])
+    assert put(tier, b"four", b"4") is STORED
+
+
+def test_stores_and_loads_go_on_through_kills_and_freezes_and_no_byte_is_wrong(
+    server: RedisServer, opened: Opened
+) -> None:
+    tier, done, size = opened(server.url, max_value_bytes=64 << 10), threading.Event(), 150_000
+    rounds = {"found": 0, "failed": 0}
+    wrong: list[bytes] = []
+
+    def load(seed: int) -> None:
+        turn = 0
+        while not done.is_set():
+            turn += 1
+            keys = [b"%d/%d/%d" % (seed, turn % 3, index) for index in range(4)]
+            values = [(b"<%b.%d>" % (key, turn) * size)[:size] for key in keys]
+            try:
+                tier.put(keys, [[memoryview(value)] for value in values], deadline=soon(0.5))
+                outcomes, found = get(tier, *keys, nbytes=size, deadline=soon(0.5))
+            except TierError:
+                rounds["failed"] += 1
+                continue
+            rounds["found"] += outcomes == [FOUND] * 4
+            for key, value, outcome in zip(keys, found, outcomes, strict=True):
+                unit = value[: value.find(b">") + 1]
+                if outcome is FOUND and not (unit.startswith(b"<%b." % key) and value == (unit * size)[:size]):
+                    wrong.append(unit)
+
+    def progress(what: str, count: int = 3) -> None:
+        target = rounds[what] + count
+        wait_until(lambda: rounds[what] >= target, 60, f"rounds {what}")
+
+    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            progress("found")
+            server.restart()
+        progress("found")
+        server.sigstop()
+        progress("failed", 4)  # each takes half a second
+        server.sigcont()
+        progress("found")
+        server.kill9()
+        progress("failed")
+        server.start()
+        progress("found")
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_late_reply_is_never_taken_for_the_next_one(server: RedisServer) -> None:
+    tier = open_redis_tier(server.url, connections=1)
+    assert put(tier, b"one", b"1" * 1000) is STORED
+    assert put(tier, b"two", b"2" * 1000) is STORED
+    server.sigstop()
+    with pytest.raises(TierError, match="deadline"):
+        get(tier, b"one", nbytes=1000, deadline=soon(0.1))
+    found: list[tuple[list[Outcome], list[bytes]]] = []
+    thread = threading.Thread(target=lambda: found.append(get(tier, b"two", nbytes=1000)))
+    thread.start()
+    thread.join(0.1)  # it asks while the first answer has not come yet
+    server.sigcont()
+    thread.join(5.0)
+    assert found == [([FOUND], [b"2" * 1000])]
+    tier.close()
+
+
+def test_close_ends_a_call_in_flight(server: RedisServer, tier: Tier) -> None:
+    tier.ping(deadline=soon())
+    server.sigstop()
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            tier.contains([b"key"], deadline=soon(30))
+        except TierError as error:
+            errors.append(error.fact)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    tier.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert errors == ["the tier is closed"]
+
+
+def test_a_busy_pool_waits_no_longer_than_the_deadline(server: RedisServer) -> None:
+    tier = open_redis_tier(server.url, connections=1)
+    tier.ping(deadline=soon())
+    server.sigstop()
+    outcomes: list[list[Outcome]] = []
+    thread = threading.Thread(target=lambda: outcomes.append(tier.contains([b"key"], deadline=soon(30))))
+    thread.start()
+    thread.join(0.2)
+    with pytest.raises(TierError, match="before a connection was free"):
+        tier.contains([b"key"], deadline=soon(0.2))
+    server.sigcont()
+    assert tier.contains([b"key"], deadline=soon()) == [MISSING]
+    thread.join(5.0)
+    assert outcomes == [[MISSING]]
+    with server.client() as client:
+        assert len(client.client_list()) == 2  # the tier's and this one
+    tier.close()
+
+
+# What others do to the keys
+
+
+def test_foreign_values_are_that_keys_matter_only(shared: RedisServer, opened: Opened) -> None:
+    tier = opened(shared.url, prefix="foreign:")
+    with shared.client() as client:
+        client.set("foreign:garbage", b"\r\n$-1\r\n" * 10)
+        client.set("foreign:truncated", b"g" * 60)
+        client.set("foreign:long", b"x" * 5000)
+        client.set("foreign:one too many", b"x" * 101)
+        client.set("foreign:empty", b"")
+        client.lpush("foreign:list", b"x" * 100)
+        client.hset("foreign:hash", b"x", b"x" * 100)
+        client.set("foreign:good", b"g" * 100)
+        client.set("foreign:flipped", b"g" * 100)
+        client.setbit("foreign:flipped", 500, 1 - client.getbit("foreign:flipped", 500))
+        expected = {
+            b"garbage": FOUND,  # whether it is right, the core's checksum says
+            b"good": FOUND,
+            b"list": DAMAGED,
+            b"truncated": FOUND,
+            b"long": DAMAGED,
+            b"one too many": DAMAGED,
+            b"nothing": MISSING,
+            b"hash": DAMAGED,
+            b"empty": FOUND,
+            b"flipped": FOUND,
+        }
+        outcomes, values = get(tier, *expected, nbytes=100)
+        assert dict(zip(expected, outcomes, strict=True)) == expected
+        assert values[0][:80] == b"\r\n$-1\r\n" * 10 + bytes(10)
+        assert values[1] == b"g" * 100
+        assert values[3][:60] == b"g" * 60
+        assert sum(one != other for one, other in zip(values[9], b"g" * 100, strict=True)) == 1
+        assert tier.contains([b"list"], deadline=soon()) == [FOUND]
+        assert tier.delete([b"list", b"hash"], deadline=soon()) == [Outcome.DELETED] * 2
+        client.lpush("foreign:list", b"x" * 100)
+        assert put(tier, b"list", b"v" * 100) is STORED
+        assert get(tier, b"list", nbytes=100) == ([FOUND], [b"v" * 100])
+        assert len(client.client_list(_type="normal")) >= 2
+
+
+def test_a_value_too_long_to_read_past_costs_a_connection_and_no_other_key(shared: RedisServer, opened: Opened) -> None:
+    tier = opened(shared.url, prefix="huge:", connections=1)
+    with shared.client() as client:
+        client.set("huge:good", b"g" * 100)
+        client.set("huge:bad", b"b" * (DRAIN_BYTES + 1))
+        before = client.info()["total_connections_received"]
+        outcomes, values = get(tier, b"good", b"bad", b"good", b"bad", nbytes=100)
+        assert outcomes == [FOUND, DAMAGED, FOUND, DAMAGED]
+        assert values[0] == values[2] == b"g" * 100
+        assert get(tier, b"good", nbytes=100) == ([FOUND], [b"g" * 100])
+        assert client.info()["total_connections_received"] == before + 3
+        client.delete("huge:bad")
+
+
+def test_a_full_server_fails_the_key_and_still_answers(server: RedisServer, tier: Tier) -> None:
+    assert put(tier, b"before", b"value") is STORED
+    with server.client() as client:
+        client.config_set("maxmemory", "1")
+        assert put(tier, b"key", b"value") is FAILED
+        assert get(tier, b"before", nbytes=5) == ([FOUND], [b"value"])
+        client.config_set("maxmemory", "0")
+    assert put(tier, b"key", b"value") is STORED
+
+
+def test_prefix_and_ttl_are_seen_from_outside(shared: RedisServer) -> None:
+    key = bytes(range(72))
+    with shared.client() as client:
+        for options, name in (({}, b"kvf:" + key), ({"prefix": "grün/", "ttl_s": 500}, "grün/".encode() + key)):
+            tier = open_redis_tier(shared.url, **options)
+            assert put(tier, key, b"value") is STORED
+            assert client.get(name) == b"value"
+            if options:
+                assert 400 < client.ttl(name) <= 500
+                client.expire(name, 5)
+                tier.touch([key, b"unknown"], deadline=soon())
+                assert 400 < client.ttl(name) <= 500
+            else:
+                tier.touch([key], deadline=soon())
+                assert client.ttl(name) == -1
+            tier.close()
+
+
+def test_database_of_the_url_is_used(shared: RedisServer) -> None:
+    tier = open_redis_tier(shared.url.replace("/0", "/3"))
+    assert put(tier, b"in three", b"value") is STORED
+    with shared.client() as client:
+        assert client.exists(b"kvf:in three") == 0
+        client.select(3)
+        assert client.exists(b"kvf:in three") == 1
+    tier.close()
+
+
+def test_closing_leaves_no_connection(server: RedisServer) -> None:
+    tier = open_redis_tier(server.url)
+    tier.ping(deadline=soon())
+    with server.client() as client:
+        assert len(client.client_list()) == 2
+        tier.close()
+        wait_until(lambda: len(client.client_list()) == 1)

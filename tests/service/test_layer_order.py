@@ -1,0 +1,106 @@
+"""Where instances of one namespace hold their layers: equal orders are equal whatever the names, others never are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.api import KVLayout, LayerGroup
+from kvframework.service.layer_order import first_difference, layer_order
+
+
+def group_of(names: list[str]) -> LayerGroup:
+    return LayerGroup(max(len(names), 1), 16, 1, 8, "int8", layer_names=tuple(names))
+
+
+def layout(*groups: list[str]) -> KVLayout:
+    return KVLayout("paged", tuple(group_of(names) for names in groups))
+
+
+def numbers(*groups: list[int], form: str = "model.layers.{}.attn") -> KVLayout:
+    return layout(*([form.format(number) for number in group] for group in groups))
+
+
+orders = st.permutations(range(12)).flatmap(
+    lambda order: st.lists(st.integers(0, 12), max_size=2).map(
+        lambda cuts: [order[begin:end] for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), 12], strict=True)]
+    )
+)
+FORMS = ("model.layers.{}.attn", "{}", "h{}_k", "layer_{:02}")
+
+
+@given(orders, orders, st.sampled_from(FORMS), st.sampled_from(FORMS))
+def test_equal_orders_are_equal_whatever_the_names(
+    mine: list[list[int]], theirs: list[list[int]], form: str, other: str
+) -> None:
+    one, two = numbers(*mine, form=form), numbers(*theirs, form=other)
+    same = mine == theirs
+    if [len(group) for group in mine] == [len(group) for group in theirs]:
+        assert (layer_order(one) == layer_order(two)) == same
+        assert (first_difference(one, two) == "") == same
+    assert first_difference(one, one) == ""
+
+
+@given(
+    st.lists(st.lists(st.text(max_size=6), max_size=5), max_size=4), st.lists(st.lists(st.text(max_size=6)), max_size=4)
+)
+def test_any_names_have_an_order(mine: list[list[str]], theirs: list[list[str]]) -> None:
+    one, two = layout(*mine), layout(*theirs)
+    assert len(layer_order(one)) in (0, 16)
+    assert (first_difference(one, two) == "") == (first_difference(two, one) == "")
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[[*range(12)]], [[0, 1], [2, 3]], [[], [0, 1]], [[]]],
+)
+def test_the_order_of_the_names_is_told_by_nothing(groups: list[list[int]]) -> None:
+    assert layer_order(numbers(*groups)) == b""
+
+
+def test_a_number_of_any_length_is_one() -> None:
+    long = "9" * 100_000
+    assert layer_order(layout(["0" + long, long + "0"])) == b""
+    assert layer_order(layout([long + "0", long])) != b""
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "says"),
+    [
+        ([[0, 1, 2]], [[0, 2, 1]], "layer 'model.layers.1.attn' is place 1 of layer group 0 here, and place 2 of"),
+        (
+            [[0, 1], [2, 3]],
+            [[0, 2], [1, 3]],
+            "layer 'model.layers.1.attn' is place 1 of layer group 0 here, and place 0",
+        ),
+        (
+            [[0, 1]],
+            [[1, 2]],
+            "layer 'model.layers.1.attn' is place 1 of layer group 0 here, and place 0 of layer group 0",
+        ),
+    ],
+)
+def test_the_first_name_that_differs_is_told(mine: list[list[int]], theirs: list[list[int]], says: str) -> None:
+    assert first_difference(numbers(*mine), numbers(*theirs)).startswith(says)
+
+
+def test_the_first_place_is_told_where_the_names_are_of_another_kind() -> None:
+    told = first_difference(numbers([0, 1], [2, 3]), numbers([0, 2], [1, 3], form="{}"))
+    assert told == "place 1 of layer group 0 is 'model.layers.1.attn' here, and '2' there: another order of names"
+
+
+def test_layers_without_names_are_taken_for_ordered_ones() -> None:
+    assert first_difference(layout([]), numbers([0, 1, 2])) == ""
+    assert "without a name" in first_difference(layout([]), numbers([0, 2, 1]))
+
+
+def test_keys_and_values_in_groups_of_their_own() -> None:
+    """One name then stands in two groups."""
+    split = numbers([0, 1], [0, 1])
+    assert first_difference(split, numbers([0, 1], [0, 1])) == ""
+    assert "layer 'model.layers.0.attn' is" in first_difference(split, numbers([0, 1], [1, 0]))
+
+
+def test_one_tensor_for_all_layers_has_one_name() -> None:
+    assert first_difference(layout(["kv", "kv"]), numbers([0, 1])) == ""

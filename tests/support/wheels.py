@@ -1,0 +1,53 @@
+"""Distributions as their users get them: built as wheels by their own backend, and installed by pip. No network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+# One process for all of them: starting Python takes longer than to build such a wheel.
+_BUILD = """
+import os, sys
+from hatchling.build import build_wheel
+for project in sys.argv[2:]:
+    os.chdir(project)
+    build_wheel(sys.argv[1])
+"""
+
+
+def install_wheels(projects: Iterable[Path], site: Path) -> None:
+    """Builds a wheel of each project, and installs them into `site`, to be put on PYTHONPATH."""
+    wheels = site.with_name(f"{site.name}-wheels")
+    wheels.mkdir()
+    _run("-c", _BUILD, str(wheels), *map(str, projects))
+    built = [str(wheel) for wheel in wheels.glob("*.whl")]
+    _run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), *built)
+
+
+def environment_with(site: Path) -> dict[str, str]:
+    """Where what is installed in `site` is found, beside what this process finds."""
+    found = filter(None, [str(site), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTEST_ADDOPTS": ""}
+
+
+def run_own_tests(project: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a project, as its own settings say, on what is installed. The folder itself is not on the path of
+    modules, as it were with `python -m pytest`."""
+    pytest = Path(sys.executable).with_name("pytest")
+    return subprocess.run(
+        [str(pytest), "-p", "no:cacheprovider", *arguments],
+        cwd=project,
+        env=environment_with(site),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def _run(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
