@@ -96,7 +96,7 @@ class LineChannel:
         try:
             os.write(self._child.stdin.fileno(), line + b"\n")
         except OSError as error:
-            raise self._child.failure(f"takes no commands any more: {error}") from error
+            raise self._child.failure(f"takes no input any more: {error}") from error
 
     def receive(self) -> bytes:
         """Waits for a line, two minutes at most. Raises `BenchFailed` without one."""

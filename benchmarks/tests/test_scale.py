@@ -98,12 +98,12 @@ def test_the_server_s_time_counts_from_the_first_order() -> None:
     class Prompt:
         """A client that has answered by the time it got its command."""
 
-        def tell(self, _order: object) -> None:
+        def send(self, _command: object) -> None:
             until = time.process_time() + 0.05
             while time.process_time() < until:
                 pass
 
-        def hear(self) -> Report:
+        def receive(self) -> Report:
             return Report(latencies=[0.05], took=0.05)
 
     sample = take([cast("ClientProcess", Prompt())], [0], "lookup", count=1, seconds=0.0, server_pid=os.getpid())
@@ -113,7 +113,7 @@ def test_the_server_s_time_counts_from_the_first_order() -> None:
 def test_a_client_that_ends_is_told_with_its_log() -> None:
     with client_process(1 << 20) as (client, _, _):
         client._child._process.kill()
-        with pytest.raises(BenchFailed, match=r"client 1 (ended|takes no orders)"):
+        with pytest.raises(BenchFailed, match=r"client 1 (ended|takes no input)"):
             client.do(Clear())
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [file for top in (ROOT / "kvframework", ROOT / "plugins") for file in sorted(top.rglob("*.py"))]
+FILES = [
+    file
+    for top in (ROOT / "kvframework", ROOT / "plugins", ROOT / "benchmarks" / "kvframework_bench")
+    for file in sorted(top.rglob("*.py"))
+]
 TITLES = {
     "error": "All",
     "remote": "From a peer",
