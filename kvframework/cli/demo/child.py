@@ -1,4 +1,4 @@
-"""Owns a child process of a command, as `kvframework demo` and `kvframework bench` have them: its start, log and end.
+"""A child process of a command, as `kvframework demo` and `kvframework bench` have them: its start, log and end.
 
 Children are context managers: on the way out they are ended and reaped, whatever happened. `uninterrupted` closes the
 gap between the start of a child and its entry into a `with` statement or an exit stack.

@@ -1,5 +1,7 @@
-"""Owns how a command has a Redis of its own, as `kvframework demo` and `kvframework bench` do: which binary, and how it
-is started. Starts nothing itself."""
+"""The redis-server of a command, as `kvframework demo` and `kvframework bench` have one: which binary, and its options.
+
+Starts nothing itself.
+"""
 
 from __future__ import annotations
 
