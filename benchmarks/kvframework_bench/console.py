@@ -55,7 +55,7 @@ def format_time(us: float) -> str:
     return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
-# Enters a stage of so many steps and gives what is to be called after each of them.
+# Enters a stage of so many steps and gives the call to make after each of them.
 Stage = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 

@@ -12,7 +12,7 @@ from kvframework.errors import KVFrameworkError
 
 
 class BenchFailed(KVFrameworkError, RuntimeError):
-    """A bench could not be carried out, or something it needs did not do what it must.
+    """A benchmark could not run to its end, or something that it needs failed.
 
     What to do: the text says which process or check failed."""
 
@@ -20,7 +20,7 @@ class BenchFailed(KVFrameworkError, RuntimeError):
 
 
 class BenchUnavailable(KVFrameworkError):
-    """What is to be measured is not here: a package is not installed, or the transport has no such path.
+    """Something that a part measures is missing: a package is not installed, or the transport has no such path.
 
     What to do: install what it names, or leave that part out."""
 

@@ -17,7 +17,7 @@ from kvframework_bench.rounds import Case, Latency, interleave, ratio, timed
 from kvframework_bench.server import running_server
 from kvframework_bench.zmq_reference import ZmqPeer, running_zmq_peer
 
-# Tokens of a lookup, and the ratio to the bare echo that it is meant to reach.
+# Tokens of a lookup, and the ratio to the bare echo that is aimed at.
 _LENGTHS = {1024: 2.0, 8192: 3.0, 32768: 4.0}
 _ARENA_BYTES = 64 << 20
 

@@ -73,7 +73,7 @@ _COUNTED_FIELDS = 8  # guest time is in user time already
 
 class Load(msgspec.Struct, frozen=True):
     """How many cores were busy with other processes' work, before and during the bench. `busy`: too many for figures
-    that are to be believed."""
+    to be believed."""
 
     cores: int
     loadavg_1min: float
@@ -107,11 +107,11 @@ class CpuSeconds(NamedTuple):
 
 
 class LoadMeter:
-    """Looks for half a second when made; `finish`, when the bench's children have ended, tells the rest. For the main
+    """Looks for half a second when made; `finish`, when the bench's children have ended, gives the rest. For the main
     thread."""
 
     def __init__(self, look_s: float = _LOOK_S) -> None:
-        # Whoever started this process may have it ignore the end of children. Then the time of those that have ended
+        # The process that started this one may have set it to ignore the end of children. Then the time of those that have ended
         # counts nowhere, and the bench's own would look like the work of others.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = CpuSeconds.now()

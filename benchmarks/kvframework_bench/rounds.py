@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-# Does its work once and returns the seconds of what is to be measured, without preparations.
+# One measurement: does its work once and returns the seconds that it took, without preparations.
 Case = Callable[[], float]
 
 

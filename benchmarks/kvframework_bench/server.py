@@ -26,7 +26,7 @@ from kvframework_bench.process import BenchChild, running
 _START_S = 30.0
 _READY_S = 120.0
 _POLL_S = 0.005
-# A bench waits where an engine would compute: a late answer is to be seen in the figures, not turned into a miss.
+# A bench waits where an engine would compute: a late answer shows in the figures and is no miss.
 # The scale of clients' deadlines: a figure is worth waiting for.
 PATIENT = 20.0
 

@@ -14,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """One model's KV and the tokens of one request. `target_ratio` is the share of `copy` that it is meant to reach."""
+    """One model's KV and the tokens of one request. `target_ratio` is the share of `copy` that is aimed at."""
 
     name: str
     layers: int

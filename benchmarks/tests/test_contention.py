@@ -163,7 +163,7 @@ def test_the_hottest_functions_are_those_with_most_own_time() -> None:
     spots = hottest(entries, 2, top=2, without=(elsewhere.co_filename,))
     assert [(spot.function, spot.calls, spot.share) for spot in spots] == [
         ("built-in method len", 4, 0.75),
-        ("bench/test_contention.py: spin", 2, 0.25),
+        ("tests/test_contention.py: spin", 2, 0.25),
     ]
     assert [round(spot.own_us) for spot in spots] == [3000, 1000]
     assert len(hottest(entries, 2, top=1, without=())) == 1
@@ -216,7 +216,7 @@ def test_the_command_measures_all_parts() -> None:
     assert shape["spinners"] == max(len(os.sched_getaffinity(0)) - 1, 1)
     assert [row["operation"] for row in shape["transfers"]] == ["store", "retrieve"]
     assert all(set(row["ratio_to_copy"]) == set(row["ratio_to_quiet"]) == SPREAD for row in shape["transfers"])
-    assert shape["transfers"][0]["target"] == SHAPES["1kb"].target_ratio / 2
+    assert shape["transfers"][0]["target_ratio"] == SHAPES["1kb"].target_ratio / 2
     storing = figures["storing"]
     assert storing["stores"]["min"] >= 1
     (row,) = storing["lookups"]
@@ -227,20 +227,20 @@ def test_the_command_measures_all_parts() -> None:
     assert 0 < hit["copy_us"]["median"] < hit["processor_us"]["median"]
     assert 0 < hit["asking_us"]["median"] <= hit["overhead_us"]["max"]
     assert len(figures["hit"]["hot_spots"]) == 8
-    assert not any("copy_clock" in spot["function"] for spot in figures["hit"]["hot_spots"])
+    assert not any("timed_copy" in spot["function"] for spot in figures["hit"]["hot_spots"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "asked"),
     [(["--part", "hit", "--part", "storing"], "hit storing FULL"), (["--quick"], "spinning storing hit QUICK")],
 )
-def test_the_command_asks_for_the_parts_that_it_is_told(arguments: list[str], asked: str) -> None:
+def test_the_command_asks_for_the_parts_that_are_named(arguments: list[str], asked: str) -> None:
     program = (
         "import sys\n"
         "from kvframework_bench.contention import figures, run, sizes\n"
         "def bench(of, parts, stage):\n"
         "    print(*parts, 'QUICK' if of is sizes.QUICK else 'FULL', file=sys.stderr)\n"
-        "    return document.ContentionFigures([], None, None, [])\n"
+        "    return figures.ContentionFigures([], None, None, [])\n"
         "run.bench_contention = bench\n"
         "sys.argv[:1] = ['kvframework', 'bench', 'contention']\n"
         "from kvframework.cli.main import main\n"
@@ -327,7 +327,7 @@ def test_the_other_client_stores_between_begin_and_end_only_and_evicts() -> None
         before = evictions()
         storing.begin()
         storing.begin()
-        wait_until(lambda: evictions() > before + 2, what="stores without an order for each")
+        wait_until(lambda: evictions() > before + 2, what="stores without a command for each")
         storing.end()
         storing.end()
         (stored,) = storing.stored
@@ -381,8 +381,8 @@ def test_a_client_that_stored_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -
     from kvframework_bench.contention.run import bench_contention
     from kvframework_bench.contention.storing_client import Stored
 
-    monkeypatch.setattr(storing_client.StoringClient, "hear", lambda _self: Stored())
-    monkeypatch.setattr(storing_client.LineChannel, "tell", lambda _self, _line: None)
+    monkeypatch.setattr(storing_client.StoringClient, "receive", lambda _self: Stored())
+    monkeypatch.setattr(storing_client.LineChannel, "send", lambda _self, _line: None)
     with pytest.raises(BenchFailed, match="has stored nothing"):
         bench_contention(tiny(), parts=["storing"])
 
@@ -517,7 +517,7 @@ def test_the_sizes_are_those_of_the_budgets() -> None:
     assert FULL.storing == SHAPES["llama-3-8b"]
 
 
-def test_a_storing_process_without_orders_ends() -> None:
+def test_a_storing_process_without_commands_ends() -> None:
     command = [sys.executable, "-m", "kvframework_bench.contention.storing_client"]
     done = subprocess.run(command, input=b"", capture_output=True, timeout=240, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")

@@ -14,11 +14,11 @@ from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, WrongBytes
-from kvframework_bench.l2 import disk_files
+from kvframework_bench.l2 import disk
 from kvframework_bench.l2.disk import COLD
 from kvframework_bench.l2.figures import L2Figures
+from kvframework_bench.l2.redis import parse_csv
 from kvframework_bench.l2.redis_reference import bare_cases, fastest_way
-from kvframework_bench.l2.redis_server import parse_csv
 from kvframework_bench.l2.run import bench_l2
 from kvframework_bench.l2.sizes import Sizes
 from kvframework_bench.l2.tier import await_written
@@ -139,7 +139,7 @@ def test_a_disk_is_measured_beside_plain_files(tmp_path: Path) -> None:
 
 
 def test_what_is_not_cold_is_not_called_cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(disk_files, "cached_share", lambda _paths: 0.5)
+    monkeypatch.setattr(disk, "cached_share", lambda _paths: 0.5)
     figures = bench_l2(TINY, parts=["disk"], folder=tmp_path)
     assert figures.disk is not None
     assert not {row.operation for row in figures.disk.rows} & {"write, past the page cache", "read, cold"}
@@ -163,9 +163,9 @@ def test_wrong_bytes_from_the_disk_make_no_figures(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_tier_has_no_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    honest = disk_files.open_tier
+    honest = disk.open_tier
     monkeypatch.setattr(
-        disk_files, "open_tier", lambda registry, name, options: honest(registry, name, options | {"capacity": "3MiB"})
+        disk, "open_tier", lambda registry, name, options: honest(registry, name, options | {"capacity": "3MiB"})
     )
     with pytest.raises(BenchFailed, match="values are not stored") as failed:
         bench_l2(TINY, parts=["disk"], folder=tmp_path)

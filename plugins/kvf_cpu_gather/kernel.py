@@ -1,4 +1,4 @@
-"""Owns the way to the copy kernel (`native/copy.c`), an optional part of the build. Engine side, blocking; the GIL is
+"""The Python side of the copy kernel (`native/copy.c`), an optional part of the build. Engine side, blocking; the GIL is
 free while it copies."""
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class SpinningTransfers(msgspec.Struct, frozen=True):
 
 
 class SpinningShape(msgspec.Struct, frozen=True):
-    """`spun_cores` is how much of a core each spinner had while it was meant to spin. `copy_ratio_to_quiet` is what the
+    """`spun_cores` is how much of a core each spinner had while it was not stopped. `copy_ratio_to_quiet` is what the
     spinners leave to `copy` itself. `verified` says that every byte was compared after the first and after the last
     round, next to the spinners."""
 

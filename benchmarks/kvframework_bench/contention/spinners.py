@@ -71,7 +71,7 @@ class Spinner(BenchChild):
 
 
 class Spinners:
-    """A `Disturbance`. `cores` are the cores that each of them had while it was meant to spin: one figure each time."""
+    """A `Disturbance`. `cores` are the cores that each of them had between `begin` and `end`: one figure each time."""
 
     def __init__(self, spinners: Sequence[Spinner]) -> None:
         self.count = len(spinners)

@@ -28,7 +28,7 @@ from kvframework_bench.workload import Shape
 if TYPE_CHECKING:
     from kvframework_bench.engine import Transfers
 
-# A late answer is to be seen in the figures, not to end the bench.
+# A late answer shows in the figures and does not end the benchmark.
 _TIMEOUT_S = 10.0
 _INSTANCE = 2
 
@@ -68,7 +68,7 @@ def main() -> None:
                 _answer(Stored(1))
                 _answer(_store_until_stopped(transfers, commands))
         except KVFrameworkError as error:
-            # Nobody may ask for the answer any more; then the log says it.
+            # The benchmark may not read the answer any more; then the log has it.
             sys.stderr.write(f"{error}\n")
             _answer(Stored(error=str(error)))
 

@@ -67,7 +67,7 @@ class Device:
             self._made.close()
 
     def describe(self) -> Gpu:
-        """What the driver and the kernel tell of it. The link rests between copies: ask behind some."""
+        """Its description by the driver and the kernel. The link rests between copies: ask behind some."""
         name = bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0", 1)[0].decode(errors="replace")
         bus = bytes(self._call("cuDeviceGetPCIBusId", 64, self._device)).split(b"\0", 1)[0].decode(errors="replace")
         version = int(self._call("cuDriverGetVersion"))
@@ -153,7 +153,7 @@ class Device:
 
 
 def link_of(bus: str, devices: Path) -> str:
-    """How a GPU at a PCI address such as "0000:65:00.0" is attached, as the kernel tells: "32.0 GT/s PCIe x16"; "" if
+    """How a GPU at a PCI address such as "0000:65:00.0" is attached, as the kernel says: "32.0 GT/s PCIe x16"; "" if
     it does not."""
     folder = devices / bus.lower()[-12:]
     speed, width = _line(folder / "current_link_speed"), _line(folder / "current_link_width")

@@ -13,7 +13,7 @@ from kvframework_bench.rounds import Latency, Spread
 
 class Gpu(msgspec.Struct, frozen=True):
     """`cuda` is the version of CUDA that the driver speaks, `driver` the driver's own and `link` how the GPU is
-    attached; "" where the kernel does not tell."""
+    attached; "" where the kernel does not say."""
 
     name: str
     memory_bytes: int

@@ -1,4 +1,4 @@
-"""Owns the command `python -m kvframework_bench.lmcache`: its options, and what it prints and writes."""
+"""The command `python -m kvframework_bench.lmcache`: its options, and what it prints and writes."""
 
 from __future__ import annotations
 

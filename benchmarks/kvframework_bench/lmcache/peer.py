@@ -1,4 +1,4 @@
-"""Owns one engine instance at LMCache's server, through LMCache's own client classes, as its vLLM connector uses
+"""An engine instance at LMCache's server, through LMCache's own client classes, as its vLLM connector uses
 them.
 
 For one thread; every call blocks until the bytes are moved. Import it only where LMCache is installed.
@@ -47,7 +47,7 @@ class Peer:
         self._context = create_transfer_context(
             self._kv, instance_id=next(_instances), req_client=self._client, mode="engine_driven"
         )
-        # Tokens before heads, as vLLM tells it; left to guess, it takes small tensors for the other order.
+        # Tokens before heads, as vLLM says; left to guess, it takes small tensors for the other order.
         hints: Any = {"kv_layout": "NHD"}
         self._context.register(self._kv, model, 1, self._blocks_in_chunk, _TIMEOUT_S, layout_hints=hints)
         moved_by: Any = self._context

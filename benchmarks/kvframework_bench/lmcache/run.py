@@ -1,4 +1,4 @@
-"""Owns what alternates with what. In the process that plays the engine for both; a server and a peer are its
+"""The run of the comparison: what alternates. In the process that plays the engine for both; a server and a peer are its
 children.
 
 Every round measures every case once, every other round backwards (`kvframework_bench.rounds`); ratios are taken

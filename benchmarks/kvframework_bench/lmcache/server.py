@@ -1,4 +1,4 @@
-"""Owns LMCache's server as a child process. Imports nothing of LMCache."""
+"""LMCache's server as a child process. Imports nothing of LMCache."""
 
 from __future__ import annotations
 

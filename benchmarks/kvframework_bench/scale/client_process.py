@@ -117,7 +117,7 @@ class Requests:
         self._client.request("CLEAR", m.Clear(), m.Cleared)
 
 
-# A late answer is to be seen in the figures, not to end the bench: behind 63 others it may take a while.
+# A late answer shows in the figures and does not end the benchmark: behind 63 others it may take a while.
 _TIMEOUT_S = 10.0
 
 

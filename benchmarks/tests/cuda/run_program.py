@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct):
     """`leaked` is memory of the device that was free before and is not at the end."""
 
     figures: CudaFigures | None = None
-    disturbed: list[MatmulRow] = []
+    loop: list[MatmulRow] = []
     loop_skipped: list[Skipped] = []
     error: str = ""
     leaked: int = 0

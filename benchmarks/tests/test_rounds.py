@@ -1,4 +1,4 @@
-"""The statistics of benches against their definitions."""
+"""The order of measurements, and the statistics against their definitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework_bench.rounds import Latency, Spread, percentile, rate_gb_s, ratio
+from kvframework_bench.rounds import Case, Latency, Spread, interleave, percentile, rate_gb_s, ratio
 
 SECONDS = st.floats(min_value=1e-6, max_value=100)
 
@@ -59,3 +59,22 @@ def test_nothing_has_no_statistics() -> None:
         percentile([], 0.5)
     with pytest.raises(ValueError):
         Spread.of([])
+
+
+def test_every_round_measures_every_case_and_every_other_one_goes_backwards() -> None:
+    order: list[str] = []
+
+    def case(name: str, seconds: float) -> Case:
+        def run() -> float:
+            order.append(name)
+            return seconds
+
+        return run
+
+    steps: list[None] = []
+    measured = interleave(
+        {"a": case("a", 1.0), "b": case("b", 2.0)}, rounds=3, calls=2, advance=lambda: steps.append(None)
+    )
+    assert "".join(order) == "aabbbbaaaabb"
+    assert measured == {"a": [[1.0, 1.0]] * 3, "b": [[2.0, 2.0]] * 3}
+    assert len(steps) == 3

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, WrongBytes
+from kvframework_bench.l2.redis import benchmark_rates, find_tool
 from kvframework_bench.l2.redis_reference import BareRedis, bare_client
-from kvframework_bench.l2.redis_server import RedisChild, benchmark_rates, find_tool, running_redis
+from kvframework_bench.l2.redis_server import RedisChild, running_redis
 from kvframework_bench.l2.tier import Values
 from kvframework_bench.process import scratch
 from tests.support.waiting import wait_until
