@@ -43,7 +43,7 @@ Plot = Annotated[
 ]
 
 
-class BytePath(str, enum.Enum):
+class PathName(str, enum.Enum):
     arena = "arena"
     wire = "wire"
 
@@ -103,8 +103,8 @@ def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = F
 
 @app.command("store")
 def store(
-    path: Annotated[BytePath, typer.Option(help="How bytes move: over shared memory or over the socket.")] = (
-        BytePath.arena
+    path: Annotated[PathName, typer.Option(help="How bytes move: over shared memory or over the socket.")] = (
+        PathName.arena
     ),
     shape: Annotated[list[ShapeName] | None, typer.Option(help="Only this shape; repeatable.")] = None,
     blocks: Annotated[Blocks, typer.Option(help="Where a request's blocks lie in the engine's memory.")] = (
@@ -120,14 +120,14 @@ def store(
     import msgspec
 
     from kvframework_bench.store import bench_store
-    from kvframework_bench.workload import SHAPES, Path
+    from kvframework_bench.workload import SHAPES, TransferPath
 
     shapes = [SHAPES[name.value].quick() if quick else SHAPES[name.value] for name in shape or list(ShapeName)]
     if rounds is not None:
         shapes = [msgspec.structs.replace(each, rounds=rounds) for each in shapes]
 
     def bench(stage: Stage) -> StoreFigures:
-        return bench_store(shapes, path=Path(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
+        return bench_store(shapes, path=TransferPath(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
 
     _run("store", bench, quick, as_json, markdown, plot)
 

@@ -111,8 +111,8 @@ class LoadMeter:
     thread."""
 
     def __init__(self, look_s: float = _LOOK_S) -> None:
-        # The process that started this one may have set it to ignore the end of children. Then the time of those that have ended
-        # counts nowhere, and the bench's own would look like the work of others.
+        # This process may have been started so that it ignores the end of children. Then the time of those that have
+        # ended counts nowhere, and the benchmark's own would look like the work of others.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         before = CpuSeconds.now()
         time.sleep(look_s)

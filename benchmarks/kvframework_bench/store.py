@@ -16,14 +16,18 @@ from kvframework_bench.errors import require_torch
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio
 from kvframework_bench.server import running_server
-from kvframework_bench.workload import Path, Shape, transport_options
+from kvframework_bench.workload import Shape, TransferPath, transport_options
 from kvframework_bench.zmq_reference import running_zmq_peer
 
 _ARENA_SLACK = 32 << 20
 
 
 def bench_store(
-    shapes: Sequence[Shape], *, path: Path = Path.arena, shuffled: bool = True, stage: Stage = no_progress
+    shapes: Sequence[Shape],
+    *,
+    path: TransferPath = TransferPath.arena,
+    shuffled: bool = True,
+    stage: Stage = no_progress,
 ) -> StoreFigures:
     """Takes some seconds a shape. Raises `BenchFailed`; `WrongBytes` if a single byte that came back is wrong, and
     `BenchUnavailable` without torch or the path."""
@@ -33,7 +37,9 @@ def bench_store(
     return StoreFigures(path.value, "shuffled" if shuffled else "contiguous", figures)
 
 
-def _shape(shape: Shape, path: Path, options: dict[str, object], *, shuffled: bool, stage: Stage) -> ShapeFigures:
+def _shape(
+    shape: Shape, path: TransferPath, options: dict[str, object], *, shuffled: bool, stage: Stage
+) -> ShapeFigures:
     from kvframework_bench.engine import PagedMemory, Transfers
 
     with ExitStack() as stack:
@@ -48,7 +54,7 @@ def _shape(shape: Shape, path: Path, options: dict[str, object], *, shuffled: bo
         advance()
         copy = stack.enter_context(fastest_copy(shape.nbytes))
         cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve}
-        if path is Path.wire:
+        if path is TransferPath.wire:
             peer = stack.enter_context(running_zmq_peer(directory))
             cases["put"] = lambda: peer.put(shape.nbytes, transfers.object_bytes)
             cases["get"] = lambda: peer.get(shape.nbytes, transfers.object_bytes)

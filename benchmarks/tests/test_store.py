@@ -17,7 +17,7 @@ from kvframework_bench.errors import BenchFailed, BenchUnavailable, WrongBytes  
 from kvframework_bench.machine import Load, describe_machine  # noqa: E402
 from kvframework_bench.store import bench_store  # noqa: E402
 from kvframework_bench.tables import tables, warning  # noqa: E402
-from kvframework_bench.workload import SHAPES, Path, Shape  # noqa: E402
+from kvframework_bench.workload import SHAPES, Shape, TransferPath  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -95,7 +95,7 @@ def test_a_bench_reports_what_it_verified() -> None:
 def test_over_the_wire_the_reference_is_a_bare_transfer_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a transport that takes the arena all the same: this is about what the bench compares with."""
     monkeypatch.setattr("kvframework_bench.store.transport_options", lambda _path, _plugins: {})
-    figures = bench_store([TINY], path=Path.wire)
+    figures = bench_store([TINY], path=TransferPath.wire)
     for transfer in (figures.shapes[0].store, figures.shapes[0].retrieve):
         assert transfer.ratio_to_zmq is not None
         assert transfer.ratio_to_zmq.min > 0

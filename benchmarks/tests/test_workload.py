@@ -9,7 +9,7 @@ import pytest
 from kvframework.api import NoOptions, Options, TransportProvider, hookimpl
 from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.errors import BenchUnavailable
-from kvframework_bench.workload import Path, transport_options
+from kvframework_bench.workload import TransferPath, transport_options
 
 
 class WithPath(Options, frozen=True):
@@ -29,12 +29,12 @@ def registry(options: type[Options]) -> PluginRegistry:
 
 def test_a_transport_with_a_choice_is_told() -> None:
     plugins = registry(WithPath)
-    assert transport_options(Path.wire, plugins) == {"path": "wire"}
-    assert transport_options(Path.arena, plugins) == {"path": "arena"}
+    assert transport_options(TransferPath.wire, plugins) == {"path": "wire"}
+    assert transport_options(TransferPath.arena, plugins) == {"path": "arena"}
 
 
 def test_a_transport_without_one_takes_the_arena() -> None:
     plugins = registry(NoOptions)
-    assert transport_options(Path.arena, plugins) == {}
+    assert transport_options(TransferPath.arena, plugins) == {}
     with pytest.raises(BenchUnavailable, match="the wire path is not in this server"):
-        transport_options(Path.wire, plugins)
+        transport_options(TransferPath.wire, plugins)

@@ -1,5 +1,7 @@
-"""The Python side of the copy kernel (`native/copy.c`), an optional part of the build. Engine side, blocking; the GIL is
-free while it copies."""
+"""The Python side of the copy kernel (`native/copy.c`), an optional part of the build.
+
+Engine side, blocking; the GIL is free while it copies.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from kvframework_bench.contention.sizes import HIT_US, Sizes
 from kvframework_bench.errors import BenchFailed, require_torch
 from kvframework_bench.rounds import Spread
 from kvframework_bench.server import running_server
-from kvframework_bench.workload import Path as BytePath
-from kvframework_bench.workload import Shape, transport_options
+from kvframework_bench.workload import Shape, TransferPath, transport_options
 
 if TYPE_CHECKING:
     from kvframework_bench.engine import Transfers
@@ -34,7 +33,7 @@ _TOP = 8
 def bench_hit(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> HitFigures:
     """Raises `BenchUnavailable` without torch or the copy kernel, `BenchFailed` if a hit is none, and `WrongBytes`."""
     require_torch()
-    options = transport_options(BytePath.arena, registry)
+    options = transport_options(TransferPath.arena, registry)
     rows = []
     for shape, count in sizes.hits:
         with _running_hits(shape, directory, options) as hits, stage(f"hits, {shape.name}", count) as advance:

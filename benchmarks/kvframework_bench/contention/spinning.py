@@ -17,8 +17,7 @@ from kvframework_bench.copy_reference import fastest_copy
 from kvframework_bench.errors import require_torch
 from kvframework_bench.rounds import Rounds, Spread, measure_quiet_and_disturbed, rate_gb_s, ratio
 from kvframework_bench.server import running_server
-from kvframework_bench.workload import Path as BytePath
-from kvframework_bench.workload import Shape, transport_options
+from kvframework_bench.workload import Shape, TransferPath, transport_options
 
 _ARENA_SLACK = 32 << 20
 
@@ -26,7 +25,7 @@ _ARENA_SLACK = 32 << 20
 def bench_spinning(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> list[SpinningShape]:
     """Raises `BenchUnavailable` without torch, `BenchFailed`, and `WrongBytes` if a byte that came back is wrong."""
     require_torch()
-    options = transport_options(BytePath.arena, registry)
+    options = transport_options(TransferPath.arena, registry)
     return [_shape(shape, directory, options, stage) for shape in sizes.shapes]
 
 

@@ -20,8 +20,7 @@ from kvframework_bench.errors import BenchFailed, require_torch
 from kvframework_bench.prefix import Prefixes, lookup_case, token_ids
 from kvframework_bench.rounds import Case, Latency, Rounds, Spread, measure_quiet_and_disturbed, ratio
 from kvframework_bench.server import running_server, status
-from kvframework_bench.workload import Path as BytePath
-from kvframework_bench.workload import transport_options
+from kvframework_bench.workload import TransferPath, transport_options
 
 # Of the prompt that is looked up, and next to it.
 _ARENA_SLACK = 8 << 20
@@ -30,7 +29,7 @@ _ARENA_SLACK = 8 << 20
 def bench_storing(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> StoringFigures:
     """Raises `BenchUnavailable` without torch, and `BenchFailed`, also if a lookup is wrong or nothing was stored."""
     require_torch()
-    options = transport_options(BytePath.arena, registry)
+    options = transport_options(TransferPath.arena, registry)
     capacity = sizes.storing.nbytes * sizes.storing_prompts + _ARENA_SLACK
     with ExitStack() as stack:
         server = stack.enter_context(running_server(directory, capacity))

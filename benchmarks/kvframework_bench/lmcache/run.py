@@ -1,5 +1,5 @@
-"""The run of the comparison: what alternates. In the process that plays the engine for both; a server and a peer are its
-children.
+"""The run of the comparison: what alternates. In the process that plays the engine for both; a server and a peer are
+its children.
 
 Every round measures every case once, every other round backwards (`kvframework_bench.rounds`); ratios are taken
 within a round. Both contenders store from and load into the same tensors and the same blocks.
@@ -25,8 +25,7 @@ from kvframework_bench.prefix import Prefixes, lookup_case, token_ids
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Latency, interleave, rate_gb_s, ratio, timed
 from kvframework_bench.server import RunningServer, running_server
-from kvframework_bench.workload import Path as BytePath
-from kvframework_bench.workload import Shape, transport_options
+from kvframework_bench.workload import Shape, TransferPath, transport_options
 from kvframework_bench.zmq_reference import running_zmq_peer
 
 LENGTHS = (1024, 8192, 32768)
@@ -63,24 +62,24 @@ def compare(setting: Setting, stage: Stage) -> tuple[list[TransferRow], list[Loo
     what was stored."""
     transfers: list[TransferRow] = []
     lookups: list[LookupRow] = []
-    for path in BytePath:
+    for path in TransferPath:
         with ExitStack() as stack:
             directory = stack.enter_context(scratch())
             with stage(f"starting servers, {path.value}", 1) as advance:
-                endpoint = stack.enter_context(setting.serve(directory, path is BytePath.arena))
+                endpoint = stack.enter_context(setting.serve(directory, path is TransferPath.arena))
                 server = stack.enter_context(running_server(directory, _ARENA_BYTES))
                 advance()
             for shape in setting.shapes:
                 transfers += _transfers(setting, shape, path, endpoint, server, stage)
-            if path is BytePath.arena:
+            if path is TransferPath.arena:
                 lookups = _lookups(setting, endpoint, server, directory, stage)
     return transfers, lookups
 
 
 def _transfers(
-    setting: Setting, shape: Shape, path: BytePath, endpoint: str, server: RunningServer, stage: Stage
+    setting: Setting, shape: Shape, path: TransferPath, endpoint: str, server: RunningServer, stage: Stage
 ) -> list[TransferRow]:
-    rounds = setting.rounds if path is BytePath.arena else min(setting.rounds, _WIRE_ROUNDS)
+    rounds = setting.rounds if path is TransferPath.arena else min(setting.rounds, _WIRE_ROUNDS)
     with ExitStack() as stack:
         advance = stack.enter_context(stage(f"storing and retrieving, {shape.name}, {path.value}", rounds + 3))
         memory = PagedMemory(shape, shuffled=True)
