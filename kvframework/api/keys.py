@@ -13,6 +13,19 @@ import msgspec
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.types import Message
 
+__all__ = [
+    "DIGEST_BYTES",
+    "LAYER_ORDER_BYTES",
+    "NAMESPACE_BYTES",
+    "PACKED_KEY_BYTES",
+    "SALT_BYTES",
+    "TOKEN_BYTES",
+    "CacheKey",
+    "ObjectKey",
+    "PackedKey",
+    "compute_namespace",
+]
+
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16
 SALT_BYTES = 16

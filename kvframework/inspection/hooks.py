@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvframework.api import hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.inspection.problems import Problem, problem
 from kvframework.registry import KINDS
 
 _HOOKS = [kind.hook for kind in KINDS.values()]
-_MARK = f"{hookspecs.PROJECT}_impl"
+_MARK = f"{PROJECT}_impl"
 _PREFIX = "kvf_"
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pluggy
 
 from kvframework.api import API_VERSION, Options, hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
@@ -57,7 +58,7 @@ class PluginRegistry:
     """
 
     def __init__(self, entry_points: Iterable[EntryPointInfo] | None = None) -> None:
-        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self._offers = builtins.list(discover() if entry_points is None else entry_points)
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}

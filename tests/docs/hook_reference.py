@@ -20,6 +20,7 @@ HOOKS: dict[str, Callable[[], object]] = {
 PAGES = {
     "transport": "transports.md",
     "layout": "layouts.md",
+    "memory": "memory.md",
     "tier": "tiers.md",
     "eviction": "eviction.md",
     "hasher": "hashers.md",

@@ -22,6 +22,7 @@ CODE = "\n".join(re.findall(r"(?<=```bash\n).*?(?=```)|(?<=`)kvframework [^`]+(?
 COMMANDS = re.findall(r"^ *(kvframework (?!new KIND).+)$", CODE, re.MULTILINE)
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5}
 CONTRACTS = {
+    "memory": api.Memory,
     "tier": api.Tier,
     "layout": api.Layout,
     "eviction": api.EvictionPolicy,

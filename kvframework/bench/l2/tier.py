@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvframework.api import Outcome, PackedKey, Tier, TierContext, TierProvider
+from kvframework.api import Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.bench.errors import BenchFailed, BenchUnavailable
 from kvframework.config import PluginTable
 from kvframework.errors import PluginError
@@ -19,7 +19,7 @@ def open_tier(registry: PluginRegistry, name: str, options: Mapping[str, object]
     """Closed on the way out. Raises `BenchUnavailable`."""
     check_plugin(registry, "tier", name)
     provider, made = resolve_table(registry, PluginTable(name, dict(options), WHERE), TierProvider)
-    tier = provider.create(made, TierContext(WHERE))
+    tier = provider.create(made, TableContext(WHERE))
     try:
         yield tier
     finally:
