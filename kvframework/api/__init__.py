@@ -1,4 +1,5 @@
-"""All that a plugin may import: hooks, provider descriptors, contracts, and the types they speak in."""
+"""All that a plugin may import, one module a kind: `kvframework.api.tier`, `.memory`, `.layout`, ... Each names in
+`__all__` what its authors use; docs/plugins/compatibility.md says what that promises."""
 
 from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvframework.api.plugin import O, Provider, hookimpl
 
-__all__ = ["MAX_CODEC_NAME", "Codec", "CodecProvider", "hookimpl"]
+__all__ = ["Codec", "CodecProvider", "hookimpl"]
 
 MAX_CODEC_NAME = 16
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-__all__ = ["Finding", "Level"]
+__all__ = ["Finding"]
 
 Level = Literal["ok", "warn", "fail"]
 

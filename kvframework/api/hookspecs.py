@@ -76,7 +76,7 @@ def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
 
     Example, tensors `[blocks, tokens, heads, dim]`, one for K and one for V (entry point `layout.pair`):
 
-        from kvframework.api import KVLayout, LayerGroup, Layout, LayoutProvider, hookimpl
+        from kvframework.api.layout import KVLayout, LayerGroup, Layout, LayoutProvider, hookimpl
 
         class PairLayout(Layout):
             name = "pair"
@@ -167,8 +167,7 @@ def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
     Example, a tier in a dict (entry point `tier.dict`):
 
         import time
-        from kvframework.api import Outcome, Tier, TierProvider, hookimpl
-        from kvframework.errors import TierError
+        from kvframework.api.tier import Outcome, Tier, TierError, TierProvider, hookimpl
 
         class DictTier(Tier):
             name = "dict"
@@ -226,7 +225,7 @@ def kvf_eviction_policies() -> list[EvictionProvider]:  # type: ignore[type-arg,
 
     Example, first in first out (entry point `eviction.fifo`):
 
-        from kvframework.api import EvictionPolicy, EvictionProvider, hookimpl
+        from kvframework.api.eviction import EvictionPolicy, EvictionProvider, hookimpl
 
         class Fifo(EvictionPolicy):
             name = "fifo"
@@ -259,7 +258,7 @@ def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-bo
     Example, BLAKE2b (entry point `hasher.blake2b`):
 
         import hashlib
-        from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
+        from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
 
         class Blake2b(KeyHasher):
             name = "blake2b"
@@ -287,7 +286,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
     Example, zlib (entry point `codec.zlib`):
 
         import zlib
-        from kvframework.api import Codec, CodecProvider, hookimpl
+        from kvframework.api.codec import Codec, CodecProvider, hookimpl
 
         class Zlib(Codec):
             name = "zlib"
@@ -317,7 +316,7 @@ def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,e
 
     Example, `echo.SAY` (entry point `requests.echo`):
 
-        from kvframework.api import Handler, Message, RequestSpec, RequestsProvider, hookimpl
+        from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
 
         class Say(Message, frozen=True):
             text: str

@@ -13,18 +13,7 @@ import msgspec
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.types import Message
 
-__all__ = [
-    "DIGEST_BYTES",
-    "LAYER_ORDER_BYTES",
-    "NAMESPACE_BYTES",
-    "PACKED_KEY_BYTES",
-    "SALT_BYTES",
-    "TOKEN_BYTES",
-    "CacheKey",
-    "ObjectKey",
-    "PackedKey",
-    "compute_namespace",
-]
+__all__ = ["DIGEST_BYTES", "PACKED_KEY_BYTES", "TOKEN_BYTES", "CacheKey", "PackedKey"]
 
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16

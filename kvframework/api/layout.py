@@ -30,10 +30,6 @@ __all__ = [
     "Layout",
     "LayoutProvider",
     "MemoryLayoutDesc",
-    "canonical_desc",
-    "check_skip",
-    "chunk_tokens_for",
-    "dtype_bytes",
     "hookimpl",
     "validate_layout",
 ]

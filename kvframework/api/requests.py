@@ -23,7 +23,7 @@ __all__ = [
     "HandlerResult",
     "InstanceContext",
     "Message",
-    "MessagingFuture",
+    "PackedKey",
     "PrefetchTask",
     "Reply",
     "RequestSpec",

@@ -82,7 +82,8 @@ class PluginRegistry:
                     offer = EntryPointInfo(kind, provider.name, distribution, version, value)
                     outcomes[offer] = self._attempt(offer, plugin)
             if not outcomes:
-                raise PluginBroken(f"{title}: it offers nothing", hint="mark a hook with @kvframework.api.hookimpl")
+                hint = "mark a hook with @kvframework.api.plugin.hookimpl"
+                raise PluginBroken(f"{title}: it offers nothing", hint=hint)
         except PluginError:
             self.manager.unregister(plugin)
             raise

@@ -97,7 +97,7 @@ class MemoryConformance:
         """As local clients do, that get it over a socket."""
         with memory.view() as view:
             view[:4], view[-4:] = b"ping", b"last"
-            command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(memory.capacity)]
+            command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(int(memory.capacity))]
             done = subprocess.run(
                 command, pass_fds=[memory.fd], capture_output=True, text=True, timeout=60, check=False
             )

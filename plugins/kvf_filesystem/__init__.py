@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from kvf_filesystem.options import FilesystemOptions
-from kvframework.api import Finding, TableContext, Tier, TierProvider, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
-from kvframework.api import Finding, Memory, MemoryProvider, TableContext, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.memory import Memory, MemoryProvider, TableContext, hookimpl
 
 
 def _create(options: PinnedOptions, context: TableContext) -> Memory:

@@ -14,7 +14,8 @@ from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import ANYWHERE, Choice
 from kvf_pinned.placement import hint, place
 from kvf_pinned.touch import Toucher
-from kvframework.api import ByteSize, Memory
+from kvframework.api.memory import Memory
+from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError
 
 _log = logging.getLogger(__name__)

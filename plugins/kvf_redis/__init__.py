@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_redis.options import RedisOptions
-from kvframework.api import Finding, TableContext, Tier, TierProvider, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:

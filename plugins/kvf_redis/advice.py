@@ -12,7 +12,9 @@ from kvf_redis.options import RedisOptions
 from kvf_redis.places import Place
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
-from kvframework.api import ByteSize, Finding, TableContext
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
+from kvframework.api.plugin import TableContext
 from kvframework.errors import TierError
 
 # UNLINK, without which the tier cannot delete.

@@ -180,7 +180,7 @@ PLANTED = {
     ),
     "planted_tiers": Planted(
         _module(TIER + TIERS),
-        tuple(f"tier.{n}" for n in ("good", "partial", "awaited", "other", "nameless", "false", "modest", "doctor")),
+        tuple(f"tier.{n}" for n in ("good", "partial", "awaited", "other", "nameless", "doctor")),
         {
             "wrong-signature tier.partial": "create",
             "async-method tier.awaited": "Awaited.delete",

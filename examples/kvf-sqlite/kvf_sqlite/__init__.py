@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_sqlite.options import SqliteOptions
-from kvframework.api import TableContext, Tier, TierProvider, hookimpl
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
