@@ -22,7 +22,7 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 D = TypeVar("D", bound=DeviceOptions)
 
 API_VERSION = (1, 0)
-# Loads, or batches of the write-back, that call one tier at once.
+# Loads, or batches of writes, that call one tier at once.
 MAX_TIER_CALLS = 64
 
 
@@ -114,7 +114,7 @@ class L1Provider(Provider[O]):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. Capabilities: "shared" (between nodes), "ttl", "capacity", "scan".
 
-    `loads` and `writes` are how many loads and how many batches of the write-back call the tier at once, unless its
+    `loads` and `writes` are how many loads and how many batches of writes call the tier at once, unless its
     `[[l2]]` table says another number: 1 for a store that takes one call after the other anyway. Whatever they are, a
     tier is called from several threads at once.
 

@@ -113,9 +113,9 @@ def _l2s(raw: dict[str, object], where: str) -> tuple[L2Config, ...]:
     tiers = tuple(_l2(table, place) for table, place in _array(raw, "l2", where))
     high = convert(_core(_table(raw["l1"], f"{where}: [l1]"), L1Keys), L1Keys, where=f"{where}: [l1]").high_watermark
     for tier in tiers:
-        if tier.keys.write_policy == "on_eviction" and high >= 1.0:
+        if tier.keys.write_policy == "write_back" and high >= 1.0:
             raise ConfigFieldError(
-                'write_policy = "on_eviction" needs L1 to evict before it is full',
+                'write_policy = "write_back" needs L1 to evict before it is full',
                 where=tier.tier.where,
                 available="[l1] high_watermark below 1.0",
                 hint="write high_watermark = 0.9 and low_watermark = 0.8 into [l1]",

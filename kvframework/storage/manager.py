@@ -74,7 +74,7 @@ class StorageManager:
         # Only for who holds the lock, and for as long: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
-        writing = [(writeback, tier.writes) for writeback, tier in zip(self._tiers.writebacks, tiers, strict=True)]
+        writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
         loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
@@ -327,7 +327,7 @@ class StorageManager:
                 "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
             }
 
-    # what write-back and prefetch use
+    # what writers and prefetch use
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
         """One pin for each of `keys` that is here; no use in the eyes of the policy."""

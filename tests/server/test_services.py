@@ -55,7 +55,7 @@ def stored() -> Iterator[Stored]:
     with serving("l2.0.use=memory", plugins=(plugin,)) as server, WireClient(server.endpoint) as wire:
         key = key_for(wire.register(), range(1024))
         wire.store(key, b"x")
-        wait_until(lambda: not wire.status()["l2"][0]["write_pending"], what="the write-back")
+        wait_until(lambda: not wire.status()["l2"][0]["write_pending"], what="the write to L2")
         (keys,) = server.engine.resolve_keys(key).values()
         yield Stored(server, server.engine, wire, plugin.tier, keys)
 

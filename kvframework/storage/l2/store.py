@@ -1,6 +1,6 @@
 """Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
 
-Called from the storage threads (write-back, prefetch), never from the serving thread. Each operation comes twice: as
+Called from the storage threads (writes, prefetch), never from the serving thread. Each operation comes twice: as
 steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
 tier to make room, which may take `SCAN_S`.
 """
