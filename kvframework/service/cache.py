@@ -33,7 +33,7 @@ from kvframework.errors import NotRegistered, RequestError
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.engine_driven import EngineDrivenTransfers
-from kvframework.service.health import EVERY_S, Account
+from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.over_wire import ChunkTransfers
@@ -98,7 +98,7 @@ class CacheService(CacheServices):
             lookups=self._lookups.status,
             losses=self._losses.status,
         )
-        self._account = Account(time.monotonic())
+        self._report = CounterReport(time.monotonic())
         self._parts = (
             self._registrations,
             EngineDrivenTransfers(
@@ -127,7 +127,7 @@ class CacheService(CacheServices):
         return own + [handler for part in self._parts for handler in part.handlers()]
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
-        """The engine's part of the answer to HELLO; the message server fills in the session."""
+        """The service's part of the answer to HELLO; the message server fills in the session."""
         self._lookups.begin_owner(client.session_id)
         return m.HelloReply(
             version=version,
@@ -164,8 +164,8 @@ class CacheService(CacheServices):
         self._chunks.tick()
         self.storage.tick()
         now = time.monotonic()
-        if self._account.due(now):
-            grown = self._account.line(self._status.parts(), now)
+        if self._report.is_due(now):
+            grown = self._report.changes(self._status.parts(), now)
             if grown:
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 

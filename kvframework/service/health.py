@@ -105,21 +105,21 @@ def trouble(document: Document) -> dict[str, int]:
     return {name: amount for name, amount in _counters(document) if amount}
 
 
-class Account:
-    """Tells, every `EVERY_S` seconds at most, which of these counters have grown."""
+class CounterReport:
+    """Which of these counters have grown, every `EVERY_S` seconds at most."""
 
     def __init__(self, now: float) -> None:
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._next = now + EVERY_S
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         return now >= self._next
 
-    def line(self, document: Document, now: float) -> str:
-        """ "" if none has grown. Begins the next time span."""
+    def changes(self, document: Document, now: float) -> str:
+        """The counters that have grown since the last call, as one line; "" if none has. Begins the next time span."""
         self._next = now + EVERY_S
-        before, self._told = self._told, trouble(document)
-        grown = {name: amount - before.get(name, 0) for name, amount in self._told.items()}
+        before, self._reported = self._reported, trouble(document)
+        grown = {name: amount - before.get(name, 0) for name, amount in self._reported.items()}
         return "; ".join(_said(name, amount, document) for name, amount in grown.items() if amount > 0)
 
 

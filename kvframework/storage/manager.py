@@ -330,12 +330,12 @@ class StorageManager:
     # what writers and prefetch use
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        """One pin for each of `keys` that is here; no use in the eyes of the policy."""
+        """One pin for each of `keys` that is in L1, without counting as an access for eviction."""
         leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
-    def hold(self, objects: list[StoredObject]) -> PinLease:
-        """Pins objects that the caller has just found, for the server itself; no use in the eyes of the policy."""
+    def pin_found(self, objects: list[StoredObject]) -> PinLease:
+        """Pins objects that the caller has just found, for the server itself; no access for eviction."""
         with self.lock:
             return self._table.pin_objects(
                 objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False
