@@ -131,7 +131,7 @@ class Server:
         )
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         if self._config.server.insecure:
-            log.warning("insecure = true: everybody who reaches the TCP port is served, in plain text")
+            log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
         finally:

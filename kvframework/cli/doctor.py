@@ -56,7 +56,7 @@ def _show(checkup: Checkup) -> None:
         table.add_row(Text(finding.level, _STYLES[finding.level]), Text(finding.id), _text(finding))
     print_table(table)
     stdout.print()
-    stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to look at, {checkup.fail} failed"))
+    stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to check, {checkup.fail} failed"))
 
 
 def _text(finding: Finding) -> Text:

@@ -43,13 +43,15 @@ def status(
     config: Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Print one line for each thing that is wrong, and exit with 1 if one is.")
+        bool, typer.Option("--check", help="Print one line per problem, and exit with 1 if there is one.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again and again, through restarts, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Refresh the view until Ctrl-C, also through restarts of the server.")
     ] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks with --watch.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two refreshes with --watch.")
+    ] = 1.0,
 ) -> None:
     """Show what a running server holds and does.
 

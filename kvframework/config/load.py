@@ -84,7 +84,7 @@ def _check_secure(server: ServerConfig, where: str) -> None:
     """Nobody serves the KV of prompts to a whole network by accident. Raises `EndpointError`."""
     if server.curve is None and not server.insecure:
         raise EndpointError(
-            "plain tcp:// needs CURVE keys, or the word that it may be insecure",
+            "tcp:// needs CURVE keys, or insecure = true",
             where=where,
             available="[server.curve] secret_key = FILE, clients = DIR; or [server] insecure = true",
             hint="make keys with: kvframework keys new DIR",
@@ -163,7 +163,7 @@ def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = (
     use = table.get("use")
     if not isinstance(use, str) or not use:
         raise ConfigFieldError(
-            "`use` must name a plugin" if "use" in table else "`use` is missing: which plugin?",
+            "`use` must name a plugin" if "use" in table else "`use` is missing: it names the plugin",
             where=where,
             hint='write use = "name"; `kvframework plugins list` shows the names',
         )

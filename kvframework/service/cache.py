@@ -150,7 +150,7 @@ class CacheService(CacheServices):
         self._losses.end_session(client.session_id)
         if instances or tickets or leases:
             log.info(
-                "client %s (process %d) is gone: %d instances, %d tickets and %d leases end",
+                "client %s (process %d) has ended, and with it %d instances, %d tickets and %d leases",
                 client.name,
                 client.pid,
                 instances,
@@ -184,7 +184,7 @@ class CacheService(CacheServices):
         }
         late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
         if late:
-            log.error("the end of %s takes too long", " and ".join(late))
+            log.error("closing %s takes too long", " and ".join(late))
         if by is None:
             self.storage.close(process_ends=process_ends)
             return
@@ -243,7 +243,7 @@ class CacheService(CacheServices):
     def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
         if not client.local:
             raise RequestError(
-                "the cache is not cleared from elsewhere", available="a client on this node, over ipc://"
+                "only a client on this node may clear the cache", available="a client on this node, over ipc://"
             )
         # What has just been read over the wire counts as in use for a moment longer.
         self._chunks.settle()

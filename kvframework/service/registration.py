@@ -264,7 +264,7 @@ class Registrations:
             context.instance_id,
             other.instance_id,
             context.model_name,
-            "; ".join(differing) or "what they say of revision, quantisation, packing or hasher differs",
+            "; ".join(differing) or "their revision, quantisation, packing or hasher differs",
         )
 
     def _end(self, context: RegisteredContext) -> None:

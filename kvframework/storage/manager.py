@@ -289,19 +289,19 @@ class StorageManager:
         # The calls in flight of a tier that closes end after that.
         self._tiers.close(end_s / 2)
         if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
-            log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
+            log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
             return
         if process_ends:
             with contextlib.suppress(BufferError):  # a transport's, see `L1Memory.leave`
                 self._arena.release()
             if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
-                log.error("the end of the arena takes too long")
+                log.error("closing the arena takes too long")
             return
         try:
             self._arena.release()
             self._memory.close()
         except BufferError:
-            log.error("a transport holds the arena beyond the end of its requests; it stays mapped")
+            log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
 
     def status(self) -> dict[str, object]:
         with self.lock:

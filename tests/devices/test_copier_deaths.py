@@ -152,7 +152,7 @@ def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
     assert after[killed]["pid"] == pids()[killed]
     assert "ended by signal SIGKILL" in after[killed]["last_error"]
     assert after[unharmed] == before[unharmed]
-    assert f"the copier of {killed} ended by signal SIGKILL; its instances have to register again" in caplog.text
+    assert f"the copier of {killed} ended by signal SIGKILL; its instances must register again" in caplog.text
     wait_until(lambda: not problems_but_losses(client), what="both instances to be there again")
 
 

@@ -118,7 +118,7 @@ def test_doors_that_are_shut() -> None:
 
 def test_an_instance_that_lost_its_copier() -> None:
     (problem,) = problems(document(instances=[{"instance_id": 3, "lost": "the copier of d ended"}]))
-    assert problem["fact"] == "instance 3 has to register again: the copier of d ended"
+    assert problem["fact"] == "instance 3 must register again: the copier of d ended"
 
 
 def refusal(**fields: Any) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Tiers:
         deadline = time.monotonic() + timeout_s
         for writer in self.writers:
             if not writer.drain(max(deadline - time.monotonic(), 0.0)):
-                log.warning("%d objects never came to %s", writer.pending, writer.store.name)
+                log.warning("%d objects were not written to %s", writer.pending, writer.store.name)
 
     def stop(self) -> None:
         """Nothing more is written after the calls in flight. Does not wait."""
@@ -124,4 +124,4 @@ class Tiers:
         """Closes the tiers, which ends their calls in flight; waits for that up to `timeout_s`."""
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
-            log.error("the end of %s takes too long", " and ".join(late))
+            log.error("closing %s takes too long", " and ".join(late))
