@@ -89,7 +89,7 @@ class ConfigFieldError(ConfigError):
 class EndpointError(ConfigError):
     """An endpoint is malformed, too long, not private or already taken by another server.
 
-    What to do: choose a short path in a directory of the server's user that nobody else may write to; stop the
+    What to do: choose a short path in a directory of the server's user that no other user may write to; stop the
     other server that it names; give `tcp://` CURVE keys."""
 
     code = "config.endpoint"
@@ -403,7 +403,7 @@ class DeviceError(KVFrameworkError, RuntimeError):
 
 
 class DeviceLost(DeviceError):
-    """An accelerator's context is poisoned, its copier process ended or the device is gone: nothing works until a new
+    """An accelerator's context is poisoned, its copier process ended or the device is lost: nothing works until a new
     process opens it.
 
     What to do: nothing: the copier starts again, and instances register again. If it repeats, look at the

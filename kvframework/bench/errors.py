@@ -14,7 +14,7 @@ class BenchFailed(KVFrameworkError, RuntimeError):
 
 
 class BenchUnavailable(KVFrameworkError):
-    """What is to be measured is not here: a package is not installed, or the transport has no such path.
+    """A measurement cannot run on this machine: a package is not installed, or the transport has no such path.
 
     What to do: install what it names, or leave that part out."""
 
