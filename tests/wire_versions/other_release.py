@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError, UnknownRequest
-from kvframework.messaging.server import inflight, replies
+from kvframework.messaging.server import inflight
+from kvframework.messaging.server import sockets as replies
 from kvframework.wire import frames, handshake, messages
 
 VARIABLE = "KVF_TEST_RELEASE"
