@@ -19,8 +19,8 @@ class EngineView(ABC):
     """One block per layer group that may be written at registration, and the engine's own access to it.
 
     `spare_blocks` holds a block id per layer group. At the first registration nothing else may use these blocks; after
-    a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or the
-    one latent plane), 1 is V.
+    a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or
+    the one latent plane), 1 is V.
     """
 
     spare_blocks: Sequence[int]

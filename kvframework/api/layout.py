@@ -88,7 +88,7 @@ class LayerGroup(Message, frozen=True):
         return 1 if self.state else chunk_tokens // self.block_size
 
     def first_loaded_block(self, tokens: int) -> int:
-        """The index of the first block that a load of `tokens` tokens writes: the first that the window at its end reaches."""
+        """The index of the first block that a load of `tokens` tokens writes: the first that the window reaches."""
         return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
 
@@ -110,8 +110,8 @@ class GroupDesc(Message, frozen=True):
 
     `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same whatever the engine's layout.
     "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively,
-    for engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
-    for full attention, 1 for a state.
+    for engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in
+    tokens, 0 for full attention, 1 for a state.
     """
 
     shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
@@ -125,7 +125,7 @@ class GroupDesc(Message, frozen=True):
 
 
 class MemoryLayoutDesc(Message, frozen=True):
-    """The objects of one chunk, per layer group: shape and dtype. Found by namespace; stored in L2 beside the objects."""
+    """The objects of one chunk, per layer group: shape and dtype. Found by namespace; stored in L2 beside them."""
 
     chunk_tokens: int
     groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
@@ -208,7 +208,7 @@ def validate_layout(layout: KVLayout) -> None:
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-    """Returns the desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per group; of
+    """The desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per group; of
     groups with a packing in opaque form; of a state one slot.
 
     Raises `BadLayout` / `BadDtype` for what `validate_layout` refuses and for objects above 1 GiB.
@@ -260,7 +260,7 @@ class Layout(ABC):
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """The declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
 
-        Never guesses an axis: where shapes are ambiguous, raises `BadLayout` that names what to declare. Does not block.
+        Never guesses an axis: raises `BadLayout`, which names what to declare, for ambiguous shapes. Does not block.
         """
 
     @abstractmethod

@@ -128,7 +128,7 @@ class CacheServices(ABC):
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        """Returns the object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
+        """The object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
 
     @abstractmethod
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
@@ -149,7 +149,8 @@ class CacheServices(ABC):
         """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
         FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end.
 
-        Returns "" if one of them is not there, or the client has ended. Raises `RequestError` if it holds too many tickets.
+        Returns "" if one of them is not there, or the client has ended. Raises `RequestError` if the client has too
+        many tickets.
         """
 
     @abstractmethod

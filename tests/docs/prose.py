@@ -1,8 +1,11 @@
-"""Prose of Markdown pages: wrapping at `WIDTH` columns, the lines that are too long, and the phrases to avoid."""
+"""Prose of Markdown pages: wrapping at `WIDTH` columns, the lines that are too long, and the phrases to avoid.
+
+`python -m tests.docs.prose PAGE...` rewraps pages."""
 
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,3 +58,31 @@ def wrapped(text: str) -> str:
 def too_long(line: str) -> bool:
     """A single word, such as a link, may be longer."""
     return len(line) > WIDTH and wrapped(line) != line
+
+
+def rewrapped(page: str) -> str:
+    """The page with its paragraphs and items wrapped; code, tables, headings and comments stay as they are."""
+    plain = {number for number, line in prose(page) if line.strip()}
+    done: list[str] = []
+    paragraph: list[str] = []
+
+    def end_paragraph() -> None:
+        if paragraph:
+            done.append(wrapped("\n".join(paragraph)))
+            paragraph.clear()
+
+    for number, line in enumerate(page.splitlines(), 1):
+        item = _ITEM.match(line)
+        if number not in plain or (item is not None and item[2]):
+            end_paragraph()
+        if number in plain:
+            paragraph.append(line)
+        else:
+            done.append(line)
+    end_paragraph()
+    return "\n".join(done) + "\n"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(rewrapped(Path(name).read_text()))
