@@ -33,8 +33,8 @@ def new(
 ) -> None:
     """Make a server's key pair and a first client's.
 
-    Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the server, a
-    client's goes to the client's host, together with server.public.
+    Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
+    server, a client's goes to the client's host, together with server.public.
     """
     _make(directory / CLIENTS)
     write_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
