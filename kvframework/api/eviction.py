@@ -1,4 +1,4 @@
-"""Owns the `EvictionPolicy` contract: which object leaves L1 first. Called under the storage lock, so never blocks."""
+"""The `EvictionPolicy` contract: the order in which objects leave L1. Called under the storage lock, never blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "hookimpl"]
 
 
 class EvictionPolicy(ABC):
-    """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written.
+    """An order of the objects in L1. The core decides when to evict, and skips pinned and unfinished objects.
 
     The order is a preference: where the best victim alone does not free the contiguous bytes that an object needs, the
-    core empties the window of the arena that is fullest of the next victims, and with it evicts others that lie
-    between them: less than twice the needed bytes, or one object that alone has enough.
+    core empties the window of the arena that holds most of the next victims, and with it evicts others that lie
+    between them: less than twice the needed bytes, or a single larger object.
 
-    Called from several threads, one at a time. No call takes longer where more objects are in.
+    Called from several threads, one at a time. The time of a call must not grow with the number of objects.
     """
 
     name: str

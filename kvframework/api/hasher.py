@@ -1,4 +1,4 @@
-"""Owns the `KeyHasher` contract: from token ids to chunk digests. Pure, used by servers and engines alike."""
+"""The `KeyHasher` contract: chunk digests of token ids. Pure; servers and engines use the same hasher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DIGEST_BYTES", "TOKEN_BYTES", "Buffer", "HasherProvider", "KeyHasher
 
 
 class KeyHasher(ABC):
-    """Turns tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
+    """A hash of tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
 
     `fingerprint` names algorithm, seed and version; engines and server compare it in HELLO.
     """
@@ -33,9 +33,9 @@ class KeyHasher(ABC):
     ) -> bytes:
         """Packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32), the rest is ignored.
 
-        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can go
-        on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
-        multimodal and embedding digests); those behind the last whole chunk are ignored. Blocking, CPU only; called
+        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can
+        continue where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
+        multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called
         from several threads at once; keeps no reference to `tokens`.
         """
 

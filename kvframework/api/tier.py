@@ -65,7 +65,7 @@ class Tier(ABC):
     """An L2 key-value store of opaque values.
 
     All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. They
-    come from several threads at once: those of the tier's loads and of its write-back, as many as `TierProvider` or the
+    come from several threads at once: those of the tier's loads and of its writes, as many as `TierProvider` or the
     `[[l2]]` table says, and those that clear. FAILED is for one key; a whole operation that could not
     be done (no connection, protocol surprise, deadline) raises `TierError`. Buffers stay the caller's: a tier
     keeps no reference after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A

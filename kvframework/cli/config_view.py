@@ -53,7 +53,7 @@ class ConfigView(msgspec.Struct, frozen=True):
 
 def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
     """Blocking: may import plugins. Raises `PluginError` and `ConfigFieldError` like `check_config`: the options of a
-    plugin that is not here cannot be shown, since nobody could say what of them is secret."""
+    plugin that is not here cannot be shown, since its secret options are not known."""
     view = _View(layers, registry)
     server = shown_options(config.server)
     server |= {"endpoint": server["endpoint"] or default_endpoint()}

@@ -63,6 +63,6 @@ def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Ite
             )
     if ran.ended:
         said = ran.printed.strip().splitlines()
-        fact = f"{subject.table.use}: the process that asks it {ran.ended}{f': {said[-1]}' if said else ''}"
+        fact = f"{subject.table.use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
         name = "plugin.diagnose" if ran.lines else "plugin.usable"
-        yield Finding(name, "fail", fact, "kvframework plugins check says more, or ask the plugin's author", where)
+        yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)

@@ -65,7 +65,7 @@ def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
                 f"{title}: {maker.name}",
                 f"it does not take {maker.arguments} arguments",
                 expected=f"a function of {maker.arguments}, see {type(provider).__name__}",
-                hint="mend its parameters",
+                hint="fix its parameters",
             )
         if inspect.iscoroutinefunction(function):
             yield problem(

@@ -114,7 +114,7 @@ def _fails(title: str, fact: str, maker: Maker) -> Problem:
         title,
         fact,
         expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
-        hint="what cannot be had here is a KVFrameworkError, or the probe's to say",
+        hint="raise a KVFrameworkError for what is not available here, or report it in the probe",
     )
 
 

@@ -218,7 +218,7 @@ class PluginRegistry:
         """What can be said of an offer without importing it."""
         check_major(offer.api_major, str(offer))
         if not offer.kind:
-            raise PluginBroken(f"{offer}: an entry point is called <kind>.<name>")
+            raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
         if offer.kind not in KINDS:
             raise PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
         rivals = [rival for rival in self._usable() if (rival.kind, rival.name) == (offer.kind, offer.name)]

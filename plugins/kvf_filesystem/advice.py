@@ -34,7 +34,7 @@ def _folder(path: str, base: str) -> Finding:
     if base != path:
         return Finding("filesystem.folder", "ok", f"{path} is not there yet; it will be made in {base}")
     if status.st_mode & stat.S_IWOTH:
-        fact = f"everybody may write to {path}: {stat.filemode(status.st_mode)}"
+        fact = f"any user may write to {path}: {stat.filemode(status.st_mode)}"
         return Finding("filesystem.folder", "fail", fact, "name a folder in it, or take the right away: chmod o-w")
     return Finding("filesystem.folder", "ok", f"{path} is writable")
 

@@ -23,7 +23,7 @@ def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding
 
 def _capacity(capacity: ByteSize) -> Finding:
     room = ByteSize(available_memory())
-    fact = f"an arena of {capacity}, where {room} can be had"
+    fact = f"an arena of {capacity}, where {room} is available"
     if capacity > room:
         advice = "lower [l1] capacity, or give the machine or the cgroup more memory"
         return Finding("pinned.capacity", "fail", fact, advice)

@@ -31,7 +31,7 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
         place, seconds = _first_answer(options, settings, context.where, deadline)
         facts = connector.ask(place, "INFO", read=_facts, deadline=deadline)
     except TierError as error:
-        advice = error.hint or "start it, or mend url: until then the server works without this tier"
+        advice = error.hint or "start it, or correct url: until then the server works without this tier"
         return [Finding("redis.reachable", "fail", f"{error.where.rpartition(': ')[2]}: {error.fact}", advice)]
     version = facts.get("redis_version", "")
     name = f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"

@@ -238,7 +238,7 @@ def test_a_tier_that_never_ends_does_not_keep_the_server(marker: Path) -> None:
         status, seconds = ends(server, signal.SIGINT)
         assert status == 0
         assert seconds < LIMIT_S
-        assert "a tier holds a storage thread" in server.log
+        assert "a tier blocks a storage thread" in server.log
         assert files(server) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvframework.api import hookspecs
 from kvframework.api.plugin import Provider
 from kvframework.registry import KINDS
+from tests.docs.prose import wrapped
 
 HOOKS: dict[str, Callable[[], object]] = {
     name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
@@ -31,18 +32,18 @@ PAGES = {
 HEAD = """\
 # Hooks
 
-A plugin is a module with functions marked `@hookimpl`. Each hook takes no argument and returns a list of *provider
-descriptors*; what a descriptor's `create` makes is the plain object that the server or the engine calls. Hooks run
-once, at startup, and never again.
+A plugin is a module with functions marked `@hookimpl`. Each hook takes no argument and returns a
+list of *provider descriptors*; a descriptor's `create` makes the plain object that the server or
+the engine calls. Hooks run once, at startup.
 
 ```toml
 [project.entry-points."kvframework.v1"]
 "tier.mystore" = "kvf_mystore"
 ```
 
-One entry point stands for one provider and is called `<kind>.<name>`; one module may stand behind several. All offers
-are collected: two distributions that offer one name are an error that names both. A module is imported only by a
-process whose configuration or command names one of its plugins.
+One entry point names one provider, as `<kind>.<name>`; several may name the same module. All offers
+are collected: two distributions that offer one name are an error that names both. A module is
+imported only by a process whose configuration or command names one of its plugins.
 """
 
 
@@ -66,7 +67,7 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
         f"## `{name}`",
         f"`{_signature(HOOKS[name])}`",
         "",
-        f"{_joined(summary)} How to write one: [{guide}]({guide}).",
+        wrapped(f"{_joined(summary)} How to write one: [{guide}]({guide})."),
     ]
     for provider in _descriptors(providers):
         parts += [
@@ -77,7 +78,7 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
             "",
         ]
         parts.append(_fields(provider))
-    parts += ["", f"{_joined(intro)}:", "", "```python", textwrap.dedent(code).strip(), "```"]
+    parts += ["", wrapped(f"{_joined(intro)}:"), "", "```python", textwrap.dedent(code).strip(), "```"]
     return "\n".join(parts)
 
 
@@ -111,10 +112,10 @@ def _signature(hook: Callable[[], object]) -> str:
 
 
 def _doc(each: type) -> str:
-    """A docstring's paragraphs, one line each."""
+    """A docstring's paragraphs, wrapped."""
     assert each.__doc__, each
     assert not each.__doc__.startswith(f"{each.__name__}("), "dataclass wrote it: give it a docstring"
-    return "\n\n".join(map(_joined, (inspect.cleandoc(each.__doc__ or "")).split("\n\n")))
+    return "\n\n".join(map(wrapped, (inspect.cleandoc(each.__doc__ or "")).split("\n\n")))
 
 
 def _joined(text: str) -> str:

@@ -61,7 +61,7 @@ def test_what_is_no_folder_or_everybodys_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     everybodys = ask("filesystem", path=str(tmp_path), capacity="1MiB")["filesystem.folder"]
     assert everybodys.level == "fail"
-    assert "everybody may write" in everybodys.fact
+    assert "any user may write" in everybodys.fact
 
 
 def test_the_disk_has_room_or_not(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ NUMA_MAPS = Path("/proc/self/numa_maps")
         ("0-1", [(NETWORK, 0)], (), "no accelerator is known to be on a NUMA node"),
         ("0,2", [(GPU, 1), (GPU, 3)], (), "the accelerators are on NUMA nodes 1, 3, where there is no memory"),
         ("0", [(GPU, 0)], (), "there is one NUMA node"),
-        ("", [(GPU, 0)], (), "the kernel tells of no NUMA nodes"),
+        ("", [(GPU, 0)], (), "the kernel reports no NUMA nodes"),
     ],
 )
 def test_auto_follows_the_accelerators(

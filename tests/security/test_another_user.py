@@ -170,7 +170,7 @@ def test_a_folder_that_everybody_may_write_to_is_no_tier(tmp_path: Path, caplog:
     folder.mkdir()
     for mode in (0o777, 0o1777, 0o703):
         os.chmod(folder, mode)
-        with pytest.raises(ConfigFieldError, match="everybody may write") as caught:
+        with pytest.raises(ConfigFieldError, match="any user may write") as caught:
             provider.create(FilesystemOptions(path=str(folder)), TableContext("[[l2]] #1"))
         assert "name a folder in it" in caught.value.hint
     inside = folder / "tier"

@@ -34,7 +34,7 @@ class Node:
         write_queue: int = 256,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
-        write_policy: str = "at_once",
+        write_policy: str = "write_through",
         promote: bool = True,
         loads: int = 2,
         writes: int = 1,
@@ -118,7 +118,7 @@ class Node:
         return task
 
     def forget(self) -> None:
-        """Empties L1, once the write-back has let go of it."""
+        """Empties L1, once the writers hold no pin on it."""
         wait_until(lambda: self.manager.clear()[1] == 0, what="an empty L1")
 
     def wait_stalled(self) -> None:

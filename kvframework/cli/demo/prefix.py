@@ -83,7 +83,7 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
                 run.take(event)
                 if event["event"] == "first_token":
                     break
-            step.done(f"first token after {run.ttft_s:.2f} s in all")
+            step.done(f"TTFT {run.ttft_s:.2f} s in all")
         with view.step(f"{name}: generates and stores") as step:
             for event in events:
                 run.take(event)

@@ -1,6 +1,6 @@
 """Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
 
-Called from the storage threads (write-back, prefetch), never from the serving thread. Each operation comes twice: as
+Called from the storage threads (writes, prefetch), never from the serving thread. Each operation comes twice: as
 steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
 tier to make room, which may take `SCAN_S`.
 """
@@ -111,7 +111,7 @@ class L2Store:
         self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it is none that was stored here")
+                yield from self._discard(key, "it was not stored by this framework")
         return [outcome is Outcome.FOUND for outcome in outcomes]
 
     def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
@@ -126,7 +126,7 @@ class L2Store:
         def receive(deadline: float) -> list[int | Outcome]:
             answers = self._tier.get_into(keys, parts, deadline=deadline)
             if Outcome.FOUND in answers:
-                raise TierError("the tier does not tell how many bytes it received", where=self.name)
+                raise TierError("the tier does not report how many bytes it received", where=self.name)
             return answers
 
         outcomes = yield from self._each("get_into", keys, receive)
@@ -198,7 +198,7 @@ class L2Store:
             if "usage" in self.capabilities:
                 yield from self._ask_usage()
         except TierError:
-            log.debug("tier %s: it does not work now", self.name)
+            log.debug("tier %s: it does not work at the moment", self.name)
 
     def close(self) -> None:
         """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
@@ -222,7 +222,7 @@ class L2Store:
     def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> Steps[bool]:
         if isinstance(outcome, Outcome):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it is none that was stored here")
+                yield from self._discard(key, "it was not stored by this framework")
             return False
         try:
             name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))

@@ -1,4 +1,4 @@
-"""Owns who uses the open folder: calls borrow it, `close` takes it away from new ones, and the last one out closes it.
+"""The open folder that all calls share: after `close` no new call gets it, and the last call to end closes it.
 
 Thread-safe. A descriptor that was closed under a call could name another file by then, so none ever is.
 """
@@ -15,8 +15,8 @@ from kvf_filesystem.root import Root
 from kvframework.errors import ConfigFieldError, TierError
 
 
-class Lending:
-    """Lends what `open_again` opens, starting with `root`; opens it again after it was lost."""
+class SharedRoot:
+    """A folder, open while calls use it: `root` first, then what `open_again` opens after a loss."""
 
     def __init__(self, root: Root, open_again: Callable[[], Root], *, where: str) -> None:
         self._root: Root | None = root
