@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 MAX_CODEC_NAME = 16
+# How a tier says that it stores bytes as they are.
+NO_CODEC = "none"
 
 
 class Codec(ABC):

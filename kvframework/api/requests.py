@@ -96,19 +96,23 @@ Select = Callable[[Sequence[bool]], Sequence[int]]
 class InstanceContext(ABC):
     """What the server knows of one registered instance. Lives until the instance is unregistered or its client ends.
 
-    `rank` is None for a registration that did not tell it. `attached` holds what handlers keep of the instance, each
-    under its plugin's name: it ends with the instance, and belongs to the serving thread (handlers that are not
-    pooled) as far as it is changed.
+    `ranks` are those whose objects it may store and load: usually its own only. `attached` holds what handlers keep of
+    the instance, each under its plugin's name: it ends with the instance, and belongs to the serving thread (handlers
+    that are not pooled) as far as it is changed.
     """
 
     instance_id: int
     session_id: int
     model_name: str
     world_size: int
-    rank: int | None
     namespace: bytes
     layout: KVLayout
     attached: dict[str, object]
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Sequence[int]:
+        """One rank; all of the world for a registration by the eight fields, which names none."""
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:

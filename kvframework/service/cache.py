@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import kvframework
 from kvframework.api import (
     CacheKey,
     CacheServices,
@@ -73,7 +72,6 @@ class CacheService(CacheServices):
         self.storage = storage
         self.hasher = hasher
         self._transports = transports
-        self._layouts = layouts
         self._resolver = KeyResolver(hasher, storage.records.orders)
         self._registrations = Registrations(
             self.contexts,
@@ -136,9 +134,6 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            layouts=tuple(self._layouts),
-            arena_bytes=self.storage.capacity,
-            server_version=kvframework.__version__,
         )
 
     def end_session(self, client: ClientInfo) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.bounded import call_within
@@ -30,8 +30,7 @@ from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 # The objects of one row by its key prefix and digests, None for what L1 lacks; see `ObjectRows.row`.
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
@@ -48,17 +47,15 @@ EVICT_AT_ONCE = 2048
 COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
-def _locked(
-    method: Callable[Concatenate[StorageManager, P], R],
-) -> Callable[Concatenate[StorageManager, P], R]:
+def _locked(method: F) -> F:
     """The method under the storage lock."""
 
     @functools.wraps(method)
-    def call(self: StorageManager, /, *arguments: P.args, **named: P.kwargs) -> R:
+    def call(self: StorageManager, /, *arguments: Any, **named: Any) -> Any:
         with self.lock:
             return method(self, *arguments, **named)
 
-    return call
+    return cast("F", call)
 
 
 class StorageManager:

@@ -129,7 +129,6 @@ def make_server(endpoint: str, work: Work, **options: Any) -> MessageServer:
                 hasher="sha256",
                 hasher_fingerprint=HASHER,
                 transports=(),
-                layouts=(),
             )
         ),
         hasher_fingerprint=HASHER,
