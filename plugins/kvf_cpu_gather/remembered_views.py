@@ -42,7 +42,7 @@ class RememberedViews:
 
         def place(view: torch.Tensor) -> _Place:
             index = tensors[view.untyped_storage().data_ptr(), view.dtype]
-            return _Place(index, view.shape, view.stride(), view.storage_offset() - starts[index])
+            return _Place(index, view.shape, view.stride(), int(view.storage_offset()) - int(starts[index]))
 
         try:
             return cls([[[place(view) for view in plane] for plane in planes] for planes in views])

@@ -74,7 +74,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
+    other = threading.Thread(target=run, args=(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]),))
     other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
