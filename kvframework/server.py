@@ -38,7 +38,7 @@ from kvframework.config import Config, L2Config, default_endpoint
 from kvframework.devices import DeviceServerTransport
 from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.dispatch import check_handlers
+from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
@@ -99,13 +99,15 @@ class Server:
                 transport.server.attach(self.service.storage.arena_fd)
         handlers = self._handlers()
         self._messages = MessageServer(
-            endpoint=self.endpoint,
-            handlers=handlers,
-            welcome=self.service.welcome,
-            hasher_fingerprint=hasher.fingerprint,
-            arena_fd=self.service.storage.arena_fd,
-            on_session_end=self.service.end_session,
-            on_tick=self.service.tick,
+            self.endpoint,
+            Served(
+                handlers=handlers,
+                welcome=self.service.welcome,
+                hasher_fingerprint=hasher.fingerprint,
+                arena_fd=self.service.storage.arena_fd,
+                on_session_end=self.service.end_session,
+                on_tick=self.service.tick,
+            ),
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
             tcp=config.server.tcp,

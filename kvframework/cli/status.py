@@ -77,7 +77,7 @@ def status(
     elif as_json:
         stdout.print_json(document.decode())
     else:
-        print_view(view_status(document))
+        print_view(view_status(document, source.round_trip_s))
 
 
 def _check(document: bytes) -> None:
@@ -96,14 +96,17 @@ class _Source:
         self.endpoint = endpoint
         self._timeout = timeout
         self._client: KVClient | None = None
+        self.round_trip_s: float | None = None
 
     def ask(self) -> bytes:
-        """The status document. Blocks for the timeout at most; raises what `KVClient` does."""
+        """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
+        `KVClient` does."""
         deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name="status", connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
+            self.round_trip_s = self._client.ping(max(deadline - time.monotonic(), 0.01))
             left = max(deadline - time.monotonic(), 0.01)
             return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left).document
         except KVFrameworkError:
@@ -146,7 +149,7 @@ def _show_forever(source: _Source, interval: float) -> None:
 
 def _look(source: _Source) -> RenderableType:
     try:
-        return view_status(source.ask())
+        return view_status(source.ask(), source.round_trip_s)
     except KVFrameworkError as error:
         return unreachable(source.endpoint, error)
 

@@ -21,13 +21,15 @@ REFUSED_SHOWN = 4
 _ANY_WIDTH = 10_000
 
 
-def view_status(encoded: bytes) -> RenderableType:
-    """The document that REPORT_STATUS returns."""
+def view_status(encoded: bytes, round_trip_s: float | None = None) -> RenderableType:
+    """The document that REPORT_STATUS returns, and how long a NOOP takes."""
     document: Document = msgspec.json.decode(encoded)
+    answers = [] if round_trip_s is None else [Text(f"answers in {round_trip_s * 1e3:.2f} ms")]
     tiers, instances, devices = document["l2"], document["instances"], _devices_of(document)
     counted = [f"{name} {amount}" for name, amount in trouble(document).items()]
     return Group(
         *(_text(line) for line in _head(document)),
+        *answers,
         *(_text(line, style="red") for line in _problems(document)),
         *(_text(line, style="yellow") for line in _refused(document)),
         *([Text(f"counted: {', '.join(counted)}", style="yellow")] if counted else []),

@@ -7,6 +7,7 @@ import pytest
 from kvframework.api import Tier
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save, value_of
@@ -36,7 +37,7 @@ class FaultTests(TierKit):
         save(store, keys)
         faulty.stop()
         assert load(store, keys) == [False] * len(keys)
-        assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
+        assert run(store.contains_steps(keys)) == [False] * len(keys), "a spoilt value could not be deleted"
         must_heal(store, keys, self.patience_s)
 
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
@@ -50,7 +51,7 @@ class FaultTests(TierKit):
             assert tier.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
             self.store(tier, key, bytes(whole[: int(kept * len(whole))]))
         places = [bytearray(value_of(key)) for key in keys]
-        assert store.get_into(keys, [memoryview(place) for place in places]) == [False] * len(keys)
+        assert run(store.get_steps(keys, [memoryview(place) for place in places])) == [False] * len(keys)
         assert store.counters["corrupt"] == len(keys)
         must_heal(store, keys, self.patience_s)
 
