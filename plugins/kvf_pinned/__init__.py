@@ -1,4 +1,4 @@
-"""The `pinned` L1 tier: one shared memfd segment, made resident in the background. Runs in the server process."""
+"""The `pinned` memory (L1): one shared memfd segment, made resident in the background. Runs in the server process."""
 
 from __future__ import annotations
 
