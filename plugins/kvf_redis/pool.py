@@ -22,7 +22,7 @@ class Pool:
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()  # threads that wait for a connection
         self._idle: list[Wire] = []
-        self._lent: set[Wire] = set()
+        self._in_use: set[Wire] = set()
         self._connecting = 0
         self._closed = False
 
@@ -41,7 +41,7 @@ class Pool:
                 self._connecting -= 1
                 closed = self._closed
                 if wire is not None and not closed:
-                    self._lent.add(wire)
+                    self._in_use.add(wire)
                 self._changed.notify_all()
         if closed:
             wire.close()
@@ -51,7 +51,7 @@ class Pool:
     def release(self, wire: Wire) -> None:
         """Takes back a connection whose replies were all read."""
         with self._changed:
-            self._lent.discard(wire)
+            self._in_use.discard(wire)
             keep = not self._closed and not wire.spoilt
             if keep:
                 self._idle.append(wire)
@@ -78,7 +78,7 @@ class Pool:
     def close_unused(self) -> bool:
         """Closes the pool if no connection is in use; True if it was closed. Never blocks."""
         with self._changed:
-            if self._lent or self._connecting:
+            if self._in_use or self._connecting:
                 return False
             self._closed = True
         self.drop_idle()
@@ -88,7 +88,7 @@ class Pool:
         """Closes idle connections and cuts those in use: calls in flight fail. Idempotent; never blocks."""
         with self._changed:
             self._closed = True
-            for wire in self._lent:
+            for wire in self._in_use:
                 wire.cut()
             self._changed.notify_all()
         self.drop_idle()
@@ -114,7 +114,7 @@ class Pool:
                     else:
                         wire = self._idle.pop()
                         if wire.is_quiet():
-                            self._lent.add(wire)
+                            self._in_use.add(wire)
                             return wire
                         wire.close()
             finally:
@@ -122,7 +122,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _available(self) -> bool:
-        return bool(self._idle) or len(self._lent) + self._connecting < self._size
+        return bool(self._idle) or len(self._in_use) + self._connecting < self._size
 
     def _is_closed(self) -> TierError:
         return TierError("the tier is closed", where=self._where)
