@@ -1,4 +1,4 @@
-"""Owns the conformance kit for the memory of L1: what every `L1Memory` must do. Runs under pytest.
+"""The conformance kit for the memory of L1: tests that every `L1Memory` must pass. Runs under pytest.
 
     from kvframework.testing import L1Conformance
 
@@ -37,10 +37,12 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as mapped:
 
 
 class L1Conformance:
-    """Subclass it and give a fixture `make_memory`, which makes one of so many bytes, each time anew."""
+    """Base class of an author's test class, which gives a fixture `make_memory`: a factory that takes the size in
+    bytes.
+    """
 
     patience_s = 20.0
-    """How long memory of this size may take to become usable, and to close."""
+    """Seconds within which memory of this size becomes usable, and closes."""
 
     @pytest.fixture
     def make_memory(self) -> MakeMemory:
@@ -52,7 +54,7 @@ class L1Conformance:
         yield memory
         memory.close()
 
-    # what it is
+    # what the memory is
 
     def test_all_of_it_is_there_and_writable(self, memory: L1Memory) -> None:
         assert memory.capacity >= _CAPACITY
@@ -67,7 +69,7 @@ class L1Conformance:
             assert bytes(other[7:10]) == b"abc"
 
     def test_another_process_maps_the_descriptor_and_shares_the_bytes(self, memory: L1Memory) -> None:
-        """As local clients do, that get it over a socket."""
+        """A local client maps the descriptor, which it receives over a socket."""
         with memory.view() as view:
             view[:4], view[-4:] = b"ping", b"last"
             command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(memory.capacity)]
@@ -92,7 +94,9 @@ class L1Conformance:
     # becoming usable
 
     def test_it_becomes_usable_in_the_background(self, memory: L1Memory) -> None:
-        """`start` returns although nobody has taken the first piece yet; each piece is more than the one before."""
+        """`start` returns before the first piece has been taken; the end reported for each piece is above the one
+        before.
+        """
         taken, told = threading.Event(), []
         threads = set()
 
@@ -110,7 +114,7 @@ class L1Conformance:
         assert threading.get_ident() not in threads
 
     def test_what_was_written_on_the_way_stays(self, memory: L1Memory) -> None:
-        """Whoever takes a piece writes to it at once, while the pieces behind it are made usable."""
+        """The caller writes to each piece at once, while later pieces become usable."""
         told = [0]
         with memory.view() as view:
 
@@ -125,14 +129,14 @@ class L1Conformance:
     # the end
 
     def test_closing_ends_the_work_and_lets_go_of_all(self, make_memory: MakeMemory) -> None:
-        """Also before it was started, while it becomes usable, and twice."""
+        """Closing works before the start, while the memory becomes usable, and twice."""
         before = _held()
         make_memory(_CAPACITY).close()
         memory, told = make_memory(_CAPACITY), []
 
         def on_ready(end: int) -> None:
             told.append(end)
-            time.sleep(0.01)  # so that the end meets it at work
+            time.sleep(0.01)  # so that close() runs while the memory still becomes usable
 
         memory.start(on_ready)
         self._until(lambda: told, "the first piece")
@@ -152,7 +156,7 @@ class L1Conformance:
 
 
 def _held() -> set[str]:
-    """What this process has open, its shared mappings, and its threads."""
+    """Return what this process holds: open descriptors, shared mappings and threads."""
     with open("/proc/self/maps") as file:
         shared = {line.split()[0] for line in file if line.split(None, 2)[1].endswith("s")}
     threads = {str(thread.ident) for thread in threading.enumerate()}

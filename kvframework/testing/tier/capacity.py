@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `capacity`: `usage` follows what is stored, and a full tier says so."""
+"""Tests of the capability `capacity`: `usage` follows the stored bytes, and a full tier refuses or makes room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = 64 << 20
 
 
 class CapacityTests(TierKit):
-    """For tiers that declare `capacity`."""
+    """Tests for tiers that declare `capacity`."""
 
     @pytest.fixture
     def measured(self, tier: Tier, declared: frozenset[str]) -> Tier:
@@ -102,7 +102,7 @@ class CapacityTests(TierKit):
     def test_what_is_replaced_and_deleted_leaves_nothing_behind(self, fillable: Tier) -> None:
         before, capacity = self.used_of(fillable), self.capacity_of(fillable)
         large, small = bytes(capacity // 10), bytes(capacity // 100)
-        # Four times the capacity goes through it.
+        # Four times the capacity is written over the course of the loop.
         for turn, key in enumerate(self.fresh_keys(20)):
             for value in (large, small, large):
                 stored = fillable.put([key], [[memoryview(value)]], deadline=self.soon())

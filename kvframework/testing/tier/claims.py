@@ -1,4 +1,4 @@
-"""Owns the tests of what a tier says of itself: its capabilities exist, and what it does not declare it refuses."""
+"""Tests of a tier's declared capabilities: they exist, and an undeclared operation is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvframework.testing.tier.kit import TierKit
 
 
 class ClaimTests(TierKit):
-    """A capability that is declared is tested with what it promises, in the tests of its own name."""
+    """A declared capability is tested for its promises in the module of its own name."""
 
     def test_every_declared_capability_exists(self, declared: frozenset[str]) -> None:
         unknown = sorted(declared - TIER_CAPABILITIES.keys())

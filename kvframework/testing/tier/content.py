@@ -1,4 +1,4 @@
-"""Owns what the tests of faults read and write: values that their keys determine, as the core's keys do."""
+"""The values that the tests of faults write and read: each follows from its key, as with the core's keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTHS = (1, 40, 5000, 70_000, 300_000)
 
 
 class Store(Protocol):
-    """What of `kvframework.storage.l2.store.L2Store` is under test."""
+    """The part of `kvframework.storage.l2.store.L2Store` under test."""
 
     def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview], /) -> list[bool]: ...
 
@@ -26,18 +26,18 @@ class Store(Protocol):
 
 
 def value_of(key: PackedKey) -> bytes:
-    """The one value that may ever come back under this key."""
+    """Return the only correct value of this key."""
     return hashlib.shake_128(key).digest(_LENGTHS[key[-1] % len(_LENGTHS)])
 
 
 def save(store: Store, keys: Sequence[PackedKey]) -> None:
-    """Puts the values of `keys`."""
+    """Put the values of `keys`."""
     store.put(keys, [memoryview(value_of(key)) for key in keys])
 
 
 def load(store: Store, keys: Sequence[PackedKey]) -> list[bool]:
-    """Which of `keys` were there; fails if any came back with other bytes than its own."""
-    # Random, so that bytes that were never read are not right by chance.
+    """Return which of `keys` were found; fails if one came back with wrong bytes."""
+    # Random, so that bytes that were never read do not match by chance.
     buffers = [bytearray(os.urandom(len(value_of(key)))) for key in keys]
     found = store.get_into(keys, [memoryview(buffer) for buffer in buffers])
     for key, buffer, good in zip(keys, buffers, found, strict=True):
@@ -46,7 +46,7 @@ def load(store: Store, keys: Sequence[PackedKey]) -> list[bool]:
 
 
 def exercise(store: Store, keys: Sequence[PackedKey], seed: int, turns: int) -> None:
-    """Saves and loads batches of `keys` in any order; what a fault refuses is passed over."""
+    """Save and load batches of `keys` in random order; refused calls are ignored."""
     choice = random.Random(seed)  # noqa: S311  no secrets
     for _ in range(turns):
         batch = choice.sample(keys, choice.randint(1, min(5, len(keys))))
@@ -60,14 +60,14 @@ def exercise(store: Store, keys: Sequence[PackedKey], seed: int, turns: int) -> 
 
 
 def must_heal(store: Store, keys: Sequence[PackedKey], patience_s: float) -> None:
-    """After the faults: every value is right or missing, and every one can be stored and comes back."""
+    """After the faults, every value is right or missing, and every value can be stored and loaded."""
     persist(lambda: load(store, keys), patience_s)
     persist(lambda: save(store, keys), patience_s)
     assert all(persist(lambda: load(store, keys), patience_s)), "a value that was stored without faults is not there"
 
 
 def persist(call: Callable[[], T], patience_s: float) -> T:
-    """What `call` returns once it raises `TierError` no more; its last one if that takes too long."""
+    """Call `call` until it raises no `TierError`, and return its result; raises the last one after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

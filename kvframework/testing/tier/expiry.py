@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `ttl`: values expire, and being stored or touched prolongs their life."""
+"""Tests of the capability `ttl`: values expire, and a store or a touch extends their life."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
 
 
 class ExpiryTests(TierKit):
-    """For tiers that declare `ttl`. No time to live is known to the kit: one value is kept alive while another goes."""
+    """Tests for tiers that declare `ttl`. The kit does not know the time to live: it keeps one value alive until
+    another expires.
+    """
 
     @pytest.fixture
     def expiring(self, declared: frozenset[str], request: pytest.FixtureRequest) -> Tier:

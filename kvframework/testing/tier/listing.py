@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `scan`: it lists what is there, how large it is, and when it was last used."""
+"""Tests of the capability `scan`: it lists the stored values, their sizes, and when each was last used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `shared`: two tiers, as of two nodes, on one store at the same time."""
+"""Tests of the capability `shared`: two tiers, as of two nodes, on one store at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORE
 
 
 class SharingTests(TierKit):
-    """For tiers that declare `shared`."""
+    """Tests for tiers that declare `shared`."""
 
     @pytest.fixture
     def other(self, tier: Tier, declared: frozenset[str]) -> Tier:
