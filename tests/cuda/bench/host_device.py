@@ -11,7 +11,7 @@ from kvframework.bench.cuda.device import Device, PinnedMemory
 
 
 class HostDevice(Device):
-    """Copies at once. `allocated` is what nobody has given back."""
+    """A device that copies at once. `allocated` is the memory that has not been freed."""
 
     def __init__(self, free: int = 1 << 40) -> None:
         self.allocated = 0
