@@ -1,4 +1,4 @@
-"""Owns `kvframework doctor`: what stands between this machine and a server that works well."""
+"""`kvframework doctor`: the problems of this machine and configuration that would impair a server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _show(checkup: Checkup) -> None:
 
 
 def _text(finding: Finding) -> Text:
-    """Two lines for people, one for a pipe. The configuration's file is told once, by `config.load`."""
+    """Return a finding as two lines for a terminal, one for a pipe. `config.load` reports the configuration's file once
+    for all."""
     place = finding.where.partition(": ")[2] or finding.where
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:

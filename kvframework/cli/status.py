@@ -1,4 +1,4 @@
-"""Owns `kvframework status`: asks a running server and shows what it says, once or again and again."""
+"""`kvframework status`: queries a running server and shows its status, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def status(
     """
     if check and (as_json or watch):
         raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
-    # What the connection logs would stand in the middle of the picture, or beside the error that says the same.
+    # The connection's log lines would break the picture, or repeat the error.
     logging.getLogger("kvframework").addHandler(logging.NullHandler())
     target = endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
     source = _Source(target, timeout)
@@ -87,8 +87,8 @@ def _check(document: bytes) -> None:
 
 
 class _Source:
-    """Where documents come from. A client is kept while it works: after an error the next server may be another one,
-    with another chunk size or hasher, and the next `ask` begins anew."""
+    """A source of status documents. It keeps a client while that works; after an error the next `ask` makes a new
+    client, since the next server may have another chunk size or hasher."""
 
     def __init__(self, endpoint: str, timeout: float) -> None:
         self.endpoint = endpoint
@@ -96,7 +96,7 @@ class _Source:
         self._client: KVClient | None = None
 
     def ask(self) -> bytes:
-        """The status document. Blocks for the timeout at most; raises what `KVClient` does."""
+        """Return the status document. Blocks for at most the timeout; raises the errors of `KVClient`."""
         deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name="status", connect_timeout_s=self._timeout)
@@ -115,7 +115,7 @@ class _Source:
 
 
 def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
-    # A terminated watch leaves the terminal as it was, too.
+    # SIGTERM raises KeyboardInterrupt, so that a terminated watch restores the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if as_json:
@@ -129,12 +129,12 @@ def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
 
 
 def _show_forever(source: _Source, interval: float) -> None:
-    # Of its own, since here lines have to be wrapped for `Live` to find the first one again.
+    # A separate console: `Live` finds the first line again only if lines are wrapped.
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             view = _look(source)
-            # Live keeps what it shows for the end if nobody looks.
+            # Without a terminal, Live prints only its last content.
             if console.is_terminal:
                 live.update(view, refresh=True)
             else:
