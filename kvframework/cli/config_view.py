@@ -1,5 +1,5 @@
-"""Owns what `kvframework config show` shows: every value in force with its origin, secrets masked. Creates nothing, but
-imports the plugins that the configuration names, since only they know their options."""
+"""The view behind `kvframework config show`: every value in force with its origin, secrets masked. It creates no
+plugin's objects, but imports the plugins that the configuration names, since only they know their options."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvframework.api import (
     CodecProvider,
     EvictionProvider,
     HasherProvider,
-    L1Provider,
     LayoutProvider,
+    MemoryProvider,
     Provider,
     RequestsProvider,
     TierProvider,
     TransportProvider,
-    shown_options,
 )
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
+from kvframework.masking import shown_options
 from kvframework.registry import PluginRegistry, codec_tables, resolve_table
 
 Path = tuple[str | int, ...]
@@ -35,7 +35,7 @@ class ShownValue(msgspec.Struct, frozen=True):
 
 
 class ShownTable(msgspec.Struct, frozen=True):
-    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core's alone."""
+    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core alone."""
 
     table: str
     plugin: str
@@ -43,7 +43,7 @@ class ShownTable(msgspec.Struct, frozen=True):
 
 
 class ConfigView(msgspec.Struct, frozen=True):
-    """`empty` are the arrays of tables without a table, with their origins."""
+    """`empty` lists the arrays of tables that have no table, with their origins."""
 
     source: str
     by_environment: bool
@@ -53,7 +53,7 @@ class ConfigView(msgspec.Struct, frozen=True):
 
 def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
     """Blocking: may import plugins. Raises `PluginError` and `ConfigFieldError` like `check_config`: the options of a
-    plugin that is not here cannot be shown, since nobody could say what of them is secret."""
+    plugin that is not here cannot be shown, since its secret options are not known."""
     view = _View(layers, registry)
     server = shown_options(config.server)
     server |= {"endpoint": server["endpoint"] or default_endpoint()}
@@ -64,7 +64,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.core(("log",), "[log]", shown_options(config.log))
     l1, eviction = config.l1, config.l1.eviction
     marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
-    view.plugin(("l1",), "[l1]", l1.memory, L1Provider, marks)
+    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
     view.array("transport", config.transport, TransportProvider)
@@ -82,7 +82,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
 
 
 def as_toml(view: ConfigView) -> str:
-    """The view as TOML that says the same, with the origins as comments."""
+    """Return the view as TOML with the same meaning, with the origins as comments."""
     named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
     lines = [f"# {view.source}{named}", *_aligned(view.empty)]
     for table in view.tables:
@@ -107,16 +107,16 @@ class _View:
         path: Path,
         title: str,
         table: PluginTable,
-        role: type[Provider[Any]],
+        descriptor: type[Provider[Any]],
         core: Mapping[str, object] = _NO_KEYS,
     ) -> None:
-        _, options = resolve_table(self._registry, table, role)
+        _, options = resolve_table(self._registry, table, descriptor)
         values = {"use": table.use} | shown_options(options) | dict(core)
-        self.core(path, title, values, plugin=f"{role.kind}.{table.use}")
+        self.core(path, title, values, plugin=f"{descriptor.kind}.{table.use}")
 
-    def array(self, name: str, tables: tuple[PluginTable, ...], role: type[Provider[Any]]) -> None:
+    def array(self, name: str, tables: tuple[PluginTable, ...], descriptor: type[Provider[Any]]) -> None:
         for index, table in enumerate(tables):
-            self.plugin((name, index), f"[[{name}]] #{index + 1}", table, role)
+            self.plugin((name, index), f"[[{name}]] #{index + 1}", table, descriptor)
         if not tables:
             self.nothing(name)
 
@@ -126,7 +126,7 @@ class _View:
 
 
 def _aligned(values: Iterable[ShownValue]) -> list[str]:
-    """`key = value  # origin`, the comments below each other."""
+    """Return `key = value # origin` lines with the comments aligned."""
     said = [(_line(value), value.origin) for value in values]
     width = min(max((len(line) for line, _ in said), default=0), 48)
     return [f"{line:{width}}  # {origin}" for line, origin in said]
@@ -135,5 +135,5 @@ def _aligned(values: Iterable[ShownValue]) -> list[str]:
 def _line(value: ShownValue) -> str:
     try:
         return f"{value.key} = {toml_value(value.value)}"
-    except TypeError:  # TOML has no word for it, such as None
+    except TypeError:  # TOML cannot express it, such as None
         return f"# {value.key} = {'not set' if value.value is None else value.value}"

@@ -1,4 +1,4 @@
-"""What `kvframework plugins info` shows of one plugin: a document, and its form on a terminal."""
+"""The views of `kvframework plugins info` and `plugins check`: documents, and their form on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import L1Provider, TierProvider
+from kvframework.api import TierProvider
 from kvframework.cli.console import print_table, stdout
 from kvframework.config import toml_value
 from kvframework.inspection import Problem, Report
@@ -18,7 +18,7 @@ _STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def show_report(report: Report) -> None:
-    """Errors come first, then warnings, then what could not be looked at, then the sum."""
+    """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
     for problem in sorted(report.problems, key=lambda each: each.severity):
         _show(problem)
     for note in report.notes:
@@ -45,6 +45,7 @@ def _count(number: int, noun: str) -> str:
 _TABLES = {
     "transport": "[[transport]]",
     "layout": "[[layout]]",
+    "memory": "[l1]",
     "tier": "[[l2]]",
     "eviction": "[l1.eviction]",
     "hasher": "[hasher]",
@@ -55,10 +56,11 @@ _STYLES = {"available": "green", "unavailable": "yellow"}
 
 
 class PluginView(msgspec.Struct, frozen=True):
-    """What is known of one plugin. From `summary` on it is None or empty for one that could not be loaded.
+    """The facts about one plugin. From `summary` on they are None or empty for a plugin that could not be loaded.
 
     `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
-    `calls_at_once` are a tier's defaults of `loads` and `writes` of its `[[l2]]`, empty for all others.
+    `shared` says of a tier that several nodes may use one store; `calls_at_once` are a tier's defaults of `loads` and
+    `writes` of its `[[l2]]`, empty for all others.
     """
 
     name: str
@@ -71,13 +73,13 @@ class PluginView(msgspec.Struct, frozen=True):
     table: str
     summary: str | None = None
     requires_api: str | None = None
-    capabilities: list[str] = []
+    shared: bool = False
     calls_at_once: dict[str, int] = {}
     options: list[OptionInfo] = []
 
     @classmethod
     def of(cls, infos: list[PluginInfo], provider: AnyProvider | None) -> PluginView:
-        """Reads what `PluginRegistry.describe` returned."""
+        """Read the result of `PluginRegistry.describe`."""
         info = infos[0]
         view = cls(
             name=f"{info.kind}.{info.name}",
@@ -87,13 +89,13 @@ class PluginView(msgspec.Struct, frozen=True):
             status=info.status,
             reason=info.reason,
             rivals=[f"{rival.distribution} {rival.version}" for rival in infos[1:]],
-            table="[l1]" if isinstance(provider, L1Provider) else _TABLES[info.kind],
+            table=_TABLES[info.kind],
         )
         return msgspec.structs.replace(view, **_described(provider)) if provider is not None else view
 
 
 def show_plugin(view: PluginView) -> None:
-    """Prints a view. What a plugin says is shown as it is, never read as markup."""
+    """Print a view. A plugin's texts are shown verbatim, never as markup."""
     facts: list[tuple[str, str | Text]] = [
         ("distribution", f"{view.distribution} {view.version}"),
         *(("also offered by", rival) for rival in view.rivals),
@@ -101,7 +103,7 @@ def show_plugin(view: PluginView) -> None:
         ("reason", view.reason),
         ("table", view.table),
         ("plugin API", view.requires_api or ""),
-        ("capabilities", ", ".join(view.capabilities)),
+        ("shared", "several nodes may use one store" if view.shared else ""),
         ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
     ]
     stdout.print(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
@@ -121,7 +123,7 @@ def _described(provider: AnyProvider) -> dict[str, object]:
     return {
         "summary": provider.summary,
         "requires_api": provider.requires_api,
-        "capabilities": sorted(provider.capabilities),
+        "shared": isinstance(provider, TierProvider) and provider.shared,
         "calls_at_once": (
             {"loads": provider.loads, "writes": provider.writes} if isinstance(provider, TierProvider) else {}
         ),

@@ -1,5 +1,5 @@
-"""Owns `kvframework plugins`: what is installed, what each plugin takes, why something of it cannot be used, and what
-its author should mend."""
+"""`kvframework plugins`: the installed plugins, the options of each, why one is unavailable, and the problems its
+author should fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """List every installed plugin, whether it can be used here, and if not, why."""
+    """List every installed plugin, with the reason if it cannot be used here."""
     with _quiet_imports():
         rows = [_row(info) for info in PluginRegistry().list(probe=True)]
     if as_json:
@@ -48,7 +48,7 @@ def list_plugins(
 
 
 def _complete(incomplete: str) -> list[str]:
-    """For the shell's TAB: names from metadata alone."""
+    """Complete names for the shell's TAB, from metadata alone."""
     return sorted({offer.title for offer in discover() if offer.title.startswith(incomplete)})
 
 
@@ -61,7 +61,7 @@ def info(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Describe one plugin: what it does, whether it can be used here, and the options of its table in the TOML."""
+    """Describe one plugin: its purpose, whether it can be used here, and the options of its table in the TOML."""
     kind, dot, name = plugin.partition(".")
     registry = PluginRegistry()
     if not dot:
@@ -92,11 +92,10 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Check a plugin as its author would want it before it is published: its metadata, source, import, hooks, options,
-    and what it makes.
+    """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
 
-    It is imported and called in processes of their own, each with a deadline. The exit status is 1 if there is an
-    error; warnings alone leave it 0. What only use can show is for the conformance kits of kvframework.testing.
+    The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
+    error; warnings alone leave it 0. The conformance kits of kvframework.testing check its behaviour.
     """
     options: dict[str, object] = {}
     for setting in settings or ():
@@ -121,7 +120,7 @@ def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:
 
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Plugins are imported inside; what one prints at import must not end up in the JSON."""
+    """Redirect output of plugins that are imported within the block, which must not end up in the JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

@@ -1,4 +1,4 @@
-"""Owns `kvframework status`: asks a running server and shows what it says, once or again and again."""
+"""`kvframework status`: queries a running server and shows its status, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ def status(
     config: Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Print one line for each thing that is wrong, and exit with 1 if one is.")
+        bool, typer.Option("--check", help="Print one line per problem, and exit with 1 if there is one.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again and again, through restarts, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Refresh the view until Ctrl-C, also through restarts of the server.")
     ] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks with --watch.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two refreshes with --watch.")
+    ] = 1.0,
 ) -> None:
-    """Show what a running server holds and does.
+    """Show the state of a running server.
 
-    With --check: exit status 0 if all works as configured, 1 if the server works with something out of order (a tier
-    is down, a device lost its copier, a client is refused), 2 if it does not answer within the timeout. The answer
-    comes through the serving loop that engines are served by.
+    With --check: exit status 0 if all works as configured, 1 if the server works with a problem (a tier is down, a
+    device lost its copier, a client is refused), 2 if it does not answer within the timeout. The request goes through
+    the serving loop, as those of engines do.
     """
     if check and (as_json or watch):
         raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
-    # What the connection logs would stand in the middle of the picture, or beside the error that says the same.
+    # The connection's log lines would break the picture, or repeat the error.
     logging.getLogger("kvframework").addHandler(logging.NullHandler())
     target = endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
     source = _Source(target, timeout)
@@ -75,7 +77,7 @@ def status(
     elif as_json:
         stdout.print_json(document.decode())
     else:
-        print_view(view_status(document))
+        print_view(view_status(document, source.round_trip_s))
 
 
 def _check(document: bytes) -> None:
@@ -88,20 +90,23 @@ def _check(document: bytes) -> None:
 
 class _Source:
     """Where documents come from. A client is kept while it works: after an error the next server may be another one,
-    with another chunk size or hasher, and the next `ask` begins anew."""
+    with another chunk size or hasher, and the next `ask` connects again."""
 
     def __init__(self, endpoint: str, timeout: float) -> None:
         self.endpoint = endpoint
         self._timeout = timeout
         self._client: KVClient | None = None
+        self.round_trip_s: float | None = None
 
     def ask(self) -> bytes:
-        """The status document. Blocks for the timeout at most; raises what `KVClient` does."""
+        """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
+        `KVClient` does."""
         deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name="status", connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
+            self.round_trip_s = self._client.ping(max(deadline - time.monotonic(), 0.01))
             left = max(deadline - time.monotonic(), 0.01)
             return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left).document
         except KVFrameworkError:
@@ -115,7 +120,7 @@ class _Source:
 
 
 def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
-    # A terminated watch leaves the terminal as it was, too.
+    # SIGTERM raises KeyboardInterrupt, so that a terminated watch restores the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if as_json:
@@ -129,12 +134,12 @@ def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
 
 
 def _show_forever(source: _Source, interval: float) -> None:
-    # Of its own, since here lines have to be wrapped for `Live` to find the first one again.
+    # A separate console: `Live` finds the first line again only if lines are wrapped.
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             view = _look(source)
-            # Live keeps what it shows for the end if nobody looks.
+            # Live keeps what it shows for the end if there is no terminal.
             if console.is_terminal:
                 live.update(view, refresh=True)
             else:
@@ -144,7 +149,7 @@ def _show_forever(source: _Source, interval: float) -> None:
 
 def _look(source: _Source) -> RenderableType:
     try:
-        return view_status(source.ask())
+        return view_status(source.ask(), source.round_trip_s)
     except KVFrameworkError as error:
         return unreachable(source.endpoint, error)
 

@@ -6,13 +6,12 @@ import resource
 from collections.abc import Iterator
 
 from kvframework.api import ByteSize, Finding, Level
+from kvframework.config.descriptors import SAFE_LIMIT, SESSIONS_SHARE
 
 # docs/operations.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
 _FEWEST_CLIENTS = 1
-# Of kvframework.messaging.server.gate, which the doctor does not import.
-SAFE_LIMIT, SESSIONS_SHARE = 4096, 0.65
 
 
 def limits() -> Iterator[Finding]:
@@ -32,7 +31,7 @@ def _descriptors() -> Finding:
     return Finding(
         "limits.descriptors",
         level,
-        f"{fact}; below {SAFE_LIMIT} a crowd may take the last before the server sees it",
+        f"{fact}; below {SAFE_LIMIT} a burst of connections may use them up before the server reacts",
         "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn",
     )
 
@@ -44,7 +43,7 @@ def memlock(needed_by: str = "") -> Finding:
         return Finding("limits.memlock", "ok", "no limit")
     fact = f"{ByteSize(soft)} of memory may be locked"
     if not needed_by:
-        return Finding("limits.memlock", "ok", f"{fact}; only a device transport locks any")
+        return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
     return Finding(
         "limits.memlock",
         "warn",

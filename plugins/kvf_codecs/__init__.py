@@ -1,4 +1,4 @@
-"""The codecs `none` and `zstd`: how an object's bytes are packed on their way to an L2 tier. Runs in storage threads.
+"""The codecs `none` and `zstd`: the packing of an object's bytes for an L2 tier. Runs in storage threads.
 
 Importing this module does not import zstandard, so that a list of plugins stays cheap.
 """
@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvf_codecs.options import ZstdOptions
-from kvframework.api import Codec, CodecProvider, Options, hookimpl
+from kvframework.api.codec import Codec, CodecProvider, hookimpl
+from kvframework.api.options import Options
 
 
 def _probe() -> str | None:

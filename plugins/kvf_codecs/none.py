@@ -1,10 +1,10 @@
-"""Owns the codec that packs nothing: it lends the object's own bytes."""
+"""The codec that packs nothing: it returns views of the object's own bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 
 
 class NoneCodec(Codec):

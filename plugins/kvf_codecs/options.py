@@ -1,4 +1,4 @@
-"""Owns the options of the `zstd` codec, as they stand in `[codecs.zstd]`."""
+"""The options of the `zstd` codec, as they stand in `[codecs.zstd]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvframework.api import Options
+from kvframework.api.options import Options
 
 
 class ZstdOptions(Options, frozen=True):

@@ -1,9 +1,10 @@
-"""Eviction policies of the framework itself: which object leaves L1 first."""
+"""Eviction policies of the framework itself: the order in which objects leave L1."""
 
 from __future__ import annotations
 
 from kvf_eviction.lru import Lru
-from kvframework.api import EvictionProvider, NoOptions, hookimpl
+from kvframework.api.eviction import EvictionProvider, hookimpl
+from kvframework.api.options import NoOptions
 
 __all__ = ["Lru", "kvf_eviction_policies"]
 

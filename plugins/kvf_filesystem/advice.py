@@ -1,5 +1,5 @@
-"""Owns what `kvframework doctor` tells of the folder. Only looks: it makes, locks and writes nothing, for a server may
-be using it."""
+"""The checks of `kvframework doctor` for the folder. Only reads: it creates, locks and writes nothing, since a server
+may be using the folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import stat
 
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _LEAST_FREE = 0.05
 
 
 def diagnose(options: FilesystemOptions) -> list[Finding]:
-    """A few calls of the file system, which block as long as that does."""
+    """Checks the folder by a few calls of the file system, which block as long as that does."""
     path = os.path.abspath(os.path.expanduser(options.path))
     there = os.path.exists(path)
     base = path
@@ -33,13 +34,14 @@ def _folder(path: str, base: str) -> Finding:
     if base != path:
         return Finding("filesystem.folder", "ok", f"{path} is not there yet; it will be made in {base}")
     if status.st_mode & stat.S_IWOTH:
-        fact = f"everybody may write to {path}: {stat.filemode(status.st_mode)}"
+        fact = f"any user may write to {path}: {stat.filemode(status.st_mode)}"
         return Finding("filesystem.folder", "fail", fact, "name a folder in it, or take the right away: chmod o-w")
     return Finding("filesystem.folder", "ok", f"{path} is writable")
 
 
 def _space(base: str, options: FilesystemOptions, *, stored: bool) -> Finding:
-    """Of a folder with values, part of the capacity is taken already, so only what is free counts."""
+    """Checks the free space. In a folder with values part of the capacity is taken already, so only the free space
+    counts."""
     system = os.statvfs(base)
     free, size = ByteSize(system.f_bavail * system.f_frsize), ByteSize(system.f_blocks * system.f_frsize)
     fact = f"{free} free of {size}, for a capacity of {options.capacity}"

@@ -1,4 +1,4 @@
-"""Owns the options of the `filesystem` tier, as they stand in its `[[l2]]` table."""
+"""The options of the `filesystem` tier, as they stand in its `[[l2]]` table."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api import ByteSize, Options
+from kvframework.api.options import ByteSize, Options
 
 
 class FilesystemOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """Options of the `filesystem` tier; each field has a description."""
 
     path: Annotated[
         str,
         Meta(
             min_length=1,
             description="the folder; made with mode 0700 if it is missing. One that holds anything else, or that "
-            "everybody may write to, is refused",
+            "any user may write to, is refused",
         ),
     ]
     capacity: Annotated[ByteSize, Meta(description="bytes of values that the folder may hold")] = ByteSize(10 << 30)

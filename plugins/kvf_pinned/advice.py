@@ -1,5 +1,4 @@
-"""Owns what `kvframework doctor` tells of an arena that is not made yet: whether there is memory for it, and on which
-NUMA nodes."""
+"""The checks of `kvframework doctor` for an arena that is not created yet: free memory and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -10,19 +9,20 @@ from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import hint, place
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _MOST = 0.9
 
 
 def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding]:
-    """Reads /proc, /sys and the cgroup files; takes no memory, but for a page that it tries the placement with."""
+    """Reads /proc, /sys and the cgroup files; allocates nothing but one page, to test the placement."""
     return [_capacity(options.capacity), _numa(options.numa, sysfs)]
 
 
 def _capacity(capacity: ByteSize) -> Finding:
     room = ByteSize(available_memory())
-    fact = f"an arena of {capacity}, where {room} can be had"
+    fact = f"an arena of {capacity}, where {room} is available"
     if capacity > room:
         advice = "lower [l1] capacity, or give the machine or the cgroup more memory"
         return Finding("pinned.capacity", "fail", fact, advice)

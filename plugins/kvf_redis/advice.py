@@ -1,5 +1,5 @@
-"""Owns what `kvframework doctor` tells of a Redis: whether it answers, how large it may grow, what it does when it is
-full. Runs in a process of its own; changes nothing."""
+"""The checks of `kvframework doctor` for a Redis: whether it answers, its memory limit, its eviction policy. Runs in a
+process of its own; changes nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from kvf_redis.options import RedisOptions
 from kvf_redis.places import Place
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
-from kvframework.api import ByteSize, Finding, TierContext
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
+from kvframework.api.plugin import TableContext
 from kvframework.errors import TierError
 
-# UNLINK, without which the tier cannot delete.
+# The tier cannot delete without UNLINK.
 _LEAST_VERSION = (4,)
 _CACHE = "CONFIG SET maxmemory-policy allkeys-lru, and the same in redis.conf"
 
 
-def diagnose(options: RedisOptions, context: TierContext, deadline: float) -> list[Finding]:
-    """Blocks until `deadline` at most. Of a cluster, the first node that answers stands for all. Raises
-    `ConfigFieldError`."""
+def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
+    """Checks the Redis; blocks until `deadline` at most. Of a cluster, only the first node that answers is checked.
+    Raises `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     connector = settings.connector
     try:
         place, seconds = _first_answer(options, settings, context.where, deadline)
         facts = connector.ask(place, "INFO", read=_facts, deadline=deadline)
     except TierError as error:
-        advice = error.hint or "start it, or mend url: until then the server works without this tier"
+        advice = error.hint or "start it, or correct url: until then the server works without this tier"
         return [Finding("redis.reachable", "fail", f"{error.where.rpartition(': ')[2]}: {error.fact}", advice)]
     version = facts.get("redis_version", "")
     name = f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"
@@ -44,7 +46,7 @@ def diagnose(options: RedisOptions, context: TierContext, deadline: float) -> li
 
 
 def _first_answer(options: RedisOptions, settings: Settings, where: str, deadline: float) -> tuple[Place | None, float]:
-    """Whom to ask, and how long a PING took."""
+    """The first server that answers a PING, and how long the PING took in seconds."""
     places: tuple[Place | None, ...] = settings.places or (None,)
     if settings.sentinels is not None:
         sentinels = Sentinels(

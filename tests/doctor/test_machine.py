@@ -17,10 +17,9 @@ import pytest
 from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api import Finding
 from kvframework.config import load_config
-from kvframework.doctor import accelerator, interpreter, limits, memory, numa
+from kvframework.doctor import accelerator, interpreter, memory, numa
 from kvframework.doctor.checkup import examine, run_check
 from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
-from kvframework.messaging.server import gate
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
@@ -79,7 +78,7 @@ def test_a_configured_path_that_is_too_long_fails_too() -> None:
 def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endpoint = f"ipc://{folder}/server.sock"
-    assert "the server makes it" in by_id(socket_findings(endpoint))["socket.directory"].fact
+    assert "the server creates it" in by_id(socket_findings(endpoint))["socket.directory"].fact
     folder.mkdir(mode=0o700)
     assert by_id(socket_findings(endpoint))["socket.directory"].level == "ok"
     folder.chmod(0o777)
@@ -123,14 +122,10 @@ def test_descriptors_are_counted(limit: str, level: str, text: str) -> None:
     assert text in found[1]
 
 
-def test_the_doctor_knows_the_gates_numbers() -> None:
-    assert (limits.SAFE_LIMIT, limits.SESSIONS_SHARE) == (gate.SAFE_LIMIT, gate.SESSIONS_SHARE)
-
-
 def test_locked_memory_is_told() -> None:
     assert in_a_child("MEMLOCK, (65536, 65536)")["limits.memlock"][:2] == (
         "ok",
-        "64.0 KiB of memory may be locked; only a device transport locks any",
+        "64.0 KiB of memory may be locked; only device transports lock memory",
     )
 
 

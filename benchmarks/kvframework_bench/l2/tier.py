@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvframework.api import Outcome, PackedKey, Tier, TierContext, TierProvider
+from kvframework.api import Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.client import KVClient
 from kvframework.config import PluginTable
 from kvframework.errors import PluginError
@@ -28,7 +28,7 @@ def open_tier(registry: PluginRegistry, name: str, options: Mapping[str, object]
     """Closed on the way out. Raises `BenchUnavailable`."""
     check_plugin(registry, "tier", name)
     provider, made = resolve_table(registry, PluginTable(name, dict(options), WHERE), TierProvider)
-    tier = provider.create(made, TierContext(WHERE))
+    tier = provider.create(made, TableContext(WHERE))
     try:
         yield tier
     finally:

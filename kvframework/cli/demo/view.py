@@ -1,4 +1,4 @@
-"""Owns how `kvframework demo` looks: a line per step with a spinner while it runs, and the table at the end."""
+"""The output of `kvframework demo`: a line per step with a spinner while it runs, and the table at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN_MODEL = "model: random weights; attention falls with distance, as in traine
 
 
 def show_blend(result: BlendResult, console: Console) -> None:
-    """One line a way, and the verdict."""
+    """Print one line per way, and the verdict."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", style="bold", no_wrap=True)
     for column in _COLUMNS:
@@ -38,7 +38,7 @@ def show_blend(result: BlendResult, console: Console) -> None:
     console.print()
     console.print(table, soft_wrap=False)
     console.print()
-    sooner = f"with blend the first token came {result.ttft_ratio:.1f} times sooner."
+    sooner = f"with blend the TTFT is {result.ttft_ratio:.1f} times shorter."
     console.print(Text(f"{len(result.documents)} documents in another order: {sooner}"))
     legend = [*_LEGEND, _OWN_MODEL] if result.model.startswith(OWN_MODEL) else _LEGEND
     for line in legend:
@@ -59,7 +59,7 @@ def _recomputed(done: WayResult) -> str:
 
 
 class Step:
-    """A step that is running. `say` shows where it is, `done` what is left standing behind it."""
+    """A running step. `say` updates its line; `done` sets the detail that remains behind it."""
 
     def __init__(self, title: str, progress: Progress, task: TaskID) -> None:
         self.detail = ""
@@ -75,7 +75,7 @@ class Step:
 
 
 class DemoView:
-    """Writes to one console, from the thread that runs the demo."""
+    """The view of one console, used by the thread that runs the demo."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class DemoView:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """Shows `title` with a spinner and the time; behind it stands a line with what `Step.done` was told."""
+        """Shows `title` with a spinner and the time; afterwards a line with the text of `Step.done`."""
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         # Before rich 14.3 even a disabled Progress writes an empty line where there is no terminal.
@@ -105,11 +105,11 @@ class DemoView:
         table.add_row("hit tokens", f"{a.hit_tokens} of {a.prompt_tokens}", f"{b.hit_tokens} of {b.prompt_tokens}")
         table.add_row("KV stored", *(_moved(run.stored_bytes, run.stored_s) for run in (a, b)))
         table.add_row("KV restored", *(_moved(run.restored_bytes, run.restored_s) for run in (a, b)))
-        table.add_row("time to first token", *(f"{run.ttft_s:.2f} s" for run in (a, b)))
+        table.add_row("TTFT", *(f"{run.ttft_s:.2f} s" for run in (a, b)))
         self._console.print()
         self._console.print(table, soft_wrap=False)
         self._console.print()
-        self._console.print(Text(f"B's first token came {result.ttft_ratio:.1f} times sooner than A's.", style="bold"))
+        self._console.print(Text(f"B's TTFT is {result.ttft_ratio:.1f} times shorter than A's.", style="bold"))
         verdict = f"B's {len(b.tokens)} greedy tokens are {{}} those of the run without a cache."
         if not result.tokens_equal:
             self._console.print(Text(verdict.format("NOT equal to"), style="bold red"))
@@ -124,12 +124,12 @@ class DemoView:
 
 
 def moved(run: EngineRun) -> str:
-    """What an engine restored, for the line of its step."""
+    """Return what an engine restored, for the line of its step."""
     return f"{run.hit_tokens} of {run.prompt_tokens} tokens, {_moved(run.restored_bytes, run.restored_s)}"
 
 
 def copied(nbytes: int) -> str:
-    """How much was copied, for the line of a step."""
+    """Return the amount copied, for the line of a step."""
     return f"{ByteSize(nbytes)} of KV"
 
 

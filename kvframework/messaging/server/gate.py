@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvframework.config.descriptors import SESSIONS_SHARE
 from kvframework.errors import ServerFull
 from kvframework.messaging.resources import descriptor_limit, descriptors_in_use
 from kvframework.messaging.server import syn_filter
@@ -29,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Shares of the limit from which on nothing more comes in there. What is above them is not wasted: it is for tiers and
 # copiers, and for what is accepted before the next look.
-ADDRESS_SHARE, TCP_SHARE, SESSIONS_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.65, 0.7
+ADDRESS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.7
 REOPEN_SHARE = 0.9  # of where a door was shut
-# From this limit on no crowd that was tried got to the last descriptor between two looks; docs/security.md says it.
-SAFE_LIMIT = 4096
 # Connections do not come faster; what a limit has to have above a door follows from it.
 FASTEST_PER_S = 100_000
 SOONEST_S, LATEST_S = 0.002, 0.1
@@ -131,7 +130,7 @@ class Gate:
                 self._failing = False
             except Exception:
                 if not self._failing:  # one line, not ten a second
-                    logger.exception("the gate goes on after an error of its own")
+                    logger.exception("the gate continues after an internal error")
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
@@ -170,7 +169,7 @@ class Gate:
             for listener in self._tcp:
                 syn_filter.drop_newcomers(listener, everybody=everybody, networks=networks)
         except OSError as error:
-            logger.error("the kernel does not hold off TCP connections for this process: %s", error.strerror)
+            logger.error("the kernel cannot defer TCP connections for this process: %s", error.strerror)
 
     def _show(self, shown: bool) -> None:
         try:
@@ -183,13 +182,13 @@ class Gate:
         now = self.doors
         for network, count in now.shut_out:
             if network in fresh:
-                logger.warning("%s holds %d TCP connections: further ones of it wait", shown(network), count)
+                logger.warning("%s holds %d TCP connections: further ones from it wait", shown(network), count)
         if before.tcp and not now.tcp:
             logger.warning("%d of %d descriptors are in use: new TCP connections wait", in_use, limit)
         if before.sessions and not now.sessions:
             logger.warning("%d of %d descriptors are in use: new clients are refused", in_use, limit)
         if before != Doors() and now == Doors():
-            logger.info("%d of %d descriptors are in use: everybody may come in again", in_use, limit)
+            logger.info("%d of %d descriptors are in use: new connections are accepted again", in_use, limit)
 
     def _peers(self) -> Counter[bytes] | None:
         """The accepted TCP connections of each peer, by the descriptors of this process; None if they cannot be

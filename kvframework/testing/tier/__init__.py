@@ -1,6 +1,6 @@
-"""Owns the conformance kit for L2 tiers: what every `Tier` must do. Runs under pytest, in the author's test process.
+"""The conformance kit for L2 tiers: tests that every `Tier` must pass. Runs under pytest, in the author's test process.
 
-Either name the plugin, which is found, checked and created as a server does it:
+Name the plugin; the kit finds, checks and creates it as a server does:
 
     from kvframework.testing import TierConformance
 
@@ -8,10 +8,10 @@ Either name the plugin, which is found, checked and created as a server does it:
         use = "mystore"                             # the entry point `tier.mystore`
         options = {"url": "mystore://127.0.0.1"}    # or a fixture `tier_options`
 
-or give a fixture, and say what the tier can do:
+or give a fixture:
 
     class TestMyStore(TierConformance):
-        capabilities = frozenset({"shared"})
+        shared = True                               # several nodes may use one store
 
         @pytest.fixture
         def tier(self):
@@ -22,7 +22,7 @@ or give a fixture, and say what the tier can do:
         def reopen(self, tier):
             return MyStore(...)
 
-`TierKit` lists all that can be given. Needs pytest and hypothesis.
+`TierKit` lists the settings and fixtures. Needs pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class TierConformance(
     FaultTests,
     WireFaultTests,
 ):
-    """Subclass it; see the module.
+    """Base class of an author's test class; see the module.
 
-    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `capabilities`, `persistent`, `patience_s`,
+    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`,
     `grace_s`, `time_step_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
-    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their texts.
+    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their descriptions.
 
-    Keys are random, so the store may hold other things, but nobody else may be at work on it: used bytes, files and
+    Keys are random, so the store may hold other values, but no other client may use it: used bytes, files and
     threads are counted."""

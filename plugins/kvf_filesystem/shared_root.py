@@ -1,4 +1,4 @@
-"""Owns who uses the open folder: calls borrow it, `close` takes it away from new ones, and the last one out closes it.
+"""The open folder that all calls share: after `close` no new call gets it, and the last call to end closes it.
 
 Thread-safe. A descriptor that was closed under a call could name another file by then, so none ever is.
 """
@@ -15,8 +15,8 @@ from kvf_filesystem.root import Root
 from kvframework.errors import ConfigFieldError, TierError
 
 
-class Lending:
-    """Lends what `open_again` opens, starting with `root`; opens it again after it was lost."""
+class SharedRoot:
+    """A folder, open while calls use it: `root` first; after a loss, the one that `open_again` opens."""
 
     def __init__(self, root: Root, open_again: Callable[[], Root], *, where: str) -> None:
         self._root: Root | None = root
@@ -30,7 +30,7 @@ class Lending:
     @contextmanager
     def borrow(self) -> Iterator[Root]:
         """The folder, open until the block ends. Raises `TierError` once closed, or if the folder was removed and
-        cannot be opened again; `OSError` if it cannot even be asked."""
+        cannot be opened again; `OSError` if its state cannot be read."""
         root = self._enter_standing()
         try:
             yield root
@@ -38,14 +38,14 @@ class Lending:
             self._leave(root)
 
     def lost(self, root: Root) -> None:
-        """The next call opens the folder again."""
+        """Marks the folder as lost: the next call opens it again."""
         with self._lock:
             if self._root is root:
                 self._root = None
                 self._close_if_unused(root)
 
     def close(self) -> None:
-        """Never blocks. Idempotent."""
+        """Refuses further calls. Never blocks. Idempotent."""
         with self._lock:
             self.closed = True
             root, self._root = self._root, None

@@ -21,7 +21,7 @@ from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.calls import CircuitOpen
 from kvframework.storage.l2.steps import Steps, do
 from kvframework.storage.l2.store import L2Store
-from kvframework.storage.l2.write_policy import AtOnce, WritePolicy
+from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
 from kvframework.storage.l2.write_queue import Batch, WriteQueue
 from kvframework.storage.namespaces import NamespaceRecords, record_key
 
@@ -35,7 +35,7 @@ TOUCH_AT_ONCE = 1024
 
 
 class PinnedSource(Protocol):
-    """What write-back needs of L1."""
+    """What a writer needs of L1."""
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
 
@@ -44,7 +44,7 @@ class PinnedSource(Protocol):
     def bytes_of(self, lease: PinLease) -> memoryview: ...
 
 
-class WriteBack:
+class TierWriter:
     """Thread-safe; only `drain` blocks. Its events may be told under the storage lock."""
 
     def __init__(
@@ -58,14 +58,14 @@ class WriteBack:
         promote: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = f"writeback-{store.name}"
+        self.name = f"writer-{store.name}"
         self.store = store
         self.promote = promote
         self.changed = threading.Condition()
         self.closing = False
         self._source = source
         self._records = records
-        self._policy = policy or AtOnce()
+        self._policy = policy or WriteThrough()
         self._queue = WriteQueue(self._policy, queue, store.count)
         self._clock = clock
         # When each namespace's record was last put, or began to be.

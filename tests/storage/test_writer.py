@@ -1,4 +1,4 @@
-"""Write-back: what is committed reaches the tier, and a tier in trouble troubles nobody."""
+"""The writer: what is committed reaches the tier, and a tier in trouble delays no one else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
-from kvframework.storage.l2.writeback import RECORD_EVERY_S, WriteBack
+from kvframework.storage.l2.writer import RECORD_EVERY_S, TierWriter
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, SIZE, Node
@@ -26,7 +26,7 @@ K = [packed_key(number) for number in range(200)]
 
 
 def wait_written(tier: MemoryTier, keys: list[PackedKey]) -> None:
-    wait_until(lambda: set(keys) <= tier.values.keys(), what="the write-back")
+    wait_until(lambda: set(keys) <= tier.values.keys(), what="the write to L2")
     for key in keys:
         value = tier.values[key]
         unseal(value[:HEADER_BYTES], key, memoryview(value[HEADER_BYTES:]), received=len(value))
@@ -70,16 +70,16 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.down = True
     for _ in range(3):
         with pytest.raises(OSError):
-            node.stores[0].put(K[100:101], [memoryview(b"value")])
+            run(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]))
     node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
+    other = threading.Thread(target=run, args=(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]),))
     other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
     node.write(K[:1])
-    assert not node.manager._tiers.writebacks[0].drain(0.2), "it waits for its turn"
+    assert not node.manager._tiers.writers[0].drain(0.2), "it waits for its turn"
     assert node.store_counters.get("refused", 0) - before <= 2
     node.tier.resume()
     other.join()
@@ -118,7 +118,7 @@ def test_only_what_is_being_sent_is_pinned_and_the_evicted_is_counted(make_node:
     node.assert_idle()
 
 
-def test_write_back_is_no_use_in_the_eyes_of_the_policy(node: Node) -> None:
+def test_a_write_to_l2_is_no_access_for_eviction(node: Node) -> None:
     node.write(K[:4])
     wait_written(node.tier, K[:4])
     node.assert_idle()
@@ -166,10 +166,10 @@ def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Nod
     node.tier.max_bytes = 0
     for _ in range(3):
         with pytest.raises(OSError):
-            node.stores[0].put(K[:1], [memoryview(b"value")])
+            run(node.stores[0].put_steps(K[:1], [memoryview(b"value")]))
     assert node.stores[0].state == "open"
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    node.stores[0].check()
+    run(node.stores[0].check_steps())
     assert node.stores[0].state == "closed"
 
 
@@ -312,18 +312,18 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
     tier = MemoryTier()
     store = L2Store(tier, timeout_s=5.0, clock=lambda: now)
     records = NamespaceRecords()
-    writeback = WriteBack(Held(), store, records, clock=lambda: now)
+    writer = TierWriter(Held(), store, records, clock=lambda: now)
     for number in range(50):
         now += RECORD_EVERY_S / 4
         namespace = number.to_bytes(16, "big")
         records.add(namespace, NamespaceRecord("llama", 1, DESC))
-        writeback.committed([packed_key(number, namespace=namespace)])
-        steps = writeback.poll()
+        writer.committed([packed_key(number, namespace=namespace)])
+        steps = writer.poll()
         assert steps is not None
         run(steps)
         assert record_key(namespace) in tier.values
-        assert len(writeback._record_put) <= 4
-    assert writeback.pending == 0
+        assert len(writer._record_put) <= 4
+    assert writer.pending == 0
 
 
 class Held:
