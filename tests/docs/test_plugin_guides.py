@@ -46,4 +46,4 @@ def test_its_plugin_package_and_proof_work_together(guide: str, tmp_path: Path) 
 
 def saved_as(guide: str) -> list[str]:
     """The names of the modules that it says to save."""
-    return re.findall(r"[Ss]ave (?:it|this) as `(\w+)\.py`", (PLUGINS / guide).read_text())
+    return re.findall(r"[Ss]ave (?:it|this) as\s`(\w+)\.py`", (PLUGINS / guide).read_text())
