@@ -23,14 +23,14 @@ from kvframework.api import (
     Handler,
     HasherProvider,
     KeyHasher,
-    L1Memory,
-    L1Provider,
     Layout,
     LayoutProvider,
+    Memory,
+    MemoryProvider,
     RequestsProvider,
     ServerTransport,
+    TableContext,
     Tier,
-    TierContext,
     TierProvider,
     TransportProvider,
 )
@@ -171,10 +171,10 @@ class Server:
         records = NamespaceRecords()
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
-        memory, memory_options = resolve_table(self._registry, config.l1.memory, L1Provider)
-        context = TierContext(config.l1.memory.where)
+        memory, memory_options = resolve_table(self._registry, config.l1.memory, MemoryProvider)
+        context = TableContext(config.l1.memory.where)
         return StorageManager(
-            self._creator.one("tier", config.l1.memory, L1Memory, memory.create, memory_options, context),
+            self._creator.one("memory", config.l1.memory, Memory, memory.create, memory_options, context),
             self._creator.one("eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options),
             tiers,
             records=records,
@@ -193,9 +193,8 @@ class Server:
         provider, options = resolve_table(self._registry, table.tier, TierProvider)
         keys = table.keys
         store = L2Store(
-            self._creator.one("tier", table.tier, Tier, provider.create, options, TierContext(table.tier.where)),
+            self._creator.one("tier", table.tier, Tier, provider.create, options, TableContext(table.tier.where)),
             timeout_s=keys.timeout_s,
-            capabilities=provider.capabilities,
             codec=keys.codec,
             codecs=codecs,
             layout_of=records.layout_of,

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
+__all__ = ["EngineView"]
+
+
 class EngineView(ABC):
     """One block per layer group that may be written at registration, and the engine's own access to it.
 

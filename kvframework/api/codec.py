@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvframework.api.plugin import O, Provider, hookimpl
+
+__all__ = ["Codec", "CodecProvider", "hookimpl"]
 
 MAX_CODEC_NAME = 16
 
@@ -26,3 +31,11 @@ class Codec(ABC):
         Allocates no more than a few times the size of `out` and `packed`, whatever `packed` claims. Keeps no reference
         to either.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecProvider(Provider[O]):
+    """`create` makes the codec that all tiers of one server share."""
+
+    kind = "codec"
+    create: Callable[[O], Codec]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
+from kvframework.api.plugin import O, Provider, hookimpl
+
+__all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "hookimpl"]
 
 
 class EvictionPolicy(ABC):
@@ -44,3 +48,11 @@ class EvictionPolicy(ABC):
 
         The core may stop iterating at any point. It calls no other method while it iterates.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionProvider(Provider[O]):
+    """`create` makes the policy of one server's L1."""
+
+    kind = "eviction"
+    create: Callable[[O], EvictionPolicy]

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+__all__ = ["Finding"]
+
 Level = Literal["ok", "warn", "fail"]
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Buffer
+
+__all__ = ["DIGEST_BYTES", "TOKEN_BYTES", "Buffer", "HasherProvider", "KeyHasher", "hookimpl"]
 
 
 class KeyHasher(ABC):
@@ -33,3 +38,11 @@ class KeyHasher(ABC):
         multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called
         from several threads at once; keeps no reference to `tokens`.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasherProvider(Provider[O]):
+    """`create` makes a hasher: the server one, and every client one by the name that the server tells it."""
+
+    kind = "hasher"
+    create: Callable[[O], KeyHasher]

@@ -13,6 +13,8 @@ import msgspec
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.types import Message
 
+__all__ = ["DIGEST_BYTES", "PACKED_KEY_BYTES", "TOKEN_BYTES", "CacheKey", "PackedKey"]
+
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16
 SALT_BYTES = 16

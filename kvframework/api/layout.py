@@ -7,13 +7,32 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
 
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Message, dtype_bytes
 from kvframework.errors import BadLayout, BadRange
+
+__all__ = [
+    "AXES",
+    "CANONICAL",
+    "NO_BLOCK",
+    "OPAQUE",
+    "BadLayout",
+    "GroupDesc",
+    "KVLayout",
+    "LayerGroup",
+    "LayerTensors",
+    "Layout",
+    "LayoutProvider",
+    "MemoryLayoutDesc",
+    "hookimpl",
+    "validate_layout",
+]
 
 if TYPE_CHECKING:
     import torch
@@ -276,3 +295,11 @@ class Layout(ABC):
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
         """Returns the form of one stored object: canonical, or opaque for groups that declare a packing."""
         return canonical_desc(layout, chunk_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutProvider(Provider[O]):
+    """`create` makes the layout: in engines with the engine's options, in servers with those of the TOML."""
+
+    kind = "layout"
+    create: Callable[[O], Layout]

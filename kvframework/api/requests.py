@@ -11,7 +11,26 @@ from kvframework.api.futures import MessagingFuture
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Buffer, Message
+
+__all__ = [
+    "Buffer",
+    "CacheKey",
+    "CacheServices",
+    "ClientInfo",
+    "Handler",
+    "HandlerResult",
+    "InstanceContext",
+    "Message",
+    "PackedKey",
+    "PrefetchTask",
+    "Reply",
+    "RequestSpec",
+    "RequestsProvider",
+    "Select",
+    "hookimpl",
+]
 
 
 @dataclass(frozen=True)
@@ -162,3 +181,11 @@ class CacheServices(ABC):
         `select` picks the keys worth loading, once the tiers have answered which they have, and again after a loss
         (default: all); it runs in a storage thread. Returns None if there is no L2 tier or too many loads are running.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsProvider(Provider[O]):
+    """Requests of a plugin's own; their names start with `name` and a dot."""
+
+    kind = "requests"
+    create: Callable[[O, CacheServices], Sequence[Handler]]  # type: ignore[type-arg]

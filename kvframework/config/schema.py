@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvframework.api.providers import MAX_TIER_CALLS
+from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
 

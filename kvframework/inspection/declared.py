@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import inspect
 
-from kvframework.api import ByteSize, L1Provider, Options, TierProvider
+from kvframework.api import ByteSize, MemoryProvider, Options, TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
@@ -43,7 +43,7 @@ def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
 
 def core_keys(provider: AnyProvider) -> tuple[str, ...]:
     """The keys that the core takes out of a provider's table."""
-    if isinstance(provider, L1Provider):
+    if isinstance(provider, MemoryProvider):
         return ("use", "eviction", *L1Keys.__struct_fields__)
     return ("use", *L2Keys.__struct_fields__) if isinstance(provider, TierProvider) else ("use",)
 

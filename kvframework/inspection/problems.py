@@ -52,9 +52,6 @@ PROBLEMS: dict[str, tuple[Severity, str]] = {
     "missing-attribute": ("error", "what `create` makes lacks an attribute of the contract"),
     "wrong-signature": ("error", "a method, `create` or `diagnose` cannot be called as the core calls it"),
     "async-method": ("error", "a method of the contract is asynchronous: the core does not await it"),
-    "unknown-capability": ("error", "a capability is declared that does not exist"),
-    "false-capability": ("error", "a capability is declared whose method is not implemented"),
-    "undeclared-capability": ("warning", "a method is implemented whose capability is not declared"),
 }
 
 

@@ -13,11 +13,11 @@ import msgspec
 import pluggy
 
 from kvframework.api import ENTRY_POINT_GROUP, hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.config import closest
 from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
 from kvframework.inspection.contracts import (
     attribute_problems,
-    capability_problems,
     class_problems,
     maker_problems,
     makers,
@@ -51,7 +51,7 @@ def _inspect(target: Target) -> Iterator[Line]:
         return
     yield Line(step="hooks")
     providers: dict[str, AnyProvider] = {}
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
         loader.adopt(manager, plugin, target.value)
@@ -126,8 +126,6 @@ def _provider(
                     yield from _lines(attribute_problems(made, maker.contract, title))
         if made_class is not None and maker.contract is not None:
             yield from _lines(class_problems(made_class, maker.contract, title))
-        if maker.name == "create":
-            yield from _lines(capability_problems(provider, made_class, title))
 
 
 def _sought(sources: list[SourceFile], contract: type[Any] | None) -> type[Any] | None:

@@ -86,7 +86,7 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
         raise error(
             f"{title}: it does not implement {hook}",
             available=", ".join(sorted(implemented)) or "no hook at all",
-            hint=f"mark {hook} with @kvframework.api.hookimpl, or rename the entry point",
+            hint=f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point",
         )
     providers = offered(manager, plugin, offer.kind, title)
     matching = [provider for provider in providers if provider.name == offer.name]

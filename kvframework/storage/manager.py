@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
+from kvframework.api import EvictionPolicy, Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.bounded import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
@@ -50,7 +50,7 @@ class StorageManager:
 
     def __init__(
         self,
-        memory: L1Memory,
+        memory: Memory,
         policy: EvictionPolicy,
         tiers: Sequence[AttachedTier] = (),
         *,
@@ -292,7 +292,7 @@ class StorageManager:
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
             return
         if process_ends:
-            with contextlib.suppress(BufferError):  # a transport's, see `L1Memory.leave`
+            with contextlib.suppress(BufferError):  # a transport's, see `Memory.leave`
                 self._arena.release()
             if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
                 log.error("closing the arena takes too long")

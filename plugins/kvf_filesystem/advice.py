@@ -8,7 +8,8 @@ import stat
 
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _LEAST_FREE = 0.05
 

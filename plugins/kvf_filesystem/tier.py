@@ -22,7 +22,7 @@ from kvf_filesystem.reading import load, look
 from kvf_filesystem.root import Root, open_root
 from kvf_filesystem.shared_root import SharedRoot
 from kvf_filesystem.writing import Writer
-from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
 T = TypeVar("T")

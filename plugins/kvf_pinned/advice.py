@@ -10,7 +10,8 @@ from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import hint, place
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _MOST = 0.9
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoChild, DemoFailed
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.view import DemoView
-from kvframework.redis_server import redis_binary
 from tests.support.waiting import wait_until
 
 SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]

@@ -190,8 +190,10 @@ STUCK = """
         return [EvictionProvider(name=f.__name__, summary="", create=f) for f in (slow, deaf)]
     @hookimpl
     def kvf_tiers():
-        tiers = [TierProvider(name=t.name, summary="", create=t) for t in (HangsAtItsEnd, NeverCloses)]
-        return [*tiers, L1Provider(name="large", summary="", options=PinnedOptions, create=create_arena)]
+        return [TierProvider(name=t.name, summary="", create=t) for t in (HangsAtItsEnd, NeverCloses)]
+    @hookimpl
+    def kvf_memories():
+        return [MemoryProvider(name="large", summary="", options=PinnedOptions, create=create_arena)]
 """
 
 

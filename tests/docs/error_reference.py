@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tests.docs.prose import wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [file for top in (ROOT / "kvframework", ROOT / "plugins") for file in sorted(top.rglob("*.py"))]
+TOPS = (ROOT / "kvframework", ROOT / "plugins", ROOT / "benchmarks" / "kvframework_bench")
+FILES = [file for top in TOPS for file in sorted(top.rglob("*.py"))]
 TITLES = {
     "error": "All",
     "remote": "From a peer",

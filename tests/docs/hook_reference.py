@@ -9,18 +9,20 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvframework import api
-from kvframework.api import Provider, hookspecs
+from kvframework.api import hookspecs
+from kvframework.api.plugin import Provider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
 
 HOOKS: dict[str, Callable[[], object]] = {
     name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
 }
+API = "kvframework.api."
 # The page of each kind.
 PAGES = {
     "transport": "transports.md",
     "layout": "layouts.md",
+    "memory": "memory.md",
     "tier": "tiers.md",
     "eviction": "eviction.md",
     "hasher": "hashers.md",
@@ -82,8 +84,7 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
 
 def _descriptors(providers: tuple[type[Provider[Any]], ...]) -> list[type[Provider[Any]]]:
     """Those that a hook may return, with the special ones of each."""
-    special = [each for each in vars(api).values() if isinstance(each, type) and issubclass(each, Provider)]
-    return [each for base in providers for each in (base, *(one for one in special if base in one.__mro__[1:]))]
+    return [each for base in providers for each in (base, *base.__subclasses__()) if each.__module__.startswith(API)]
 
 
 def _fields(provider: type[Provider[Any]]) -> str:
@@ -95,7 +96,7 @@ def _fields(provider: type[Provider[Any]]) -> str:
         if field.name in known and known[field.name].default is field.default:
             continue
         default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
-        if provider is api.DeviceTransportProvider and field.name == "create":
+        if provider.__name__ == "DeviceTransportProvider" and field.name == "create":
             default = "made by the core"
         kind = str(field.type).replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{kind}` | {default} |")

@@ -156,14 +156,13 @@ def _made(path):
         def get_into(self, keys, parts, *, deadline): ...
         def put(self, keys, parts, *, deadline): ...
         def delete(self, keys, *, deadline): ...
-        def scan(self, *, deadline): ...
+        def scan(self): ...
         def close(self): ...
     return Hidden()
 @hookimpl
 def kvf_tiers():
-    claims = frozenset({"capacity"})
     create = lambda options, context: _made(options.path)
-    return [TierProvider(name="deep", summary="d", options=Where, capabilities=claims, create=create)]
+    return [TierProvider(name="deep", summary="d", options=Where, create=create)]
 """
 
 
@@ -175,7 +174,7 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     report = inspect_plugin("tier.deep", {"path": str(site), "depth": 2})
     assert (site / "made").exists()
     assert report.notes == []
-    assert {each.id for each in report.problems} == {"false-capability", "undeclared-capability"}
+    assert {each.id for each in report.problems} == {"wrong-signature"}
     report = inspect_plugin("tier.deep", {"path": str(site), "depht": 2})
     assert "none was created here: unknown key 'depht' [config.field]" in report.notes[0]
     report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})

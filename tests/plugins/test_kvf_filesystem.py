@@ -46,8 +46,6 @@ class TestSharedFolder(TierConformance):
 
 
 class TestFolderOfItsOwn(TierConformance):
-    capabilities = frozenset({"capacity", "scan"})
-
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         tier = open_tier(tmp_path / "kv")

@@ -89,7 +89,6 @@ class World:
                 tier,
                 timeout_s=TIMEOUT_S,
                 breaker=WatchedBreaker(),
-                capabilities=tier.capabilities,
                 layout_of=records.layout_of,
                 watermarks=Watermarks(0.9, 0.6),
                 clock=self.clock,

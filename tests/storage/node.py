@@ -49,7 +49,6 @@ class Node:
                 tier,
                 timeout_s=timeout_s,
                 breaker=Breaker(threshold=3, backoff_s=0.01, max_backoff_s=0.05),
-                capabilities=tier.capabilities,
                 layout_of=records.layout_of,
             )
             for tier in self.tiers

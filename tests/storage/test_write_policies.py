@@ -140,7 +140,7 @@ def test_without_promotion_it_stays_where_it_was(make_node: Callable[..., Node])
 
 
 class Forgetful(MemoryTier):
-    capabilities = frozenset({"ttl"})
+    has = frozenset({"touch"})
 
 
 def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..., Node]) -> None:

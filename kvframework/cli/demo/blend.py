@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.prefix import ENGINE_TIMEOUT_S
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.result import BlendResult, WayResult

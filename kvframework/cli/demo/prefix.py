@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts

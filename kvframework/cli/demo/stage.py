@@ -14,11 +14,11 @@ from types import TracebackType
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, RedisProcess, ServerProcess
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.view import DemoView
 from kvframework.config import apply_override, toml_value
-from kvframework.redis_server import redis_binary
 from kvframework.registry import PluginRegistry
 
 _WRITE_TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierUsage
@@ -37,8 +37,8 @@ class L2Store:
     it is closed.
 
     `codec` packs what is written; what is read may have been packed by any of `codecs`. `layout_of` gives the
-    fingerprint of a namespace's object layout. `capabilities` are what the tier's provider declares. `breaker` is the
-    model of the tier's circuits, `clock` another one than the tier's own only in a simulation.
+    fingerprint of a namespace's object layout. `breaker` is the model of the tier's circuits, `clock` another one than
+    the tier's own only in a simulation.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class L2Store:
         *,
         timeout_s: float,
         breaker: Breaker | None = None,
-        capabilities: Iterable[str] = (),
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
@@ -56,7 +55,7 @@ class L2Store:
     ) -> None:
         self.name = tier.name
         self.timeout_s = timeout_s
-        self.capabilities = frozenset(capabilities)
+        self.capabilities = frozenset(tier.capabilities())
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -80,7 +79,7 @@ class L2Store:
     @property
     def wants_touches(self) -> bool:
         """Whether the tier forgets what is not used."""
-        return bool(self.capabilities & {"ttl", "scan"})
+        return "touch" in self.capabilities
 
     def wait_s(self, *calls: str) -> float:
         """Seconds until the circuits let these calls through; without any, those that `put` makes."""
@@ -196,7 +195,7 @@ class L2Store:
             if stale and not (yield from self.answers_steps()):
                 return
             self._calls.presume_writable()
-            if "capacity" in self.capabilities:
+            if "usage" in self.capabilities:
                 yield from self._ask_usage()
         except TierError:
             log.debug("tier %s: it does not work at the moment", self.name)
@@ -259,7 +258,7 @@ class L2Store:
 
     @property
     def _keeps_room(self) -> bool:
-        return self.capabilities >= {"capacity", "scan"}
+        return self.capabilities >= {"scan", "usage"}
 
     def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
         """Deletes what was used longest ago, if values of `sizes`, and what other writers are writing, would fill the
