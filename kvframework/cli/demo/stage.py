@@ -59,12 +59,12 @@ class DemoStage:
     def restart_server(self) -> None:
         """Wait until the tier has every stored object, kill the server as a crash would, and start a new one."""
         title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
-        with self._view.step(f"waiting for {title} to have it all") as step:
+        with self._view.step(f"waiting until {title} has all objects") as step:
             step.done(f"{self._server.await_written(_WRITE_TIMEOUT_S)} values")
         with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
             self._server.kill()
             self._start_server()
-            step.done("its memory is empty")
+            step.done("L1 is empty")
 
     def _set_up(self) -> None:
         self.directory = Path(self._stack.enter_context(_private_directory()))

@@ -32,9 +32,9 @@ class Held:
     def __post_init__(self) -> None:
         bounds = [(0, self.prefix), *self.segments, (self.tokens - 1, self.tokens)]
         if self.prefix < 0 or any(start >= end for start, end in bounds[1:]):
-            raise ValueError(f"an empty segment, or none of the prompt: {self}")
+            raise ValueError(f"a segment that is empty or outside the prompt: {self}")
         if any(before[1] > behind[0] for before, behind in pairwise(bounds)):
-            raise ValueError(f"segments out of order, or nothing left to compute: {self}")
+            raise ValueError(f"segments out of order, or no token left to compute: {self}")
 
     @property
     def loaded(self) -> int:
