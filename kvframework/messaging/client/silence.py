@@ -60,7 +60,7 @@ class Silence:
             self._logged = False
             logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
         else:
-            logger.debug("one answer was late, the server is there")
+            logger.debug("one answer was late, the server answers")
         self._changed()
 
     def log(self, now: float) -> None:
