@@ -115,7 +115,7 @@ Select = Callable[[Sequence[bool]], Sequence[int]]
 class InstanceContext(ABC):
     """One registered instance, as the server knows it, until the instance is unregistered or its client ends.
 
-    `ranks` are those whose objects it may store and load, usually its own only. `attached` holds the state that
+    `ranks` are those whose objects it may store and load: usually its own only. `attached` holds the state that
     handlers keep for the instance, each under its plugin's name: it ends with the instance, and only the serving thread
     (handlers that are not pooled) may change it.
     """

@@ -1,4 +1,4 @@
-"""Owns what the tests of faults read and write: values that their keys determine, as the core's keys do."""
+"""The values that the tests of faults write and read: each follows from its key, as with the core's keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LENGTHS = (1, 40, 5000, 70_000, 300_000)
 
 
 def value_of(key: PackedKey) -> bytes:
-    """The one value that may ever come back under this key."""
+    """Return the only correct value of this key."""
     return hashlib.shake_128(key).digest(_LENGTHS[key[-1] % len(_LENGTHS)])
 
 
@@ -61,7 +61,7 @@ def must_heal(store: L2Store, keys: Sequence[PackedKey], patience_s: float) -> N
 
 
 def persist(call: Callable[[], T], patience_s: float) -> T:
-    """What `call` returns once it raises `TierError` no more; its last one if that takes too long."""
+    """Call `call` until it raises no `TierError`, and return its result; raises the last one after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Owns the tests of a tier whose calls and values go wrong, under the store that the server puts around every tier."""
+"""Tests of a tier whose calls and values fail, behind the store that the server puts around every tier."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TURNS = 60
 
 
 class FaultTests(TierKit):
-    """Faults are put around the tier, so this needs no help from it. Whatever goes wrong, no wrong byte leaves the
-    store, and once the faults stop, all is as if there had been none."""
+    """The faults are injected around the tier, so they need no support from it. No wrong byte leaves the store, and
+    once the faults stop, every key works again.
+    """
 
     @pytest.mark.parametrize("kinds", [*((kind,) for kind in TIER_FAULTS), tuple(TIER_FAULTS)], ids="+".join)
     def test_no_wrong_byte_leaves_and_all_heals(self, tier: Tier, kinds: tuple[str, ...]) -> None:
@@ -42,7 +43,7 @@ class FaultTests(TierKit):
 
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
     def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, tier: Tier, kept: float) -> None:
-        """As in a place of L1 that held the same object before: what was not received is there all the same."""
+        """A place of L1 may have held the same object before: bytes that were not received are then there already."""
         store = L2Store(tier, timeout_s=self.patience_s)
         keys = self.fresh_keys(6)
         save(store, keys)

@@ -1,8 +1,7 @@
-"""Owns the recompute plan: which tokens of a prompt go through the model although their KV was loaded. Needs torch;
-pure.
+"""The recompute plan: the tokens of a prompt that go through the model although their KV was loaded. Needs torch; pure.
 
-KV of a segment was computed without what stands before it. A few tokens carry most of the difference (CacheBlend,
-EuroSys '25): recomputed, they bring the logits near to those of the whole prompt.
+KV of a segment was computed without the text before it. A few tokens carry most of the difference (CacheBlend, EuroSys
+'25): recomputed, they bring the logits near to those of the whole prompt.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from itertools import pairwise
 
 import torch
 
-# Keeps 0.07 of 100 tokens at 7: the product of the floats is a little more.
+# Makes 0.07 of 100 tokens 7: the product of the floats is a little more.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Held:
-    """What was loaded of a prompt of `tokens` tokens: its first `prefix`, and `segments`, pairs (start, end).
+    """The loaded parts of a prompt of `tokens` tokens: its first `prefix`, and `segments`, pairs (start, end).
 
     Raises `ValueError` unless the segments are in order, apart, behind the prefix and not empty, and the last token of
     the prompt is in none: there would be nothing to compute logits from.
@@ -53,10 +52,10 @@ class Held:
 
 
 def by_deviation(held: Held, deviation: torch.Tensor, share: float) -> torch.Tensor:
-    """What is missing, and the `share` (0 to 1, rounded up to a token) of what was loaded that deviates most.
+    """The missing positions, and the `share` (0 to 1, rounded up to a token) of the loaded ones that deviates most.
 
-    `deviation` is one number for each of `held.loaded_positions()`; what is no number counts as the most. Sorted
-    positions, on the CPU.
+    `deviation` is one number for each of `held.loaded_positions()`; NaN counts as the most. Sorted positions, on the
+    CPU.
     """
     measured = _measured(held, deviation)
     chosen = measured.topk(_count(share, held.loaded), sorted=False).indices
