@@ -112,12 +112,6 @@ class StorageManager:
     def has_tiers(self) -> bool:
         return bool(self._tiers.stores)
 
-    @property
-    @_locked
-    def ready_bytes(self) -> int:
-        """How much of the capacity is resident and may be handed out."""
-        return self._table.allocator.limit
-
     @_locked
     def count(self, **amounts: int) -> None:
         """Adds to the counters that `status` shows."""
