@@ -24,8 +24,8 @@ class LogLimit(logging.Filter):
     """Lets `at_once` lines of a kind pass in `every_s` seconds, and adds the number of suppressed ones to the next
     line.
 
-    A kind is a logger, a level and a text before its arguments are put in. Lines below WARNING all pass. Added to a
-    handler, or to one logger.
+    A kind is a logger, a level and a text before its arguments are put in. Lines below WARNING all pass. Attach it to
+    a handler, or to one logger.
     """
 
     def __init__(
