@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
-from kvframework.messaging import gate as gates
+from kvframework.messaging.server import gate as gates
 from kvframework.messaging.server.gate import Doors, Gate
 from kvframework.messaging.server.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from kvframework.storage import loading, prefetch, write_queue, writeback
+from kvframework.storage.l2 import loading, prefetch, write_queue, writeback
 from tests.simulation.actions import ACTIONS, WEIGHTS, rest
 from tests.simulation.checks import check, glance
 from tests.simulation.dice import Dice
