@@ -15,6 +15,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # Crowds, crashes, faults and chance against real processes: slow, or waiting by design.
     "survival": (
         "chaos",
+        "cli/test_demo_variants.py",
         "fuzz",
         "plugins/test_kvf_filesystem_faults.py",
         "plugins/test_kvf_redis_failover.py",

@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
@@ -46,6 +47,7 @@ def run(
     loaded = set(sys.modules)
     with (
         mock.patch.dict(os.environ, environment(site, KVFRAMEWORK_CONFIG=config, **variables), clear=True),
+        mock.patch.object(tempfile, "tempdir", None),
         mock.patch.object(sys, "argv", ["kvframework", *arguments]),
         mock.patch.object(sys, "path", [str(site), *sys.path] if site else sys.path),
         contextlib.redirect_stdout(out),
