@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     # What authors of plugins read, copy and run: guides, examples, scaffolds, and the kits against planted bugs.
     "docs": (
         "devices/test_planted_bugs.py",
+        "docs/test_architecture.py",
         "docs/test_gpu.py",
         "docs/test_layouts.py",
         "docs/test_operations.py",
