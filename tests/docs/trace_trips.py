@@ -74,7 +74,12 @@ def main(redis_url: str) -> None:
     from tests.support.waiting import wait_until
 
     with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
-        settings = (f"server.endpoint=ipc://{directory}/s.sock", "l1.capacity=4MiB", "l2.0.use=redis", f"l2.0.url={redis_url}")
+        settings = (
+            f"server.endpoint=ipc://{directory}/s.sock",
+            "l1.capacity=4MiB",
+            "l2.0.use=redis",
+            f"l2.0.url={redis_url}",
+        )
         server = Server(load_config(None, settings), PluginRegistry())
         server.bind()
         serving = threading.Thread(target=server.serve_forever, name="serving")
