@@ -54,7 +54,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def part_of(file: Path) -> str:
-    """The part of a test file, which lies below tests/."""
+    """The part of a test file; what does not lie below tests/ is no part's and runs when it is named."""
+    if not file.resolve().is_relative_to(ROOT):
+        return DEFAULT
     place = PurePosixPath(file.resolve().relative_to(ROOT).as_posix())
     named = {str(place), *map(str, place.parents)}
     return next((part for part, places in PARTS.items() if named & set(places)), DEFAULT)

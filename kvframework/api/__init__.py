@@ -1,8 +1,9 @@
-"""All that a plugin may import: hooks, provider descriptors, contracts, and the types they speak in."""
+"""All that a plugin may import, one module a kind: `kvframework.api.tier`, `.memory`, `.layout`, ... Each names in
+`__all__` what its authors use; docs/plugins/compatibility.md says what that promises."""
 
 from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
-from kvframework.api.codec import MAX_CODEC_NAME, Codec
+from kvframework.api.codec import MAX_CODEC_NAME, Codec, CodecProvider
 from kvframework.api.driver import (
     MAX_HANDLE_BYTES,
     Allocation,
@@ -14,11 +15,10 @@ from kvframework.api.driver import (
     Exported,
     Step,
 )
-from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.findings import Finding, Level
 from kvframework.api.futures import DeviceFuture, MessagingFuture
-from kvframework.api.hasher import KeyHasher
-from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
+from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.keys import (
     DIGEST_BYTES,
     LAYER_ORDER_BYTES,
@@ -30,8 +30,6 @@ from kvframework.api.keys import (
     ObjectKey,
     PackedKey,
     compute_namespace,
-    key_prefix,
-    salt_digest,
 )
 from kvframework.api.layout import (
     AXES,
@@ -43,28 +41,18 @@ from kvframework.api.layout import (
     LayerGroup,
     LayerTensors,
     Layout,
+    LayoutProvider,
     MemoryLayoutDesc,
     canonical_desc,
     check_skip,
     chunk_tokens_for,
     validate_layout,
 )
+from kvframework.api.memory import Memory, MemoryProvider
+from kvframework.api.options import ByteSize, NoOptions, Options, Secret, SecretUrl
 from kvframework.api.planning import CopyPlanner, PlacedView
-from kvframework.api.providers import (
-    API_VERSION,
-    CodecProvider,
-    DeviceTransportProvider,
-    Diagnose,
-    EvictionProvider,
-    HasherProvider,
-    L1Provider,
-    LayoutProvider,
-    Provider,
-    RequestsProvider,
-    TierContext,
-    TierProvider,
-    TransportProvider,
-)
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, Provider, TableContext, hookimpl
+from kvframework.api.providers import DeviceTransportProvider, TransportProvider
 from kvframework.api.requests import (
     CacheServices,
     ClientInfo,
@@ -74,9 +62,10 @@ from kvframework.api.requests import (
     PrefetchTask,
     Reply,
     RequestSpec,
+    RequestsProvider,
     Select,
 )
-from kvframework.api.tier import TIER_CAPABILITIES, L1Memory, Outcome, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, Tier, TierEntry, TierProvider, TierUsage
 from kvframework.api.transport import (
     ArenaRange,
     CopyJob,
@@ -90,20 +79,7 @@ from kvframework.api.transport import (
     StorePlan,
     TransferContext,
 )
-from kvframework.api.types import (
-    DTYPE_BYTES,
-    BlockIds,
-    Buffer,
-    ByteSize,
-    Message,
-    NoOptions,
-    Options,
-    Secret,
-    SecretUrl,
-    dtype_bytes,
-    masked_url,
-    shown_options,
-)
+from kvframework.api.types import DTYPE_BYTES, BlockIds, Buffer, Message, dtype_bytes
 
 __all__ = [
     "API_VERSION",
@@ -120,7 +96,6 @@ __all__ = [
     "OPAQUE",
     "PACKED_KEY_BYTES",
     "SALT_BYTES",
-    "TIER_CAPABILITIES",
     "TOKEN_BYTES",
     "Allocation",
     "Arena",
@@ -140,7 +115,6 @@ __all__ = [
     "DeviceFuture",
     "DeviceOptions",
     "DeviceTransportProvider",
-    "Diagnose",
     "EngineDriver",
     "EngineLink",
     "EngineView",
@@ -155,15 +129,15 @@ __all__ = [
     "InstanceContext",
     "KVLayout",
     "KeyHasher",
-    "L1Memory",
-    "L1Provider",
     "LayerGroup",
     "LayerTensors",
     "Layout",
     "LayoutProvider",
     "Level",
     "LostKind",
+    "Memory",
     "MemoryLayoutDesc",
+    "MemoryProvider",
     "Message",
     "MessagingFuture",
     "NoOptions",
@@ -187,8 +161,8 @@ __all__ = [
     "Step",
     "StoreOutcome",
     "StorePlan",
+    "TableContext",
     "Tier",
-    "TierContext",
     "TierEntry",
     "TierProvider",
     "TierUsage",
@@ -201,10 +175,6 @@ __all__ = [
     "compute_namespace",
     "dtype_bytes",
     "hookimpl",
-    "key_prefix",
-    "masked_url",
-    "salt_digest",
-    "shown_options",
     "touched_blocks",
     "validate_layout",
 ]

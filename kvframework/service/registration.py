@@ -47,7 +47,7 @@ MAX_INSTANCES_IN_ALL = 2048
 # A layout is kept for as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
 # A driver's handle, and what is said around it.
-MAX_LENT_BYTES = 2 * MAX_HANDLE_BYTES
+MAX_HANDLE_FRAME_BYTES = 2 * MAX_HANDLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class Registrations:
                 available="none: it is engine-driven" if transport.server is None else "at least one",
             )
         if transport.server is not None and not client.local:
-            # Memory is lent to processes of the same user and node, and who holds no liveness socket is neither.
+            # Memory is exported to processes of the same user and node; a client without a liveness socket is neither.
             raise TransportMismatch(
                 f"transport {transport.name!r} needs a client on this node",
                 available="ipc://, or cpu_gather over tcp://",
             )
-        if any(len(handle) > MAX_LENT_BYTES for handle in payload.handles):
+        if any(len(handle) > MAX_HANDLE_FRAME_BYTES for handle in payload.handles):
             raise MessageTooLarge(
-                "a memory handle is too long", where="handles", available=f"{MAX_LENT_BYTES} bytes each"
+                "a memory handle is too long", where="handles", available=f"{MAX_HANDLE_FRAME_BYTES} bytes each"
             )
         if len(msgspec.msgpack.encode(payload.layout)) > MAX_LAYOUT_BYTES:
             raise MessageTooLarge(
@@ -215,7 +215,7 @@ class Registrations:
             context.memory = server.open_for(client, context.layout, desc, handles)
         self._tell_apart(context)
         self._contexts[context.instance_id] = context
-        self._storage.records.hold(context.namespace)
+        self._storage.records.retain(context.namespace)
         self._storage.records.order(context.namespace, context.rank, layer_order(context.layout))
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
@@ -264,7 +264,7 @@ class Registrations:
             context.instance_id,
             other.instance_id,
             context.model_name,
-            "; ".join(differing) or "what they say of revision, quantisation, packing or hasher differs",
+            "; ".join(differing) or "their revision, quantisation, packing or hasher differs",
         )
 
     def _end(self, context: RegisteredContext) -> None:

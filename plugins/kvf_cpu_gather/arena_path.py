@@ -66,4 +66,4 @@ def retrieve_from_arena(
 def _check_same(link: EngineLink, arena: memoryview) -> None:
     """Ranges mean nothing in another server's memory. Raises `ServerGone` if it is not `arena` any more."""
     if link.arena() is not arena:
-        raise ServerGone("the server was started anew in between")
+        raise ServerGone("the server was restarted in between")

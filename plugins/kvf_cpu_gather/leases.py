@@ -36,7 +36,7 @@ def given_back(end: Callable[[str], object], lease: str) -> Iterator[None]:
         try:
             end(lease)
         except KVFrameworkError as error:
-            _log.debug("the lease was not given back: %s", error)
+            _log.debug("the lease was not released: %s", error)
         raise
 
 

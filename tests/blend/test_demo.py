@@ -61,7 +61,7 @@ def test_it_passes_only_with_every_document_hit_and_far_nearer(result, status, t
         show_blend(result, console)
         shown = console.export_text()
     assert text in shown
-    assert "4.0 times sooner" in shown
+    assert "4.0 times shorter" in shown
     assert "random weights" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 

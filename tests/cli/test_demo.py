@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoChild, DemoFailed
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.view import DemoView
-from kvframework.redis_server import redis_binary
 from tests.cli.command import run
 from tests.support.demo import demo, left_behind
 from tests.support.waiting import wait_until
@@ -115,7 +115,7 @@ def test_the_verdict_is_shown(warm, text):
         DemoView(console).show(DemoResult(EngineRun(tokens=[1], prompt_tokens=9, ttft_s=4.0), warm))
         shown = console.export_text()
     assert text in shown
-    assert "4.0 times sooner" in shown
+    assert "4.0 times shorter" in shown
 
 
 def test_a_step_that_fails_is_marked(tmp_path):

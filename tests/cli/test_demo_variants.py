@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from kvframework.redis_server import redis_binary
+from kvframework.cli.demo.redis_server import redis_binary
 from tests.cli.test_demo import SMALL
 from tests.support.demo import COMMAND, demo, left_behind
 from tests.support.waiting import wait_until
@@ -24,7 +24,7 @@ ALONE = {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 def test_the_second_engine_skips_what_the_first_has_computed(temporary):
     done = demo(temporary, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("512 of 600", "GB/s", "time to first token", "times sooner", "are equal to", "a miss"):
+    for text in ("512 of 600", "GB/s", "TTFT", "times shorter", "are equal to", "a miss"):
         assert text in done.stdout
     assert left_behind(temporary) == []
 

@@ -94,7 +94,7 @@ def test_a_disk_that_became_read_only_fails_writes_until_it_is_writable(small_di
 
     with contextlib.ExitStack() as undo:
         undo.callback(tier.close)
-        marker = tier._lending._root.marker_fd  # type: ignore[union-attr]
+        marker = tier._shared_root._root.marker_fd  # type: ignore[union-attr]
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), marker)  # an open, writable file forbids a remount
         remount("ro")

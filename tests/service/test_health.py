@@ -11,7 +11,7 @@ from kvframework.service.health import (
     LOSSES,
     MEANING,
     MESSAGING_TROUBLE,
-    Account,
+    CounterReport,
     problems,
     trouble,
 )
@@ -118,7 +118,7 @@ def test_doors_that_are_shut() -> None:
 
 def test_an_instance_that_lost_its_copier() -> None:
     (problem,) = problems(document(instances=[{"instance_id": 3, "lost": "the copier of d ended"}]))
-    assert problem["fact"] == "instance 3 has to register again: the copier of d ended"
+    assert problem["fact"] == "instance 3 must register again: the copier of d ended"
 
 
 def refusal(**fields: Any) -> dict[str, Any]:
@@ -161,24 +161,24 @@ def test_counters_of_trouble_are_named_by_their_place() -> None:
     }
 
 
-def test_the_account_tells_what_has_grown_once() -> None:
-    account = Account(now=100.0)
-    assert not account.due(100.0 + EVERY_S - 1)
-    assert account.due(100.0 + EVERY_S)
+def test_the_report_names_what_has_grown_once() -> None:
+    report = CounterReport(now=100.0)
+    assert not report.is_due(100.0 + EVERY_S - 1)
+    assert report.is_due(100.0 + EVERY_S)
     bad = document(messaging={"counters": {"malformed": 6, "late": 1}})
-    assert account.line(bad, 110.0) == (
+    assert report.changes(bad, 110.0) == (
         "1 answers came after their deadline (messaging.counters.late); "
         "6 messages were malformed (messaging.counters.malformed)"
     )
-    assert not account.due(111.0)
-    assert account.line(bad, 120.0) == ""
+    assert not report.is_due(111.0)
+    assert report.changes(bad, 120.0) == ""
     worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
-    assert account.line(worse, 130.0) == (
+    assert report.changes(worse, 130.0) == (
         "1 loads did not begin, as too many were under way (prefetch.refused); "
         "3 messages were malformed (messaging.counters.malformed)"
     )
     worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
-    assert account.line(worst, 140.0) == (
+    assert report.changes(worst, 140.0) == (
         "2 values were damaged and are deleted, in redis (l2.0.corrupt); "
         "5 requests were answered with an error (messaging.counters.errors.request.range)"
     )

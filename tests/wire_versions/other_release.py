@@ -72,4 +72,4 @@ def _forget(names: tuple[str, ...]) -> None:
 
 
 def _unknown(name: str) -> KVFrameworkError:
-    return UnknownRequest(f"there is no request {name!r}", hint="is its plugin configured?")
+    return UnknownRequest(f"there is no request {name!r}", hint="configure the plugin that serves it")
