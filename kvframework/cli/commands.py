@@ -1,7 +1,7 @@
 """Commands of other distributions, found by the entry point group `kvframework.commands`.
 
 An entry point's name is the command, its value a `typer.Typer`. Names and one-line helps come from metadata alone: a
-module is imported when its command runs, or its own help or completion is asked for. A broken one is an error of that
+module is imported when its command runs, or for its own help or completion. A broken one is an error of that
 command only. A command of the core cannot be replaced.
 """
 
@@ -21,7 +21,7 @@ KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
 
 
 class CommandGroup(TyperGroup):
-    """The core's commands, and after them those that are found."""
+    """The core's commands, followed by those of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
