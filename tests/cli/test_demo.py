@@ -36,7 +36,7 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
     assert result["tokens_equal"]
     assert result["ok"]
     # Two chunks, and the record of their namespace.
-    assert f"waiting for {title} to have it all  3 values" in done.stderr
+    assert f"waiting until {title} has all objects  3 values" in done.stderr
     assert "killing the server" in done.stderr
     assert left_behind(temporary) == []
 

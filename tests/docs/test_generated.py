@@ -15,12 +15,14 @@ from tests.docs.generate import RENEW, generated
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ("test_generated.py", "hook_reference.py", "error_reference.py")
+FOLDERS = (ROOT / "tests", ROOT / "benchmarks" / "tests")
 
 
 @pytest.fixture(scope="module")
 def tests() -> str:
     """The source of all tests."""
-    return "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("*.py")) if file.name not in MADE)
+    files = (file for folder in FOLDERS for file in sorted(folder.rglob("*.py")) if file.name not in MADE)
+    return "\n".join(file.read_text() for file in files)
 
 
 def test_every_generated_file_is_as_the_sources_are() -> None:

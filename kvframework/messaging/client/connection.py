@@ -28,12 +28,13 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.client.bulk import BulkSocket
-from kvframework.messaging.client.dial import BULK, CONTROL, IO_THREADS, dial
+from kvframework.messaging.client.dial import BULK, CONTROL, dial, make_context
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import RequestFuture
+from kvframework.messaging.client.why_down import WhyDown
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
@@ -44,14 +45,11 @@ logger = logging.getLogger(__name__)
 
 State = Literal["up", "suspect", "down"]
 
-TELL_AGAIN_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
 _LATER_S = 0.01
 _CLOSE_S = 10.0
-# Twice of what a context with its first connection takes, see `FOR_A_CONNECTION`.
-_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
 
 
 class Connection:
@@ -77,9 +75,7 @@ class Connection:
         keys: LoadedKeys | None = None,
     ) -> None:
         self.losses = Losses()
-        self.last_error: Exception | None = None
-        self._unanswered: ServerGone | None = None
-        self._tell_again_at = 0.0
+        self._why = WhyDown(endpoint)
         self._endpoint = endpoint
         self._hello = hello
         self._table = table
@@ -130,11 +126,14 @@ class Connection:
         return link.boot_id if link is not None and link.alive else None
 
     @property
+    def last_error(self) -> Exception | None:
+        """Of the last attempt to connect, or why the connection ended; None while it is up."""
+        return self._why.error
+
+    @property
     def why_down(self) -> Exception | None:
-        """The most telling of what is known: a refusal before silence, silence before that nobody was there."""
-        if self.last_error is not None and not isinstance(self.last_error, ServerGone):
-            return self.last_error
-        return self._unanswered or self.last_error
+        """The most telling of what is known, see `WhyDown`."""
+        return self._why.most_telling
 
     def hold(self) -> int | None:
         """A descriptor that, while it is open, keeps the server from taking this process for dead (None over TCP). The
@@ -300,7 +299,7 @@ class Connection:
         try:
             while not self._closing.is_set():
                 try:
-                    context = context or _context()
+                    context = context or make_context()
                     need(descriptors=FOR_A_CONNECTION)
                     self._connect_once(context)
                     pause = _FIRST_PAUSE_S
@@ -318,7 +317,7 @@ class Connection:
         """One connection, from HELLO to its end. Raises if it did not come up."""
         deadlines = self._deadlines
         dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
-        self._unanswered = None
+        self._why.unanswered = None
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
@@ -342,7 +341,7 @@ class Connection:
             link.close()
         try:
             self._on_up(reply, arena_fd)
-            self.last_error = None
+            self._why.error = None
             self._welcomed = True
             logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
             self._notify()
@@ -379,16 +378,16 @@ class Connection:
         )
 
     def _wait_for_hello(self, unanswered: ServerGone) -> None:
-        self._unanswered = unanswered
+        self._why.unanswered = unanswered
 
     def _went_down(self, link: Link) -> None:
         if not self._closing.is_set():
-            self.last_error = link.gone()
+            self._why.error = link.gone()
             logger.warning("lost the server at %s: %s", self._endpoint, link.gone().fact)
         try:
             self._on_down()
         except Exception as error:
-            self.last_error = error
+            self._why.error = error
             logger.exception("on_down failed")
 
     def _notify(self) -> None:
@@ -396,32 +395,6 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Logs what keeps the connection from coming up: loudly, unless it is only that nobody serves; again after a
-        while, since a cache that is never hit looks like any other. For how long to pause at most."""
-        now = time.monotonic()
-        if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._tell_again_at):
-            self._tell_again_at = now + TELL_AGAIN_S
-            if isinstance(error, ServerGone):
-                logger.info("no server at %s: %s", self._endpoint, error.fact)
-            elif isinstance(error, OutOfResources):
-                logger.warning("no connection to %s for now: %s", self._endpoint, error)
-            elif isinstance(error, KVFrameworkError):
-                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
-            else:
-                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
-        self.last_error = error
-        self._unanswered = None
+        """Keeps and logs what an attempt failed with. For how long to pause at most, in seconds."""
+        self._why.note(error, quiet=self._closing.is_set())
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
-
-
-def _context() -> zmq.Context[Any]:
-    """A context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it gets too few
-    descriptors or threads in the midst of it, so there have to be more."""
-    need(**_FOR_A_CONTEXT)
-    context = zmq.Context(IO_THREADS)
-    try:
-        context.socket(zmq.DEALER).close(0)
-    except zmq.ZMQError:
-        context.destroy(0)
-        raise
-    return context

@@ -19,6 +19,7 @@ from kvframework.config import FULL_SUFFIX, Endpoint, check_private_directory, i
 from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
+from kvframework.messaging.resources import FOR_A_CONNECTION, need
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 
@@ -30,6 +31,21 @@ _POLL_S = 0.05
 # The I/O threads of a client's context, as bit masks: big frames never delay small ones, even while they are encrypted.
 CONTROL, BULK = 0b01, 0b10
 IO_THREADS = 2
+# Twice of what a context with its first connection takes, see `FOR_A_CONNECTION`.
+_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
+
+
+def make_context() -> zmq.Context[Any]:
+    """A context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it gets too few
+    descriptors or threads in the midst of it, so there have to be more."""
+    need(**_FOR_A_CONTEXT)
+    context = zmq.Context(IO_THREADS)
+    try:
+        context.socket(zmq.DEALER).close(0)
+    except zmq.ZMQError:
+        context.destroy(0)
+        raise
+    return context
 
 
 def dial(

@@ -10,11 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvframework.api import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.steps import Step, Steps, do
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
@@ -24,24 +25,6 @@ R = TypeVar("R")
 
 BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
-
-
-class LoadTarget(Protocol):
-    """What a load needs of L1. All thread-safe."""
-
-    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]: ...
-
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
-    def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None: ...
-
-    def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
-
-    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...
-
-    def any_writing(self, keys: Sequence[PackedKey]) -> bool: ...
-
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -98,8 +81,8 @@ class LoadTask(PrefetchTask):
 class Loader:
     """Holds nothing of a load. `stores` are the tiers in their order."""
 
-    def __init__(self, target: LoadTarget, stores: Sequence[L2Store]) -> None:
-        self._target = target
+    def __init__(self, l1: L1, stores: Sequence[L2Store]) -> None:
+        self._l1 = l1
         self._stores = stores
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
@@ -113,7 +96,7 @@ class Loader:
             yield from do(on_done)
         finally:
             task.call_back()
-            self._target.unpin_internal(pins)
+            self._l1.unpin_internal(pins)
             task.done = True
 
     def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
@@ -126,14 +109,14 @@ class Loader:
         yield from do(on_done, record)
 
     def _load_into(self, task: LoadTask, pins: list[PinLease]) -> LoadSteps[None]:
-        available = yield from do(self._target.which_present, task.keys)
+        available = yield from do(self._l1.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
         for index in source:
             available[index] = True
         chosen = task.select(available)
         worth = set(chosen)
-        pins += yield from do(self._target.pin_present, [task.keys[index] for index in chosen if index not in source])
+        pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
         for batch in _batches([index for index in chosen if index in source], source, task.sizes):
             still = [index for index in batch if index in worth]
             if task.cancelled:
@@ -192,7 +175,7 @@ class Loader:
             return
         keys = [task.keys[index] for index in elsewhere]
         yield WaitForWriters(keys, store.timeout_s)
-        written = yield from do(self._target.pin_present, keys)
+        written = yield from do(self._l1.pin_present, keys)
         pins += written
         here = {lease.objects[0].key for lease in written}
         abandoned = [index for index in elsewhere if task.keys[index] not in here]
@@ -206,7 +189,7 @@ class Loader:
         elsewhere: list[int] = []
         try:
             for index in batch:
-                place = yield from do(self._target.reserve_load, task.keys[index], task.sizes[index])
+                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index])
                 if place is None:
                     elsewhere.append(index)
                 else:
@@ -219,12 +202,12 @@ class Loader:
         finally:
             loaded: list[PackedKey] = []
             for position, (index, lease_id, _view) in enumerate(places):
-                pin = self._target.finish_load(lease_id, bool(good) and good[position])
+                pin = self._l1.finish_load(lease_id, bool(good) and good[position])
                 if pin is not None:
                     pins.append(pin)
                     loaded.append(task.keys[index])
             task.loaded += len(loaded)
-            self._target.loaded(loaded, store)
+            self._l1.loaded(loaded, store)
             for _, _, view in places:
                 view.release()
         return elsewhere

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvframework.api import PackedKey
-from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTarget, LoadTask, WaitForWriters
+from kvframework.storage.l2.l1 import L1
+from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import NamespaceRecord
@@ -78,17 +79,15 @@ class Prefetcher:
     """Thread-safe, never blocks. `on_done` of all that was accepted is called once, in a storage thread, also after a
     failure, a cancel or `stop`; it may submit again. `queues` are the tiers' in their order."""
 
-    def __init__(
-        self, target: LoadTarget, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, l1: L1, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = threading.Condition()
         self.closing = False
         self.refused = 0
         self.in_flight = 0
         self.clock = clock
-        self._target = target
+        self._l1 = l1
         self._stores = stores
-        self._loader = Loader(target, stores)
+        self._loader = Loader(l1, stores)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(TierLoads(self, number, store) for number, store in enumerate(stores))
 
@@ -168,7 +167,7 @@ class Prefetcher:
             if self.closing:
                 return False
             self.queues[number].waiting.append(load)
-        if not self._target.any_writing(step.keys):
+        if not self._l1.any_writing(step.keys):
             # They ended before it waited.
             with self.changed:
                 if load in self.queues[number].waiting:

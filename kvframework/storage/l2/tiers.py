@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from kvframework.api import PackedKey
 from kvframework.bounded import call_within
 from kvframework.errors import TierError
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
-from kvframework.storage.l2.writer import PinnedSource, TierWriter
+from kvframework.storage.l2.writer import TierWriter
 from kvframework.storage.namespaces import NamespaceRecords
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Tiers:
 
     def __init__(
         self,
-        source: PinnedSource,
+        l1: L1,
         attached: Sequence[AttachedTier],
         records: NamespaceRecords,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +49,7 @@ class Tiers:
         self.stores = tuple(tier.store for tier in attached)
         self.writers = [
             TierWriter(
-                source,
+                l1,
                 tier.store,
                 records,
                 policy=tier.policy,

@@ -13,12 +13,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.calls import CircuitOpen
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.steps import Steps, do
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
@@ -34,22 +34,12 @@ MAX_TOUCHES = 1 << 16
 TOUCH_AT_ONCE = 1024
 
 
-class PinnedSource(Protocol):
-    """What a writer needs of L1."""
-
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
-
-    def bytes_of(self, lease: PinLease) -> memoryview: ...
-
-
 class TierWriter:
     """Thread-safe; only `drain` blocks. Its events may be told under the storage lock."""
 
     def __init__(
         self,
-        source: PinnedSource,
+        l1: L1,
         store: L2Store,
         records: NamespaceRecords,
         *,
@@ -63,7 +53,7 @@ class TierWriter:
         self.promote = promote
         self.changed = threading.Condition()
         self.closing = False
-        self._source = source
+        self._l1 = l1
         self._records = records
         self._policy = policy or WriteThrough()
         self._queue = WriteQueue(self._policy, queue, store.count)
@@ -189,12 +179,12 @@ class TierWriter:
     def _send_batch(self, batch: Batch) -> Steps[None]:
         leases: list[PinLease] = []
         try:
-            leases = yield from do(self._source.pin_present, batch.keys)
+            leases = yield from do(self._l1.pin_present, batch.keys)
             with self.changed:
                 mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
             others = [lease for lease in leases if lease.objects[0].key not in mine]
             leases = [lease for lease in leases if lease.objects[0].key in mine]
-            self._source.unpin_internal(others)
+            self._l1.unpin_internal(others)
             answered = True
             while leases and answered and not self.closing:
                 answered = yield from self._send_group(_take_bytes(leases))
@@ -203,7 +193,7 @@ class TierWriter:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._source.unpin_internal(leases)
+            self._l1.unpin_internal(leases)
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
@@ -212,7 +202,7 @@ class TierWriter:
         """Whether the tier answered. `group` is unpinned in any case."""
         keys = [lease.objects[0].key for lease in group]
         try:
-            stored = yield from self._put(keys, [self._source.bytes_of(lease) for lease in group])
+            stored = yield from self._put(keys, [self._l1.bytes_of(lease) for lease in group])
             with self.changed:
                 self._queue.answered(keys, stored, self._clock())
             return True
@@ -226,7 +216,7 @@ class TierWriter:
                     self._queue.give_up(keys)
             return False
         finally:
-            self._source.unpin_internal(group)
+            self._l1.unpin_internal(group)
 
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
         try:
