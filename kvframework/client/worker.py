@@ -22,7 +22,6 @@ from kvframework.api import (
     TransferContext,
     touched_blocks,
 )
-from kvframework.client.checks import check_transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration import Instance, InstanceIdentity
@@ -169,30 +168,6 @@ class WorkerAdapter:
         self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
         return future
 
-    def batched_submit_store(
-        self,
-        requests: Sequence[RequestHashes],
-        ranges: Sequence[tuple[int, int]],
-        block_ids: Sequence[BlockIds],
-        event: torch.Event | None = None,
-    ) -> list[MessagingFuture[bool]]:
-        """`submit_store` for each. Raises `RequestError` if the lists differ in length, and what `submit_store` raises
-        for any of them, before the first is submitted."""
-        self._check_batch(requests, ranges, block_ids, storing=True)
-        return _batched(self.submit_store, requests, ranges, block_ids, event)
-
-    def batched_submit_retrieve(
-        self,
-        requests: Sequence[RequestHashes],
-        ranges: Sequence[tuple[int, int]],
-        block_ids: Sequence[BlockIds],
-        event: torch.Event | None = None,
-    ) -> list[MessagingFuture[bool]]:
-        """`submit_retrieve` for each. Raises `RequestError` if the lists differ in length, and what `submit_retrieve`
-        raises for any of them, before the first is submitted."""
-        self._check_batch(requests, ranges, block_ids, storing=False)
-        return _batched(self.submit_retrieve, requests, ranges, block_ids, event)
-
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Request ids whose stores, and whose retrieves, have all ended since the last call. Never blocks.
 
@@ -257,25 +232,6 @@ class WorkerAdapter:
         )
         return instance.watch(future)
 
-    def _check_batch(
-        self,
-        requests: Sequence[RequestHashes],
-        ranges: Sequence[tuple[int, int]],
-        block_ids: Sequence[BlockIds],
-        *,
-        storing: bool,
-    ) -> None:
-        if not len(requests) == len(ranges) == len(block_ids):
-            raise RequestError(
-                f"a batch of {len(requests)} and {len(ranges)} and {len(block_ids)} requests, ranges and block ids",
-                available="lists of equal length",
-            )
-        registration = self.registration
-        if registration is not None:
-            for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True):
-                request.digests(end)
-                check_transfer(registration, start, end, blocks, storing=storing)
-
     def _note_failed(self, block_ids: BlockIds) -> None:
         if not self._failed_blocks:
             self._failed_blocks = [set() for _ in block_ids]
@@ -288,19 +244,6 @@ class WorkerAdapter:
                 touched = touched_blocks(group, registration.desc.chunk_tokens, ids, storing=False)
                 used = touched.ids[touched.first :]
             failed.update(used)
-
-
-def _batched(
-    submit: AdapterSubmit,
-    requests: Sequence[RequestHashes],
-    ranges: Sequence[tuple[int, int]],
-    block_ids: Sequence[BlockIds],
-    event: torch.Event | None,
-) -> list[MessagingFuture[bool]]:
-    return [
-        submit(request, start, end, blocks, None, event)
-        for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True)
-    ]
 
 
 def _succeeded(future: MessagingFuture[bool]) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvframework.api.codec import NO_CODEC
 from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -78,7 +79,7 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of each `[[l2]]`."""
 
-    codec: CodecName = "none"
+    codec: CodecName = NO_CODEC
     timeout_s: Seconds = 2.0
     loads: AtOnce | None = None
     writes: AtOnce | None = None

@@ -6,13 +6,12 @@ import resource
 from collections.abc import Iterator
 
 from kvframework.api import ByteSize, Finding, Level
+from kvframework.config.descriptors import SAFE_LIMIT, SESSIONS_SHARE
 
 # docs/operations.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
 _FEWEST_CLIENTS = 1
-# Same as in kvframework.messaging.server.gate, which the doctor does not import.
-SAFE_LIMIT, SESSIONS_SHARE = 4096, 0.65
 
 
 def limits() -> Iterator[Finding]:

@@ -74,7 +74,7 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
             yield problem(
                 "unreadable-option",
                 place,
-                f"nothing can be read as {option.type}",
+                f"no TOML value can be read as {option.type}",
                 expected="a type that msgspec reads by itself, or ByteSize",
                 hint="take a string, and build the rest from it in `create`",
             )

@@ -28,7 +28,7 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
                 yield problem(
                     "unmarked-hook",
                     place,
-                    "it looks like a hook and is not marked",
+                    "it looks like a hook but is not marked",
                     expected=f"@hookimpl before def {meant}()",
                     hint="mark it with @kvframework.api.plugin.hookimpl",
                 )

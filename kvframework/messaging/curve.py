@@ -1,6 +1,7 @@
-"""Owns CURVE keys: their files, whom a server admits, and how a socket gets them. Server, client and CLI.
+"""CURVE keys: their files, which clients a server admits, and how a socket gets them. Server, client and CLI.
 
 A key file is one line: `curve-secret KEY` or `curve-public KEY`, the key in ZeroMQ's printable form of 40 characters.
+Not `zmq.auth.certs`: its files hold both keys, and it neither makes nor checks who may read them.
 """
 
 from __future__ import annotations

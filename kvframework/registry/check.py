@@ -16,11 +16,10 @@ from kvframework.api import (
     TierProvider,
     TransportProvider,
 )
+from kvframework.api.codec import NO_CODEC
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
-
-NO_CODEC = "none"
 
 P = TypeVar("P", bound=Provider[Any])
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api import ClientInfo
-from kvframework.wire.messages import MAX_LOST, MOST_LOST, Lost
+from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
 # A loss is recent for so long; losses with shorter pauses between them are shown as one.
 RECENT_S = 60.0
 MAX_RECENT = 64
-KINDS = ("lookups", "loads", "stores", "nbytes")
 
 
 @dataclass
@@ -39,7 +38,7 @@ class ClientLosses:
         self._clock = clock
         self._lock = threading.Lock()
         self._heard: dict[int, dict[str, Lost]] = {}
-        self._totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+        self._totals: Counter[str] = Counter(dict.fromkeys(LOST_AMOUNTS, 0))
         self._recent: dict[int, _Recent] = {}
 
     def heard(self, client: ClientInfo, lost: Sequence[Lost]) -> None:
@@ -54,10 +53,10 @@ class ClientLosses:
             if known is None and len(before) >= MAX_LOST:
                 continue
             known = known or Lost(each.code)
-            grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in KINDS}
-            before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in KINDS})
+            grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in LOST_AMOUNTS}
+            before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in LOST_AMOUNTS})
             amounts.update(grown)
-            codes[each.code] += grown["lookups"] + grown["loads"] + grown["stores"]
+            codes[each.code] += sum(grown[name] for name in LOST_CALLS)
         if any(codes.values()):
             self._add(client, amounts, codes)
 
@@ -71,13 +70,13 @@ class ClientLosses:
             self._forget()
             now = self._clock()
             return {
-                **{_shown(name): self._totals[name] for name in KINDS},
+                **{_shown(name): self._totals[name] for name in LOST_AMOUNTS},
                 "recent": [
                     {
                         "session_id": session_id,
                         "client": each.client,
                         "pid": each.pid,
-                        **{_shown(name): each.amounts[name] for name in KINDS},
+                        **{_shown(name): each.amounts[name] for name in LOST_AMOUNTS},
                         "codes": {code: calls for code, calls in each.codes.items() if calls},
                         "ago_s": round(now - each.last, 1),
                     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import (
@@ -42,6 +43,10 @@ class RegisteredContext(InstanceContext):
     memory: ServerContext | None = None
     attached: dict[str, object] = field(default_factory=dict)
     _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.world_size) if self.rank is None else (self.rank,)
 
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
         """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
@@ -100,7 +105,6 @@ class RegisteredContext(InstanceContext):
             "shapes": [list(group.shape) for group in desc.groups],
             "forms": [group.form for group in desc.groups],
             "chunk_tokens": desc.chunk_tokens,
-            "attention_backend": self.layout.attention_backend or None,
             "bytes_per_token": desc.nbytes / desc.chunk_tokens,
             "group_physical_block_sizes": [group.block_size // group.compress_ratio for group in groups],
             "group_compress_ratios": [group.compress_ratio for group in groups],

@@ -165,17 +165,12 @@ class KeyResolver:
         ]
 
     def resolve(self, key: CacheKey, desc: MemoryLayoutDesc) -> KeyGrid:
-        """The objects that `key` names, for its rank or, without one, for all.
+        """The objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
 
-        Raises `BadRange` if start, end, content and the chunk size do not fit each other, `NamespaceMismatch` for a
-        malformed namespace or rank, `MessageTooLarge` beyond the bounds.
+        Raises `BadRange` if start, end, content and the chunk size do not fit each other, `MessageTooLarge` beyond the
+        bounds.
         """
-        check_key(key)
         chunk = desc.chunk_tokens
-        if not 0 <= key.start < key.end:
-            raise BadRange(
-                f"start {key.start}, end {key.end}", where="key", available="0 <= start < end", hint="ask for tokens"
-            )
         if key.start % chunk or key.end % chunk:
             raise BadRange(
                 f"start {key.start} and end {key.end} are no chunk boundaries",
@@ -234,7 +229,11 @@ def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: in
 
 
 def check_key(key: CacheKey) -> None:
-    """What must hold of a key before its namespace is known."""
+    """What must hold of a key before its namespace is known; each request is checked once.
+
+    Raises `NamespaceMismatch` for a malformed namespace or rank, `BadRange` for a range without tokens,
+    `MessageTooLarge` beyond the bounds.
+    """
     if len(key.namespace) != NAMESPACE_BYTES:
         raise NamespaceMismatch(f"the namespace has {len(key.namespace)} bytes", available=f"{NAMESPACE_BYTES} bytes")
     if not 1 <= key.world_size <= MAX_WORLD_SIZE:
@@ -246,3 +245,7 @@ def check_key(key: CacheKey) -> None:
     for name, text in (("request_id", key.request_id), ("model_name", key.model_name), ("cache_salt", key.cache_salt)):
         if len(text) > MAX_TEXT:
             raise MessageTooLarge(f"{name} has {len(text)} characters", where="key", available=f"at most {MAX_TEXT}")
+    if not 0 <= key.start < key.end:
+        raise BadRange(
+            f"start {key.start}, end {key.end}", where="key", available="0 <= start < end", hint="ask for tokens"
+        )

@@ -18,13 +18,12 @@ from itertools import pairwise
 import msgspec
 
 from kvframework.api import ClientInfo, Handler, Message, MessagingFuture, Reply, StoreOutcome
-from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge, TransportMismatch
-from kvframework.service.contexts import Contexts, own_context
-from kvframework.service.engine_driven import grid_of, outcome_of
-from kvframework.service.keys import KeyGrid, KeyResolver
+from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.service.engine_driven import outcome_of
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
 from kvframework.service.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
@@ -42,13 +41,9 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(
-        self, contexts: Contexts, storage: StorageManager, resolver: KeyResolver, *, chunk_size: int, workers: int
-    ) -> None:
-        self._contexts = contexts
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, workers: int) -> None:
         self._storage = storage
-        self._resolver = resolver
-        self._chunk_size = chunk_size
+        self._keys = keys
         self._send_pins = SendPins(storage.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
@@ -79,16 +74,20 @@ class ChunkTransfers:
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | MessagingFuture[Message]:
-        grid = self._grid(client, payload)
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
         sent = _checked_objects(grid, payload.objects, buffers)
-        result, outcome, copies = self._reserve(grid, payload.key.request_id, sent)
+        result = self._storage.reserve_some(
+            grid.sized(), sent, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
+        )
+        outcome = outcome_of(result)
         if result.lease is None:
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
         future: MessagingFuture[Message] = MessagingFuture(lambda: None)
         try:
+            copies = [(offset, sent[index]) for index, offset in result.placed]
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
@@ -99,25 +98,6 @@ class ChunkTransfers:
         here = self._storage.which_present(grid.flat)
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
-
-    def _reserve(
-        self, grid: KeyGrid, request_id: str, sent: dict[int, memoryview]
-    ) -> tuple[Reservation, StoreOutcome, _Copies]:
-        """Reserves what is not there of the objects `sent`. What is there of the whole key is part of the reservation,
-        so that the end of a prefix never pushes out its beginning."""
-        with self._storage.lock:
-            here = self._storage.which_present(grid.flat)
-            chosen = [index for index, present in enumerate(here) if present or index in sent]
-            sizes = [group.nbytes for group in grid.desc.groups]
-            result = self._storage.reserve(
-                [(grid.flat[index], sizes[index % len(sizes)]) for index in chosen],
-                owner=INTERNAL_OWNER,
-                request_id=request_id,
-                lease_s=None,
-            )
-        others = len(chosen) - len(sent)
-        outcome = msgspec.structs.replace(outcome_of(result), present=result.present - others)
-        return result, outcome, [(offset, sent[chosen[at]]) for at, offset in result.placed]
 
     def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
         """In a copy thread: the bytes, then the commit, then the answer."""
@@ -161,22 +141,12 @@ class ChunkTransfers:
                 available=f"at most {MAX_UNSENT_BYTES}",
                 hint="receive what comes before asking for more",
             )
-        with self._storage.lock:
-            if self._storage.pinned(payload.lease, owner=client.session_id) is None:
-                return m.ChunksSent(False)
-            # The client's own pins lapse, however slowly it reads.
-            pins = [self._storage.pin_found(places)]
-        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], pins)
+        # The client's own pins lapse, however slowly it reads.
+        pin = self._storage.pin_again(payload.lease, wanted, owner=client.session_id)
+        if pin is None:
+            return m.ChunksSent(False)
+        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])
         return Reply(m.ChunksSent(True), views)
-
-    def _grid(self, client: ClientInfo, payload: m.StoreCpuChunks) -> KeyGrid:
-        context = own_context(self._contexts, payload.instance_id, client)
-        if context.memory is not None:
-            raise TransportMismatch(
-                f"instance {context.instance_id} uses {context.transport}, which the server drives",
-                available="STORE and RETRIEVE",
-            )
-        return grid_of(context, payload.key, self._resolver, self._chunk_size)
 
 
 def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:

@@ -129,7 +129,6 @@ class Registrations:
             raise MessageTooLarge(
                 "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
             )
-        _check_shown("attention_backend", payload.layout.attention_backend)
         _check_identity(payload.model_name, payload.world_size, payload.rank)
         context = self._context(
             client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin

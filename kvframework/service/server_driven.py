@@ -28,9 +28,10 @@ from kvframework.api import (
 )
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.block_ids import blocks_of_transfer, one_block_each
-from kvframework.service.contexts import Contexts, RegisteredContext, own_context
-from kvframework.service.engine_driven import grid_of, outcome_of, pin_whole, pinned_ranges, placed_ranges
-from kvframework.service.keys import KeyGrid, KeyResolver
+from kvframework.service.contexts import RegisteredContext
+from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -44,10 +45,9 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 class ServerDrivenTransfers:
     """Leases here belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(self, contexts: Contexts, storage: StorageManager, resolver: KeyResolver, *, chunk_size: int) -> None:
-        self._contexts = contexts
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, chunk_size: int) -> None:
         self._storage = storage
-        self._resolver = resolver
+        self._keys = keys
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -148,7 +148,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        context = own_context(self._contexts, instance_id, client)
+        context = self._keys.own(client, instance_id)
         if context.memory is None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",
@@ -166,7 +166,7 @@ class ServerDrivenTransfers:
         self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
     ) -> tuple[RegisteredContext, KeyGrid, list[TouchedBlocks]]:
         context = self._server_driven(client, payload.instance_id)
-        grid = grid_of(context, payload.key, self._resolver, self._chunk_size)
+        grid = self._keys.grid(context, payload.key)
         blocks = blocks_of_transfer(
             context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
         )

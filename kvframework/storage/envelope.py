@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import xxhash
 
 from kvframework.api import MAX_CODEC_NAME, Buffer, MemoryLayoutDesc, PackedKey
+from kvframework.api.codec import NO_CODEC
 
 FORMAT_VERSION = 2
-NO_CODEC = "none"
 UNTOLD_LAYOUT = bytes(16)
 
 _MAGIC = b"KVFO"

@@ -50,7 +50,6 @@ class Hello(Message, frozen=True):
     pid: int
     min_version: int = 1
     max_version: int = 1
-    capabilities: Names = ()
     session: bytes = b""
     hasher: str = ""
     replaces: bytes = b""
@@ -59,8 +58,7 @@ class Hello(Message, frozen=True):
 
 class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
-    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server, `server_version` is
-    its release."""
+    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server."""
 
     version: int
     boot_id: bytes
@@ -69,11 +67,7 @@ class HelloReply(Message, frozen=True):
     hasher: str
     hasher_fingerprint: str
     transports: Names
-    layouts: Names
-    capabilities: Names = ()
     liveness: str = ""
-    arena_bytes: int = 0
-    server_version: str = ""
 
 
 class Goodbye(Message, frozen=True):
@@ -93,6 +87,11 @@ class Lost(Message, frozen=True):
     loads: LostCount = 0
     stores: LostCount = 0
     nbytes: LostCount = 0
+
+
+# What `Lost` counts, and what of it are calls.
+LOST_AMOUNTS = ("lookups", "loads", "stores", "nbytes")
+LOST_CALLS = LOST_AMOUNTS[:3]
 
 
 class Ping(Message, frozen=True):

@@ -142,7 +142,7 @@ class Cluster(Router):
     def _carry_one(self, place: Place, group: Sequence[Command], deadline: float) -> TierError | None:
         started = time.monotonic()
         if self._resting.get(place, started) > started:
-            return TierError("the node gave no answer a moment ago", where=f"{self._where}: redis at {place}")
+            return TierError("the node did not answer recently", where=f"{self._where}: redis at {place}")
         node = self._node(place)
         if node is None:
             return TierError("the tier is closed", where=self._where)

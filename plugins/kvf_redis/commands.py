@@ -86,7 +86,7 @@ class Count(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.number not in (0, 1):
-            raise ProtocolSurprise("a number came that the command does not answer")
+            raise ProtocolSurprise("the server answered with an unexpected number")
         self.outcome = self._one if reply.number else Outcome.MISSING
 
 
@@ -141,7 +141,7 @@ class Tail(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if not 0 <= reply.number <= TRAILER_BYTES:
-            raise ProtocolSurprise("a GETRANGE was answered by more than was asked for")
+            raise ProtocolSurprise("the answer to GETRANGE is longer than requested")
         tail = bytearray(reply.number)
         wire.value_into([memoryview(tail)], reply.number, deadline)
         self.tail = bytes(tail)
@@ -163,7 +163,7 @@ class Set(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.text != "OK":
-            raise ProtocolSurprise("a SET was not answered by OK")
+            raise ProtocolSurprise("the answer to SET is not OK")
         self.outcome = Outcome.STORED
 
 
@@ -178,4 +178,4 @@ class Ping(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.text != "PONG":
-            raise ProtocolSurprise("a PING was not answered by PONG")
+            raise ProtocolSurprise("the answer to PING is not PONG")

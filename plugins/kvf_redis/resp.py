@@ -66,7 +66,7 @@ def parse_line(line: bytes) -> Reply:
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)
-    raise ProtocolSurprise("a reply is no RESP that was asked for")
+    raise ProtocolSurprise("a reply is not the expected RESP")
 
 
 def _shown(text: str) -> str:

@@ -113,7 +113,7 @@ class Wire:
         while self._end - self._start < 2:
             self._fill(deadline)
         if not self._bytes.startswith(b"\r\n", self._start):
-            raise ProtocolSurprise("a value is not as long as announced")
+            raise ProtocolSurprise("a value has not its announced length")
         self._start += 2
 
     def _fill(self, deadline: float) -> int:

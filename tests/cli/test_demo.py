@@ -95,7 +95,7 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary, t
     assert result["tokens_equal"]
     assert result["ok"]
     # Two chunks, and the record of their namespace.
-    assert f"waiting for {title} to have it all  3 values" in done.stderr
+    assert f"waiting until {title} has all objects  3 values" in done.stderr
     assert "killing the server" in done.stderr
     assert left_behind(temporary) == []
 
@@ -107,7 +107,7 @@ def test_any_tier_plugin_may_stand_behind_the_server(temporary, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("filesystem", 512, True)
-    assert "waiting for tier filesystem to have it all  3 values" in done.stderr
+    assert "waiting until tier filesystem has all objects  3 values" in done.stderr
     assert list((tmp_path / "l2").iterdir()), "the folder that was named holds the values"
 
 

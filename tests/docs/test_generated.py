@@ -15,7 +15,10 @@ from tests.docs.generate import RENEW, generated
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ("test_generated.py", "hook_reference.py", "error_reference.py")
-TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("*.py")) if file.name not in MADE)
+FOLDERS = (ROOT / "tests", ROOT / "benchmarks" / "tests")
+TESTS = "\n".join(
+    file.read_text() for folder in FOLDERS for file in sorted(folder.rglob("*.py")) if file.name not in MADE
+)
 CODES = error_reference.codes()
 
 

@@ -16,8 +16,8 @@ from tests.support.wire_client import WireClient
 
 
 class ServerProcess:
-    """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
-    the interpreter is given; `output` is a descriptor for its standard output and error instead of `log_file`."""
+    """`kvframework serve` in its own process. Settings are `--set` overrides; `program` holds the interpreter's
+    arguments before `serve`; `output` is a descriptor for its standard output and error instead of `log_file`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ServerProcess:
         return self.log_file.read_text()
 
     def set(self, *settings: str) -> None:
-        """Further settings for the next `start`."""
+        """Add settings for the next `start`."""
         self._settings = (*self._settings, *settings)
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class ServerProcess:
         wait_until(self._answers, 60, "the server")
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM, and return the exit status."""
         if self.process is None:
             return 0
         self.process.send_signal(signal.SIGCONT)

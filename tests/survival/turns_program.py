@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvframework.api import CacheKey
-from kvframework.client import KVClient
+from kvframework.client import CanonicalInstance, KVClient, register_canonical
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
 from tests.support.waiting import wait_until
@@ -43,26 +43,24 @@ def connected(endpoint: str) -> KVClient:
     return client
 
 
-def registered(client: KVClient, instance_id: int) -> m.Registered:
-    payload = m.RegisterNonGpuContextPayload(
+def registered(client: KVClient, instance_id: int) -> CanonicalInstance:
+    return register_canonical(
+        client,
         instance_id=instance_id,
         model_name="tiny",
-        world_size=1,
         block_size=16,
         num_layers=2,
         hidden_dim_size=8,
-        dtype_str="float32",
-        use_mla=False,
+        dtype="float32",
     )
-    return client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
 
 
-def key_of(known: m.Registered, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
+def key_of(known: CanonicalInstance, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
     packed = array.array("I", tokens).tobytes()
     return CacheKey("tiny", 1, worker_id, known.namespace, 0, len(tokens), "r", tokens=packed)
 
 
-def keep(client: KVClient, known: m.Registered, instance_id: int) -> None:
+def keep(client: KVClient, known: CanonicalInstance, instance_id: int) -> None:
     """Stores what all turns look up. The bytes do not matter here."""
     plan = client.prepare_store(key_of(known, KEPT), instance_id).result()
     if plan.lease:

@@ -34,6 +34,7 @@ from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
+from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
@@ -49,7 +50,6 @@ _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
 _GOODBYE_S = 0.2
-SILENCE_S = 1.0  # before the log speaks of it
 
 
 class _EndOfLink(Exception):
@@ -71,15 +71,11 @@ class Link:
         losses: Losses | None = None,
     ) -> None:
         self.boot_id = boot_id
-        self.suspect = False
-        self._suspect_since = 0.0
-        self._unanswered_since = 0.0
-        self._heard_at = 0.0
+        self._silence = Silence(changed)
         self._prompt = True
         self._gone_s = gone_s
         self._losses = losses or Losses()
         self._losses.begin()
-        self._silence_logged = False
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
@@ -88,7 +84,7 @@ class Link:
         self._changed = changed
         self._clock = time.monotonic
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
-        # Guards _closed, suspect and the way into _outbox. Reentrant: a signal's handler may close.
+        # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
         self._lock = threading.RLock()
         self._closed = False
         self._outbox: deque[Outgoing] = deque()
@@ -107,6 +103,11 @@ class Link:
     def alive(self) -> bool:
         """False once the link has ended or is about to."""
         return not self._closed
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the server has left something unanswered."""
+        return self._silence.suspect
 
     def start(self) -> None:
         """Starts the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if there is none to get, and
@@ -176,10 +177,8 @@ class Link:
         return item.future
 
     def silent_s(self) -> float:
-        """Seconds for which the server has answered nothing, though it was asked; 0 if it is not in doubt."""
-        if not self.suspect:
-            return 0.0
-        return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
+        """See `Silence.seconds`."""
+        return self._silence.seconds()
 
     def cancel(self, request_id: int) -> MessagingFuture[Message]:
         """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
@@ -279,7 +278,7 @@ class Link:
 
     def _give_up(self, item: Outgoing) -> None:
         if self._pending.lapse(item, self._handed_over):
-            self._set_suspect(True, item.deadline - item.timeout)
+            self._silence.begin(item.deadline - item.timeout)
             self._wakeup.signal()
         else:
             item.future.wait(_LAST_RESORT_S)  # another thread is about to
@@ -290,7 +289,7 @@ class Link:
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
         if messages:
-            self._heard_at = self._clock()
+            self._silence.heard()
             self._prompt = True
         for frames in messages:
             try:
@@ -377,7 +376,7 @@ class Link:
                 self._late.give_back(what)
 
     def _full(self, item: Outgoing) -> KVFrameworkError:
-        self._set_suspect(True)
+        self._silence.begin()
         return ServerGone("the server accepts no more messages", where=item.spec.name)
 
     def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
@@ -414,22 +413,22 @@ class Link:
                 self._losses.told(told)
         except InvalidPayload as error:
             raise _EndOfLink(error) from None
-        self._set_suspect(False)
+        self._silence.end()
 
     def _expire(self, now: float) -> None:
         for item in self._pending.due(now):
             self._heartbeat.ask_now()
             self._late.expect(item)
-            self._set_suspect(True, item.deadline - item.timeout)
+            self._silence.begin(item.deadline - item.timeout)
             item.resolve(item.unanswered())
 
     def _beat(self, now: float) -> None:
-        self._log_silence(now)
+        self._silence.log(now)
         if self._heartbeat.overdue(now):
             silence = self._heartbeat.silence(now)
             if self._liveness is None and silence >= self._gone_s:
                 raise _EndOfLink(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
-            self._set_suspect(True, now - silence)  # silence is not death
+            self._silence.begin(now - silence)  # silence is not death
         if not self._heartbeat.due(now):
             return
         request_id = next(self._ids)
@@ -444,28 +443,6 @@ class Link:
             self._heartbeat.sent(now)
             return
         self._heartbeat.sent(now)
-
-    def _set_suspect(self, suspect: bool, since: float | None = None) -> None:
-        """`since` when the server was asked what it has not answered; None: now."""
-        with self._lock:
-            if self.suspect == suspect:
-                return
-            self._unanswered_since = self._clock() if since is None else since
-            self.suspect = suspect
-        if suspect:
-            self._suspect_since = self._clock()
-        elif self._silence_logged:
-            self._silence_logged = False
-            logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
-        else:
-            logger.debug("one answer was late, the server answers")
-        self._changed()
-
-    def _log_silence(self, now: float) -> None:
-        """Once it has lasted: one answer that is late among others is nothing that an operator can act on."""
-        if self.suspect and not self._silence_logged and now - self._suspect_since >= SILENCE_S:
-            self._silence_logged = True
-            logger.warning("the server does not answer: every lookup is a miss until it does")
 
     def _end(self) -> None:
         with self._lock:

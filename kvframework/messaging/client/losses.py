@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 
 from kvframework.api import LostKind
-from kvframework.wire.messages import MAX_LOST, MAX_LOST_CODE, MOST_LOST, Lost
+from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MAX_LOST_CODE, MOST_LOST, Lost
 
 _OTHERS = "other"
 
@@ -55,12 +55,9 @@ class Losses:
 
 
 def _combined(one: Lost, other: Lost, sign: int) -> Lost:
-    amounts = {
-        name: min(max(getattr(one, name) + sign * getattr(other, name), 0), MOST_LOST)
-        for name in ("lookups", "loads", "stores", "nbytes")
-    }
+    amounts = {name: min(max(getattr(one, name) + sign * getattr(other, name), 0), MOST_LOST) for name in LOST_AMOUNTS}
     return Lost(one.code, **amounts)
 
 
 def _counts(lost: Lost) -> bool:
-    return bool(lost.lookups or lost.loads or lost.stores)
+    return any(getattr(lost, name) for name in LOST_CALLS)

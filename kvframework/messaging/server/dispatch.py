@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -35,6 +36,24 @@ logger = logging.getLogger(__name__)
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
 Welcome = Callable[[Hello, ClientSession, int], HelloReply]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What stands behind a message server. Called on the serving thread, pooled handlers excepted.
+
+    `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
+    `version` and `liveness` are filled in by messaging. `arena_fd` is borrowed and passed to every client of this node;
+    None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
+    the server; what it and `on_tick()` raise is logged.
+    """
+
+    handlers: Mapping[str, Handler[Any]]
+    welcome: Welcome
+    hasher_fingerprint: str
+    on_session_end: Callable[[ClientSession], None]
+    on_tick: Callable[[], None]
+    arena_fd: int | None = None
 
 
 def check_handlers(
@@ -74,15 +93,13 @@ class Dispatcher:
 
     def __init__(
         self,
+        served: Served,
         *,
         sessions: SessionTable,
         calls: InFlight,
         replies: ReplySender,
         liveness: LivenessServer | None,
         liveness_path: Callable[[bytes], str],
-        welcome: Welcome,
-        hasher_fingerprint: str,
-        on_session_end: Callable[[ClientSession], None],
         counters: dict[str, int],
         refusals: Refusals,
         check_room: Callable[[], None],
@@ -92,9 +109,7 @@ class Dispatcher:
         self._replies = replies
         self._liveness = liveness
         self._liveness_path = liveness_path
-        self._welcome = welcome
-        self._hasher_fingerprint = hasher_fingerprint
-        self._on_session_end = on_session_end
+        self._served = served
         self._counters = counters
         self._refusals = refusals
         # Routing ids of sessions that have ended: what they sent before is still coming, and is no trouble.
@@ -141,7 +156,7 @@ class Dispatcher:
         session.local = False
         self._calls.end_session(session)
         try:
-            self._on_session_end(session)
+            self._served.on_session_end(session)
         except Exception:
             logger.exception("ending session %d of %s failed", session.session_id, session.name)
 
@@ -189,7 +204,7 @@ class Dispatcher:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
-        version = negotiate(hello, self._hasher_fingerprint)
+        version = negotiate(hello, self._served.hasher_fingerprint)
         lost = self._sessions.by_token(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
@@ -203,7 +218,7 @@ class Dispatcher:
         welcomed = False
         try:
             reply = msgspec.structs.replace(
-                self._welcome(hello, session, version),
+                self._served.welcome(hello, session, version),
                 session=session.token,
                 version=version,
                 liveness=self._liveness_path(identity),

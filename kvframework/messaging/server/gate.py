@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvframework.config.descriptors import SESSIONS_SHARE
 from kvframework.errors import ServerFull
 from kvframework.messaging.resources import descriptor_limit, descriptors_in_use
 from kvframework.messaging.server import syn_filter
@@ -29,10 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Shares of the limit from which on nothing more comes in there. What is above them is not wasted: it is for tiers and
 # copiers, and for what is accepted before the next look.
-ADDRESS_SHARE, TCP_SHARE, SESSIONS_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.65, 0.7
+ADDRESS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.7
 REOPEN_SHARE = 0.9  # of where a door was shut
-# From this limit on no crowd that was tried got to the last descriptor between two looks; docs/security.md says it.
-SAFE_LIMIT = 4096
 # Connections do not come faster; what a limit has to have above a door follows from it.
 FASTEST_PER_S = 100_000
 SOONEST_S, LATEST_S = 0.002, 0.1

@@ -11,17 +11,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
-from kvframework.api import Handler
 from kvframework.errors import EndpointError, ShuttingDown
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.frames_io import Socket
-from kvframework.messaging.server.dispatch import Dispatcher, Welcome
+from kvframework.messaging.server.dispatch import Dispatcher, Served
 from kvframework.messaging.server.endpoint import EndpointFiles
 from kvframework.messaging.server.gate import Gate
 from kvframework.messaging.server.inflight import InFlight
@@ -81,22 +78,14 @@ class MessageServer:
     not "". `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: everybody, and every byte can be read on its way.
-    `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
-    `version` and `liveness` are filled in here. `arena_fd` is borrowed and passed to every client; None: there is none.
-    `on_session_end(session)` is called exactly once for every session, unless very many end with the server;
-    `on_tick()` every `tick_s`; what they raise is logged. `counters` and `refusals` may be read from any thread.
+    `on_tick()` is called every `tick_s`. `counters` and `refusals` may be read from any thread.
     """
 
     def __init__(
         self,
-        *,
         endpoint: str,
-        handlers: Mapping[str, Handler[Any]],
-        welcome: Welcome,
-        hasher_fingerprint: str,
-        arena_fd: int | None,
-        on_session_end: Callable[[ClientSession], None],
-        on_tick: Callable[[], None],
+        served: Served,
+        *,
         tick_s: float = 0.1,
         session_timeout_s: float = 30.0,
         workers: int = 2,
@@ -107,12 +96,7 @@ class MessageServer:
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint)
         self._curve = curve
-        self._handlers = handlers
-        self._welcome = welcome
-        self._hasher_fingerprint = hasher_fingerprint
-        self._arena_fd = arena_fd
-        self._on_session_end = on_session_end
-        self._on_tick = on_tick
+        self._served = served
         self._tick_s = tick_s
         self._workers = workers
         self._clock = time.monotonic
@@ -187,7 +171,7 @@ class MessageServer:
         if self._files is not None:
             liveness = LivenessServer(
                 self._files.liveness,
-                arena_fd=self._arena_fd,
+                arena_fd=self._served.arena_fd,
                 find=self._table.by_token,
                 clock=self._clock,
                 counters=self.counters,
@@ -198,7 +182,7 @@ class MessageServer:
         resources.callback(gate.close)
         replies = ReplySender(listeners, self.counters)
         calls = InFlight(
-            self._handlers,
+            self._served.handlers,
             replies,
             workers=self._workers,
             wake=self._wakeup.signal,
@@ -207,14 +191,12 @@ class MessageServer:
         )
         resources.callback(calls.close)
         dispatcher = Dispatcher(
+            self._served,
             sessions=self._table,
             calls=calls,
             replies=replies,
             liveness=liveness,
             liveness_path=lambda who: self._files.liveness if self._files and listeners.is_local(who) else "",
-            welcome=self._welcome,
-            hasher_fingerprint=self._hasher_fingerprint,
-            on_session_end=self._on_session_end,
             counters=self.counters,
             refusals=self.refusals,
             check_room=gate.check,
@@ -290,7 +272,7 @@ class MessageServer:
             logger.warning("session %d of %s was silent for too long", session.session_id, session.name)
             bound.dispatcher.end(session)
         try:
-            self._on_tick()
+            self._served.on_tick()
             self._tick_failing = False
         except Exception:
             self.counters["tick_errors"] += 1

@@ -1,6 +1,7 @@
-"""Owns the answer to "may this client in?": the ZAP handler that libzmq asks at every CURVE handshake.
+"""The answer to "may this client in?": the ZAP handler that libzmq asks at every CURVE handshake.
 
-Served by the server's loop; until it answers, the handshake waits and nobody else does.
+Served by the server's loop; until it answers, the handshake waits and nobody else does. Not `zmq.auth`: its
+authenticators need a thread or an asyncio loop, and read the directory of clients once.
 """
 
 from __future__ import annotations

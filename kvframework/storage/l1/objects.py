@@ -13,26 +13,20 @@ owner's end, since a stopped writer may wake up and write.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from kvframework.api import EvictionPolicy, PackedKey
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.window import choose_window
 
 # How long the owner of a lapsed pin lease may still ask for its end, and be told that it did not hold.
 REMEMBER_LAPSED_S = 600.0
 # Objects that one `expire` unpins, give or take a lease: about a millisecond.
 UNPIN_AT_ONCE = 1 << 16
-# Uses that the policy is told in one go: a millisecond or two. And batches of uses that may wait for it.
-TELL_AT_ONCE = 1 << 13
-MOST_UNTOLD = 16
-
-_key_of = attrgetter("key")
 
 
 @dataclass(slots=True)
@@ -70,8 +64,9 @@ class ObjectTable:
         self.row = self._objects.row
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
-        # Uses too many to be told at once, the oldest batch first, each as the policy is to be told.
-        self._untold: deque[list[StoredObject]] = deque()
+        self._uses = Uses(policy, self._objects)
+        # Tells the policy some of the uses that it has not been told yet.
+        self.tell_uses = self._uses.tell_some
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -138,7 +133,7 @@ class ObjectTable:
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._touch(self._let_go(lease))
+            self._uses.add(self._let_go(lease))
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -164,7 +159,7 @@ class ObjectTable:
         # Last chunk first, so that a policy that goes by recency lets go of a prefix from its end.
         for stored in reversed(objects):
             self._policy.on_insert(stored.key, stored.length)
-        self._touch(present)
+        self._uses.add(present)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -188,7 +183,7 @@ class ObjectTable:
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease | None:
         """Pins all of `keys`, or none and returns None if one is missing. Counts as a use of each if `touch`; the
-        policy is told of more than `TELL_AT_ONCE` by and by (`tell_uses`), while most of them are pinned anyway."""
+        policy is told of very many by and by (`tell_uses`), while most of them are pinned anyway."""
         found = self.find(keys)
         if found is None:
             return None
@@ -203,7 +198,7 @@ class ObjectTable:
         lease = self._leases.open_pin(owner, request_id, deadline, objects)
         self._pin(objects)
         if touch:
-            self._touch(objects)
+            self._uses.add(objects)
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
@@ -235,14 +230,6 @@ class ObjectTable:
                 self._lapse(pins)
             if now >= pins.deadline + REMEMBER_LAPSED_S:
                 self._drop_pin_lease(pins)
-
-    def tell_uses(self) -> None:
-        """Tells the policy some of the uses that it has not been told yet, `TELL_AT_ONCE` at most."""
-        if self._untold:
-            batch = self._untold.popleft()
-            if len(batch) > TELL_AT_ONCE:
-                self._untold.appendleft(batch[TELL_AT_ONCE:])
-            self._tell(batch[:TELL_AT_ONCE])
 
     def end_owner(self, owner: int) -> int:
         """Ends all leases of an owner that is gone: it writes and reads no more. The number ended."""
@@ -347,20 +334,6 @@ class ObjectTable:
                 result.in_flight += 1
             else:
                 result.dropped += 1
-
-    def _touch(self, objects: list[StoredObject]) -> None:
-        if len(objects) <= TELL_AT_ONCE:
-            self._policy.on_access_many(list(map(_key_of, reversed(objects))))
-            return
-        if len(self._untold) == MOST_UNTOLD:
-            self._tell(self._untold.popleft())
-        self._untold.append(objects[::-1])
-
-    def _tell(self, used: Sequence[StoredObject]) -> None:
-        """What has left meanwhile is none of the policy's business."""
-        here = [stored.key for stored in used if self._objects.get(stored.key) is stored]
-        for first in range(0, len(here), TELL_AT_ONCE):
-            self._policy.on_access_many(here[first : first + TELL_AT_ONCE])
 
     def _pin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from kvframework.api import Codec
-from kvframework.storage.envelope import NO_CODEC
+from kvframework.api.codec import NO_CODEC
 
 log = logging.getLogger(__name__)
 

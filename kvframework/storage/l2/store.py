@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierUsage
+from kvframework.api.codec import NO_CODEC
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES, NO_CODEC, UNTOLD_LAYOUT, seal, unseal
+from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.calls import TierCalls
 from kvframework.storage.l2.codecs import CodecTable
@@ -87,24 +88,9 @@ class L2Store:
             calls = ("usage", "put") if self._keeps_room else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
-    def contains(self, keys: Sequence[PackedKey]) -> list[bool]:
-        return run(self.contains_steps(keys))
-
-    def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
-        """See `get_steps`."""
-        return run(self.get_steps(keys, ranges))
-
-    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
-        """See `put_steps`."""
-        return run(self.put_steps(keys, values))
-
     def delete(self, keys: Sequence[PackedKey]) -> int:
         """The number that was there."""
         return run(self.delete_steps(keys))
-
-    def check(self) -> None:
-        """See `check_steps`."""
-        run(self.check_steps())
 
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
         outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))

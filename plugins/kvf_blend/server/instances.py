@@ -6,7 +6,6 @@ instance; they are kept nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvf_blend.errors import BadRotary, BlendRefused
@@ -34,11 +33,9 @@ class Blended:
         return self.desc.chunk_tokens
 
     def objects(self, services: CacheServices, cache_salt: str, *, all_ranks: bool = False) -> Objects:
-        """The objects of the instance's rank; of all ranks if `all_ranks` is set or the instance has no rank."""
+        """Of the instance's ranks, or of all."""
         context = self.context
-        ranks: Sequence[int] = range(context.world_size)
-        if context.rank is not None and not all_ranks:
-            ranks = (context.rank,)
+        ranks = range(context.world_size) if all_ranks else context.ranks
         return Objects(services.key_prefixes(context.namespace, cache_salt, ranks))
 
 
