@@ -28,7 +28,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
 
     def status(self) -> dict[str, int]:
-        """Counters. `asked_tokens` and `hit_tokens` of the lookups that were answered to the end give the hit rate."""
+        """Return the counters. `asked_tokens` and `hit_tokens` of the fully answered lookups give the hit rate."""
         return dict(self._counters)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]

@@ -1,7 +1,7 @@
-"""Owns `Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
+"""`Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
 
 Two threads: the link's I/O thread, and the supervisor thread here, which dials, says HELLO, and calls `on_up` and
-`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has an I/O thread of its own.
+`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has its own I/O thread.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _CLOSE_S = 10.0
 
 
 class Connection:
-    """A connection that heals itself. `start()`, then `request(...)` from any thread, then `close()`.
+    """A connection that reconnects by itself. `start()`, then `request(...)` from any thread, then `close()`.
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
-    it returns only `urgent` requests go through. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. What is added to `losses` is told to the server. A forked child cannot use its
+    it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
+    follows every `on_up` that returned. Entries of `losses` are reported to the server. A forked child cannot use its
     parent's connection and does not disturb it.
 
     While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
@@ -94,13 +94,13 @@ class Connection:
         self._thread = self._supervisor()
 
     def start(self) -> None:
-        """Starts to connect. Returns at once; to be called once. If the process gets no thread now, a look at
-        `state` later starts it."""
+        """Start to connect. Returns at once; may be called once. If the process gets no thread now, a later read of
+        `state` starts it."""
         with self._starting:
             self._start_thread()
 
     def wait_up(self, timeout: float) -> bool:
-        """Waits until the state is "up", at most `timeout` seconds; whether it is."""
+        """Wait until the state is "up", at most `timeout` seconds; return whether it is."""
         if os.getpid() != self._pid:
             return False
         deadline = time.monotonic() + timeout
@@ -111,7 +111,8 @@ class Connection:
 
     @property
     def state(self) -> State:
-        """ "suspect": a request or PING was not answered in time, and no PING since. "down": there is no server."""
+        """The state of the connection. "suspect": a request or PING was not answered in time, and no PING since.
+        "down": there is no server."""
         link = self._link
         if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
             if time.monotonic() >= self._start_again_at:
@@ -121,7 +122,7 @@ class Connection:
 
     @property
     def boot_id(self) -> bytes | None:
-        """Of the server that is connected, None if there is none."""
+        """The boot id of the connected server, None if there is none."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
 
@@ -136,8 +137,8 @@ class Connection:
         return self._why.most_telling
 
     def hold(self) -> int | None:
-        """A descriptor that, while it is open, keeps the server from taking this process for dead (None over TCP). The
-        caller closes it. To be called from within `on_up`."""
+        """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
+        TCP). The caller closes it. Must be called from within `on_up`."""
         link = self._link
         return link.hold() if link is not None else None
 
@@ -152,17 +153,16 @@ class Connection:
         silence_s: float = 0.0,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """Sends a request and returns its future; never blocks and never raises.
+        """Send a request and return its future; never blocks and never raises.
 
         The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
         the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
         answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
-        the server has been silent for less than `silence_s`). Its
-        callbacks run in the thread that receives the answer: the I/O thread, or a caller's in `ask`. Big buffers are
-        sent without a copy: they must stay unchanged until an answer.
-        `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
-        `on_late` is called in the I/O thread with a response that comes after the timeout: what it grants is
-        nobody's else.
+        the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
+        the I/O thread, or a caller's in `ask`. Big buffers are sent without a copy: they must stay unchanged until an
+        answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
+        `on_late` is called in the I/O thread with a response that arrives after the timeout; it must release what the
+        response grants, since nothing else can.
         """
         try:
             spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
@@ -179,8 +179,8 @@ class Connection:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> Message:
-        """`request`, waiting for its answer: the calling thread sends and receives by itself, so that no other has to
-        wake. Raises what the future would fail with. Not for callbacks of futures."""
+        """Send a request and wait for its answer: the calling thread sends and receives by itself, so that no other
+        thread has to wake. Raises what the future of `request` would fail with. Not for callbacks of futures."""
         spec = self._spec(name)
         return self._usable(urgent).ask(spec, payload, timeout, on_late)
 
@@ -194,8 +194,8 @@ class Connection:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """`request`, for which the calling thread waits for `turn` seconds at most, as `ask` does: most often the
-        future is resolved. Made while the server has been silent for less than `timeout`. Never raises."""
+        """Send a request and wait for at most `turn` seconds, as `ask` does: most often the returned future is
+        resolved. Also sent while the server has been silent for less than `timeout`. Never raises."""
         try:
             spec, link = self._spec(name), self._usable(urgent, timeout)
         except KVFrameworkError as error:
@@ -203,7 +203,8 @@ class Connection:
         return link.begin(spec, payload, timeout, turn, on_late)
 
     def reachable(self, silence_s: float) -> bool:
-        """Whether `request` and `begin` would send: "up", or silent for less than so many seconds. Never blocks."""
+        """Whether `request` and `begin` would send: "up", or silent for less than this number of seconds. Never
+        blocks."""
         try:
             self._usable(urgent=False, silence_s=silence_s)
         except ServerGone:
@@ -213,10 +214,10 @@ class Connection:
     def bulk_request(
         self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
     ) -> MessagingFuture[Message]:
-        """Like `request`, over the session's second socket, which big frames have for themselves. Blocks for a
-        handshake when there is none yet. After a timeout there everything under way there fails, and only there.
+        """Send a request like `request`, over the session's second socket, which is reserved for big frames. Blocks for
+        a handshake when there is none yet. After a timeout on it all its requests in flight fail, and only those.
 
-        A future that has failed does not give the buffers back: ZMQ may still read them, so never write to them again.
+        A future that has failed does not release the buffers: ZMQ may still read them, so never write to them again.
         """
         try:
             spec = self._spec(name, buffers)
@@ -228,10 +229,10 @@ class Connection:
         return bulk.submit(spec, payload, buffers, timeout)
 
     def cancel(self, future: MessagingFuture[Message]) -> MessagingFuture[Message]:
-        """Sends CANCEL for a request made here, also one whose future has failed with `DeadlineExceeded` already.
+        """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
 
-        The returned future resolves to `CancelReply` once the server touches nothing more for the request, or fails
-        with `ServerGone` if the connection that it was made on is no more.
+        The returned future resolves to `CancelReply` once the server no longer touches anything for the request, or
+        fails with `ServerGone` if the connection of the request has ended.
         """
         if not isinstance(future, RequestFuture):  # it never left this process
             return MessagingFuture.resolved(CancelReply(found=False))
@@ -240,9 +241,9 @@ class Connection:
         return future.cancelled()
 
     def close(self) -> None:
-        """Ends the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
-        are joined (not by themselves, and no longer than a resolver that hangs is worth). Idempotent; does nothing in a
-        forked child."""
+        """End the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
+        are joined (not by themselves, and only for a bounded time, since a resolver may hang). Idempotent; does nothing
+        in a forked child."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -277,7 +278,7 @@ class Connection:
                 self._starting.release()
 
     def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
-        """The link that a request may go over now. Raises `ServerGone`."""
+        """Return the link that a request may use now. Raises `ServerGone`."""
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
         if link is None or not (allowed or (state == "suspect" and link.silent_s() < silence_s)):
@@ -285,7 +286,7 @@ class Connection:
         return link
 
     def _spec(self, name: str, buffers: Sequence[Buffer] = ()) -> RequestSpec:
-        """Raises `UnknownRequest` and `MalformedFrames`."""
+        """Return the spec of a request. Raises `UnknownRequest` and `MalformedFrames`."""
         spec = self._table.get(name)
         if spec is None:
             raise UnknownRequest(f"there is no request {name!r}")
@@ -305,7 +306,7 @@ class Connection:
                     pause = _FIRST_PAUSE_S
                     self._closing.wait(pause)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
-                    # No name of this frame's for it: its traceback would keep the sockets of the attempt.
+                    # This frame keeps no name for the error: its traceback would keep the sockets of the attempt.
                     most = self._note(as_out_of_resources(error) or error)
                     self._closing.wait(min(pause, most))
                     pause = min(pause * 2, most)
@@ -314,7 +315,7 @@ class Connection:
                 context.destroy(0)
 
     def _connect_once(self, context: zmq.Context[Any]) -> None:
-        """One connection, from HELLO to its end. Raises if it did not come up."""
+        """Run one connection, from HELLO to its end. Raises if it did not come up."""
         deadlines = self._deadlines
         dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
         self._why.unanswered = None
@@ -322,7 +323,7 @@ class Connection:
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
             liveness, arena_fd = None, None
-            # What a server on another host names is none of this one's paths.
+            # Paths of a server on another host do not refer to this host.
             if reply.liveness and self._endpoint.startswith("ipc://"):
                 liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, deadlines.hello_s)
                 undo.callback(liveness.close)
