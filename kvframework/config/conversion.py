@@ -21,7 +21,7 @@ def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys
     """`raw` as a `struct`, without coercing types; `ByteSize` fields also take strings such as "512MiB".
 
     `core_keys` are further keys that the same table may hold, named when a key is unknown. Raises `ConfigFieldError`
-    with the place, what is available and the closest match.
+    with the place, the accepted values and the closest match.
     """
     fields = struct.__struct_encode_fields__
     for key in raw:

@@ -39,11 +39,12 @@ class Empty(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
-    of the same client that is to end first, because its connection was lost; `min_version` and `max_version` bound what
-    the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release.
+    of the same client that ends first, because its connection was lost; `min_version` and `max_version` bound the
+    versions that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its
+    release.
 
-    Read before anything is agreed upon, so every version reads every other's: `client` and `pid` stay as they are, and
-    who does not tell its versions speaks 1.
+    Read before any version is agreed upon, so every version reads every other's: `client` and `pid` never change, and a
+    client without versions speaks 1.
     """
 
     client: str
@@ -89,7 +90,7 @@ class Lost(Message, frozen=True):
     nbytes: LostCount = 0
 
 
-# What `Lost` counts, and what of it are calls.
+# The counters of `Lost`, and those of them that count calls.
 LOST_AMOUNTS = ("lookups", "loads", "stores", "nbytes")
 LOST_CALLS = LOST_AMOUNTS[:3]
 
@@ -210,7 +211,7 @@ class Committed(Message, frozen=True):
 
 
 class RetrieveCommitted(Message, frozen=True):
-    """COMMIT_RETRIEVE: whether the pins held throughout."""
+    """COMMIT_RETRIEVE: True if the pins held throughout."""
 
     held: bool
 

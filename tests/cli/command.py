@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,9 +43,10 @@ def run(
     *arguments: str, site: Path | None = None, config: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command in this process, by the entry point, with an environment, a path and streams of its own; modules
-    of `site` are forgotten afterwards. Not for `serve`, signals, terminals, or what the process itself must prove."""
+    of `site` and handlers of signals are forgotten afterwards. Not for `serve`, signals, terminals, or what the process itself must prove."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     loaded = set(sys.modules)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
         mock.patch.dict(os.environ, environment(site, KVFRAMEWORK_CONFIG=config, **variables), clear=True),
         mock.patch.object(tempfile, "tempdir", None),
@@ -58,6 +60,8 @@ def run(
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             _forget(site, set(sys.modules) - loaded)
     return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
 

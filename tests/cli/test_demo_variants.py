@@ -49,7 +49,7 @@ def test_any_tier_plugin_may_stand_behind_the_server(temporary, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("filesystem", 512, True)
-    assert "waiting for tier filesystem to have it all  3 values" in done.stderr
+    assert "waiting until tier filesystem has all objects  3 values" in done.stderr
     assert list((tmp_path / "l2").iterdir()), "the folder that was named holds the values"
 
 
