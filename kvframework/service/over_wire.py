@@ -84,7 +84,7 @@ class ChunkTransfers:
         outcome = outcome_of(result)
         if result.lease is None:
             return m.ChunksStored(outcome)
-        # The copy cannot be stopped; a CANCEL waits for its end.
+        # The copy cannot be stopped; a cancel waits for its end.
         future: MessagingFuture[Message] = MessagingFuture(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
