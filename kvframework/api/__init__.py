@@ -1,6 +1,5 @@
 """All that a plugin may import: hooks, provider descriptors, contracts, and the types they speak in."""
 
-from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
 from kvframework.api.codec import MAX_CODEC_NAME, Codec
 from kvframework.api.driver import (
@@ -16,7 +15,7 @@ from kvframework.api.driver import (
 )
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.findings import Finding, Level
-from kvframework.api.futures import DeviceFuture, MessagingFuture
+from kvframework.api.futures import DeviceFuture, Future, Promise, StreamHook
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from kvframework.api.keys import (
@@ -49,9 +48,9 @@ from kvframework.api.layout import (
     chunk_tokens_for,
     validate_layout,
 )
-from kvframework.api.planning import CopyPlanner, PlacedView
 from kvframework.api.providers import (
     API_VERSION,
+    AnyTransportProvider,
     CodecProvider,
     DeviceTransportProvider,
     Diagnose,
@@ -76,19 +75,23 @@ from kvframework.api.requests import (
     RequestSpec,
     Select,
 )
+from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
 from kvframework.api.tier import TIER_CAPABILITIES, L1Memory, Outcome, Tier, TierEntry, TierUsage
 from kvframework.api.transport import (
     ArenaRange,
-    CopyJob,
+    EngineDrivenLink,
     EngineLink,
+    GroupBlocks,
+    LoadOutcome,
+    LoadPlan,
     LostKind,
     Registration,
-    RetrievePlan,
-    ServerContext,
-    ServerTransport,
+    ServerDrivenLink,
     StoreOutcome,
     StorePlan,
+    Transfer,
     TransferContext,
+    error_code,
 )
 from kvframework.api.types import (
     DTYPE_BYTES,
@@ -123,6 +126,7 @@ __all__ = [
     "TIER_CAPABILITIES",
     "TOKEN_BYTES",
     "Allocation",
+    "AnyTransportProvider",
     "Arena",
     "ArenaRange",
     "BlockIds",
@@ -136,11 +140,11 @@ __all__ = [
     "CopierDriver",
     "CopyBatch",
     "CopyJob",
-    "CopyPlanner",
     "DeviceFuture",
     "DeviceOptions",
     "DeviceTransportProvider",
     "Diagnose",
+    "EngineDrivenLink",
     "EngineDriver",
     "EngineLink",
     "EngineView",
@@ -148,6 +152,8 @@ __all__ = [
     "EvictionProvider",
     "Exported",
     "Finding",
+    "Future",
+    "GroupBlocks",
     "GroupDesc",
     "Handler",
     "HandlerResult",
@@ -162,37 +168,39 @@ __all__ = [
     "Layout",
     "LayoutProvider",
     "Level",
+    "LoadOutcome",
+    "LoadPlan",
     "LostKind",
     "MemoryLayoutDesc",
     "Message",
-    "MessagingFuture",
     "NoOptions",
     "ObjectKey",
     "Options",
     "Outcome",
     "PackedKey",
-    "PlacedView",
     "PrefetchTask",
+    "Promise",
     "Provider",
     "Registration",
     "Reply",
     "RequestSpec",
     "RequestsProvider",
-    "RetrievePlan",
     "Secret",
     "SecretUrl",
     "Select",
     "ServerContext",
+    "ServerDrivenLink",
     "ServerTransport",
     "Step",
     "StoreOutcome",
     "StorePlan",
+    "StreamHook",
     "Tier",
     "TierContext",
     "TierEntry",
     "TierProvider",
     "TierUsage",
-    "TouchedBlocks",
+    "Transfer",
     "TransferContext",
     "TransportProvider",
     "canonical_desc",
@@ -200,11 +208,11 @@ __all__ = [
     "chunk_tokens_for",
     "compute_namespace",
     "dtype_bytes",
+    "error_code",
     "hookimpl",
     "key_prefix",
     "masked_url",
     "salt_digest",
     "shown_options",
-    "touched_blocks",
     "validate_layout",
 ]

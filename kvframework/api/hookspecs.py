@@ -36,7 +36,7 @@ def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-
 
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 
-        from kvframework.api import MessagingFuture, TransferContext, TransportProvider, hookimpl
+        from kvframework.api import Future, TransferContext, TransportProvider, hookimpl
 
         class CopyContext(TransferContext):
             def __init__(self, link):
@@ -54,17 +54,17 @@ def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-
                     # Here the bytes move: for each `place` of plan.ranges gather the blocks of chunk place.chunk and
                     # layer group place.group into self._link.arena()[place.offset : place.offset + place.length].
                     outcome = self._link.commit_store(plan.lease).result()
-                    return MessagingFuture.resolved(outcome.ok, outcome)
-                return MessagingFuture.resolved(plan.outcome.ok, plan.outcome)
+                    return Future.resolved(outcome.ok, outcome)
+                return Future.resolved(plan.outcome.ok, plan.outcome)
 
             def submit_retrieve(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk,
                                 skip_first_n_tokens=0):
                 plan = self._link.prepare_retrieve(key, instance_id).result()
                 if not plan.hit:
-                    return MessagingFuture.resolved(False)
+                    return Future.resolved(False)
                 # Here they move back: for each `place` of plan.ranges scatter that piece of the arena into its blocks,
                 # but for the first skip_first_n_tokens tokens.
-                return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease).result())
+                return Future.resolved(self._link.commit_retrieve(plan.lease).result())
 
             def close(self):
                 pass

@@ -13,6 +13,7 @@ import msgspec
 
 from kvframework import api
 from kvframework.api import (
+    AnyTransportProvider,
     DeviceTransportProvider,
     Finding,
     L1Provider,
@@ -20,7 +21,6 @@ from kvframework.api import (
     Provider,
     TierContext,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
@@ -47,7 +47,7 @@ def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
         yield Finding("plugin.usable", "fail", error.fact, error.hint or error.available, error.where)
         return
     yield Finding("plugin.usable", "ok", f"{role.kind} {use} can be used")
-    if isinstance(provider, TransportProvider) and provider.is_gpu:
+    if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
         yield memlock(f"{role.kind} {use}")
     diagnosed = (L1Provider, TierProvider, DeviceTransportProvider)
     if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:

@@ -36,7 +36,7 @@ def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
         found.append(Finding("config.codecs", "fail", error.fact, error.hint, error.where))
     subjects.append(Subject("HasherProvider", config.hasher))
     for role, tables in (
-        ("TransportProvider", config.transport),
+        ("AnyTransportProvider", config.transport),
         ("LayoutProvider", config.layout),
         ("RequestsProvider", config.requests),
     ):

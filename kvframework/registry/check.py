@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from kvframework.api import (
+    AnyTransportProvider,
     CodecProvider,
     EvictionProvider,
     HasherProvider,
@@ -14,7 +15,6 @@ from kvframework.api import (
     Provider,
     RequestsProvider,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigFieldError, PluginUnavailable, PluginWrongKind
@@ -79,7 +79,7 @@ def check_config(config: Config, registry: PluginRegistry) -> None:
     resolve_table(registry, config.l1.eviction, EvictionProvider)
     resolve_table(registry, config.hasher, HasherProvider)
     for table in config.transport:
-        resolve_table(registry, table, TransportProvider)
+        resolve_table(registry, table, AnyTransportProvider)
     for table in config.layout:
         resolve_table(registry, table, LayoutProvider)
     for l2 in config.l2:

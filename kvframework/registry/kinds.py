@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvframework.api import (
+    AnyTransportProvider,
     CodecProvider,
     EvictionProvider,
     HasherProvider,
@@ -13,7 +14,6 @@ from kvframework.api import (
     Provider,
     RequestsProvider,
     TierProvider,
-    TransportProvider,
 )
 
 
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", (TransportProvider,)),
+    "transport": Kind("kvf_transports", (AnyTransportProvider,)),
     "layout": Kind("kvf_layouts", (LayoutProvider,)),
     "tier": Kind("kvf_tiers", (TierProvider, L1Provider)),
     "eviction": Kind("kvf_eviction_policies", (EvictionProvider,)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, RetrievePlan, StoreOutcome, StorePlan
+from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, StoreOutcome
 from kvframework.errors import TransportMismatch
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key
@@ -49,7 +49,7 @@ class EngineDrivenTransfers:
             Handler(REQUESTS["COMMIT_RETRIEVE"], self._commit_retrieve),
         ]
 
-    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> StorePlan:
+    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.StorePlan:
         if not client.local:
             # It could only commit what it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
@@ -65,8 +65,8 @@ class EngineDrivenTransfers:
         )
         outcome = outcome_of(result)
         if result.lease is None:
-            return StorePlan("", (), outcome)
-        return StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
+            return m.StorePlan("", (), outcome)
+        return m.StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
         """A client that is alone may fill L1; one of several leaves the others something, even if it stands still."""
@@ -81,15 +81,15 @@ class EngineDrivenTransfers:
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
         return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
 
-    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> RetrievePlan:
+    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         grid = self._grid(client, payload)
         lease = pin_whole(
             self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
         )
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
-            return RetrievePlan(False, reason="not all objects are in L1")
-        return RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
+            return m.RetrievePlan(False, reason="not all objects are in L1")
+        return m.RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)

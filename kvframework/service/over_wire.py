@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api import ClientInfo, Handler, Message, MessagingFuture, Reply, StoreOutcome
+from kvframework.api import ClientInfo, Future, Handler, Message, Promise, Reply, StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge, TransportMismatch
 from kvframework.service.contexts import Contexts, own_context
 from kvframework.service.engine_driven import grid_of, outcome_of
@@ -78,7 +78,7 @@ class ChunkTransfers:
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
-    ) -> m.ChunksStored | MessagingFuture[Message]:
+    ) -> m.ChunksStored | Future[Message]:
         grid = self._grid(client, payload)
         if not payload.objects and not buffers:
             return self._missing(grid)
@@ -87,7 +87,7 @@ class ChunkTransfers:
         if result.lease is None:
             return m.ChunksStored(outcome)
         # The copy cannot be called off; whoever cancels waits for its end.
-        future: MessagingFuture[Message] = MessagingFuture(lambda: None)
+        future: Promise[Message] = Promise(lambda: None)
         try:
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
         except BaseException:
@@ -119,7 +119,7 @@ class ChunkTransfers:
         outcome = msgspec.structs.replace(outcome_of(result), present=result.present - others)
         return result, outcome, [(offset, sent[chosen[at]]) for at, offset in result.placed]
 
-    def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+    def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
         """In a copy thread: the bytes, then the commit, then the answer."""
         try:
             for offset, source in copies:

@@ -68,7 +68,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
     request = first.request(tokens)
     assert request.hashed_tokens == 512
     blocks = [list(range(5, 37))]
-    assert first.worker.submit_store(request, 0, 512, blocks).result(30) is True
+    assert first.worker.submit_store(request, 0, 512, blocks).result(30).ok
     assert first.worker.get_finished() == ({"r"}, set())
     with KVClient(server.endpoint, deadline_scale=20.0) as another:
         second = Engine(another, instance_id=2)
@@ -76,7 +76,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
         assert (result.hit_tokens, result.pending) == (512, False)
         target = [list(range(63, 31, -1))]
         loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
-        assert loaded.result(30) is True
+        assert loaded.result(30).ok
         second.scheduler.free(result)
         assert second.worker.get_finished() == (set(), {"q"})
         for name, kv in first.kv.items():
@@ -108,7 +108,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
     engine = Engine(client)
     blocks = [list(range(16))]
-    assert engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30) is False
+    assert not engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30).ok
     assert engine.worker.get_finished() == (set(), {"r"})
     assert engine.worker.take_failed_blocks() == [set(range(16))]
     assert engine.worker.take_failed_blocks() == []
@@ -142,7 +142,7 @@ def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerP
     server.kill9()
     wait_until(lambda: not client.usable, what="the client to notice")
     started = time.monotonic()
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is False
+    assert not engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
     assert engine.scheduler.lookup(request).hit_tokens == 0
     assert time.monotonic() - started < 0.5, "a miss at once, not a wait"
     server.start()
@@ -151,7 +151,7 @@ def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerP
     with server.client() as watcher:
         assert watcher.status()["non_gpu_instance_ids"] == [1]
     assert engine.scheduler.lookup(request).hit_tokens == 0
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is True
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
     assert engine.scheduler.lookup(request).hit_tokens == 256
 
 
@@ -238,15 +238,15 @@ def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, c
     blocks = [list(range(32))]
     request = engine.request(list(range(512)))
     stored = engine.worker.submit_store(request, 0, 512, blocks)
-    assert (stored.result(20), stored.detail) == (True, StoreOutcome(stored=2))
+    assert stored.result(20) == StoreOutcome(stored=2)
     server.kill9()
     wait_until(lambda: not client.usable, what="the client to see the server's end")
     for start, end in ((0, 512), (256, 512)):
         away = engine.worker.submit_store(request, start, end, [blocks[0][start // 16 :]])
-        assert (away.result(0), away.detail) == (False, StoreOutcome(dropped=(end - start) // 256))
+        assert away.result(0) == StoreOutcome(dropped=(end - start) // 256, error="run.server_gone")
     engine.worker.close()
     closed = engine.worker.submit_store(request, 0, 256, [blocks[0][:16]])
-    assert (closed.result(0), closed.detail) == (False, StoreOutcome(dropped=1))
+    assert closed.result(0) == StoreOutcome(dropped=1, error="request.not_registered")
 
 
 def test_a_load_of_what_was_never_stored_is_not_called_evicted(

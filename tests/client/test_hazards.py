@@ -88,7 +88,7 @@ def test_a_restart_between_arena_and_lease_publishes_nothing(server: ServerProce
             return prepare(key, instance_id, first_chunks)
 
         client.prepare_store = after_a_restart  # type: ignore[method-assign, assignment]
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20) is False
+        assert not engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20).ok
         assert engine.scheduler.lookup(engine.request(TOKENS)).hit_tokens == 0
         with server.client() as watcher:
             l1 = watcher.status()["l1"]

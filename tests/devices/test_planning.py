@@ -18,14 +18,14 @@ from kvframework.api import (
     canonical_desc,
     dtype_bytes,
 )
-from kvframework.devices.handles import LentAllocation, LentMemory, LentView, lend, read_handles
+from kvframework.devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
 from kvframework.errors import BadLayout, RequestError
 
 BASES = [0x7F00_0000_0000, 0x1_0000]
 
 
 @st.composite
-def memories(draw: st.DrawFn) -> tuple[KVLayout, LentMemory]:
+def memories(draw: st.DrawFn) -> tuple[KVLayout, ExportedMemory]:
     """Layer groups whose planes and layers lie in any order of axes, in one of two allocations."""
     groups, views = [], []
     for _ in range(draw(st.integers(1, 2))):
@@ -51,12 +51,12 @@ def memories(draw: st.DrawFn) -> tuple[KVLayout, LentMemory]:
                     strides[axis] = step
                     step *= counts[axis]
                 place = draw(st.integers(0, 50)) * 4096
-                lanes.append(LentView(draw(st.integers(0, 1)), place, 9, tuple(strides)))
+                lanes.append(ExportedView(draw(st.integers(0, 1)), place, 9, tuple(strides)))
             planes.append(lanes)
         groups.append(group)
         views.append(planes)
     allocations = [Allocation("d", b"a", 1 << 20), Allocation("d", b"b", 1 << 20)]
-    return KVLayout("paged", tuple(groups), 9), LentMemory("d", allocations, views)
+    return KVLayout("paged", tuple(groups), 9), ExportedMemory("d", allocations, views)
 
 
 def expected(layout, desc, memory, ranges, block_ids, counts, skip):
@@ -133,7 +133,7 @@ def test_a_plan_moves_exactly_the_elements_of_the_transfer(made, skip, data) -> 
 
 
 class Tensor:
-    """As much of a tensor as `lend` asks for."""
+    """As much of a tensor as `export_memory` asks for."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.shape, self._address, self._strides = shape, address, strides
@@ -159,7 +159,7 @@ def lent(addresses: list[int], device_of=lambda _address: "gpu-1") -> tuple[str,
         return Exported(Allocation(device_of(address), b"h%d" % base, 100_000), address - base)
 
     views = [[[Tensor(address, SHAPE, STRIDES) for address in addresses]]]
-    return *lend(views, LAYOUT, export), exported
+    return *export_memory(views, LAYOUT, export), exported
 
 
 def test_several_tensors_of_one_allocation_export_it_once() -> None:
@@ -179,7 +179,7 @@ def test_tensors_on_two_devices_are_refused() -> None:
 def _changed(**fields: object) -> tuple[bytes, ...]:
     """The handles of three tensors, the last view changed."""
     _, handles, _ = lent([200_512, 201_280, 300_000])
-    view = msgspec.msgpack.decode(handles[-1], type=LentView)
+    view = msgspec.msgpack.decode(handles[-1], type=ExportedView)
     return (*handles[:-1], msgspec.msgpack.encode(msgspec.structs.replace(view, **fields)))
 
 
@@ -187,8 +187,8 @@ def _larger(nbytes: int, **fields: object) -> tuple[bytes, ...]:
     """Likewise, and its allocation says that it has `nbytes`."""
     handles = list(_changed(**fields))
     at = max(index for index, handle in enumerate(handles) if b"h300000" in handle)
-    lent = msgspec.msgpack.decode(handles[at], type=LentAllocation)
-    handles[at] = msgspec.msgpack.encode(LentAllocation(msgspec.structs.replace(lent.allocation, nbytes=nbytes)))
+    lent = msgspec.msgpack.decode(handles[at], type=ExportedAllocation)
+    handles[at] = msgspec.msgpack.encode(ExportedAllocation(msgspec.structs.replace(lent.allocation, nbytes=nbytes)))
     return tuple(handles)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvf_vllm.connector import KvFrameworkConnector
-from kvframework.api import MessagingFuture
+from kvframework.api import Future
 from kvframework.client import KVClient
 from tests.vllm.engine import SERVER_PID, STEPS
 
@@ -51,7 +51,7 @@ class ServerDiesDuringLoad(Watched):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         commit = KVClient.commit_retrieve
 
-        def killed_first(client: KVClient, lease: str) -> MessagingFuture[bool]:
+        def killed_first(client: KVClient, lease: str) -> Future[bool]:
             _kill_server()
             return commit(client, lease)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any
 
-from kvframework.api import Handler, HandlerResult, Message, MessagingFuture
+from kvframework.api import Future, Handler, HandlerResult, Message, Promise
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.messages import CancelReply
 
@@ -56,9 +56,9 @@ class Call:
         self.buffers = buffers
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.started = self.answered = self.done = self.cancelled = False
-        self.job: Future[None] | None = None
-        self.future: MessagingFuture[Message] | None = None
-        self.waiters: list[MessagingFuture[Message]] = []
+        self.job: futures.Future[None] | None = None
+        self.future: Future[Message] | None = None
+        self.waiters: list[Promise[Message]] = []
 
     def run(self) -> HandlerResult | BaseException:
         """Calls the handler; what it raises is returned. Called once, in the serving or in a pool thread."""
@@ -87,7 +87,7 @@ class Call:
             waiter.set_result(CancelReply(found=True))
 
 
-def outcome_of(future: MessagingFuture[Message]) -> HandlerResult | BaseException:
+def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
     """What a resolved future holds."""
     error = future.exception()
     return error if error is not None else future.result(0)

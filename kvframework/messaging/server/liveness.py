@@ -258,8 +258,8 @@ class LivenessServer:
         self._hang_up(entry.sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
-        # A copier may hold a copy (`ClientSession.hold`): the closed socket would still be watched, and what it says
-        # taken for the words of the connection that gets its number next.
+        # A copier may hold a copy (`ClientSession.liveness_fd`): the closed socket would still be watched, and what it
+        # says taken for the words of the connection that gets its number next.
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock)
         sock.close()

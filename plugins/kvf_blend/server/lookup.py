@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
 from kvf_blend.server.choice import Choice, Question
 from kvf_blend.server.objects import Objects
-from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, MessagingFuture
+from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, Promise
 from kvframework.errors import Cancelled, DeadlineExceeded
 
 # What L1 has may leave between the look and the pin.
@@ -100,7 +100,7 @@ class Lookup:
             self._cancelled = True
             task.cancel()
 
-        future: MessagingFuture[Message] = MessagingFuture(cancel)
+        future: Promise[Message] = Promise(cancel)
         task.add_done_callback(lambda: self._loaded(future))
         return future
 
@@ -109,7 +109,7 @@ class Lookup:
         chosen = set(self._question.choose(self._objects.whole(digests, available)).digests())
         return self._objects.indices(index for index, digest in enumerate(digests) if digest in chosen)
 
-    def _loaded(self, future: MessagingFuture[Message]) -> None:
+    def _loaded(self, future: Promise[Message]) -> None:
         """The load has ended, and what it loaded is still pinned by it."""
         self._loads.end(self._client)
         try:
