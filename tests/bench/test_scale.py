@@ -28,6 +28,7 @@ from kvframework.bench.scale.rows import rows
 from kvframework.bench.scale.samples import Sample, take
 from kvframework.bench.scale.sizes import CHUNKS, FULL, QUICK, Sizes, fitting
 from kvframework.bench.server import running_server, status
+from kvframework.client.transfers import bare_transfer
 
 TINY = Sizes(clients=(1, 2), objects=(256, 512), base_objects=256, spare_bytes=16 << 20, rounds=1, seconds=0.02)
 SETTINGS = ["server.chunk_size=16"]
@@ -140,10 +141,8 @@ def test_wrong_bytes_make_no_figures() -> None:
                 requests.retrieve(6)
             key = requests._prompts.key(requests._prompts.digests(5), rank=0)
             assert key.model_name == MODEL
-            plan = client.prepare_retrieve(key, 1).result(20)
-            arena = client.arena()
-            assert arena is not None
-            arena[plan.ranges[2].offset + 7] ^= 1
+            plan = client.prepare_load(bare_transfer(requests._registration, key)).result(20)
+            plan.arena[plan.ranges[2].offset + 7] ^= 1
             with pytest.raises(WrongBytes, match="is not what was stored"):
                 requests.retrieve(5)
         finally:

@@ -114,17 +114,6 @@ def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
     assert engine.worker.take_failed_blocks() == []
 
 
-def test_batches_of_unequal_length_are_refused(client: KVClient) -> None:
-    engine = Engine(client)
-    requests = [engine.request([n] * 256, f"r{n}") for n in range(2)]
-    blocks = [[list(range(16))], [list(range(16, 32))]]
-    futures = engine.worker.batched_submit_store(requests, [(0, 256)] * 2, blocks)
-    assert [future.result(30) for future in futures] == [True, True]
-    for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
-        with pytest.raises(errors.RequestError, match="2 and 1 and 2"):
-            submit(requests, [(0, 256)], blocks)
-
-
 def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerProcess, client: KVClient) -> None:
     engine = Engine(client)
     with pytest.raises(errors.BadBlockIds):
@@ -212,25 +201,29 @@ def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
         assert watcher.status()["instances"] == []
 
 
-def test_a_batch_with_one_bad_item_submits_nothing(server: ServerProcess, client: KVClient) -> None:
+def test_what_is_wrong_is_refused_before_anything_is_asked(server: ServerProcess, client: KVClient) -> None:
     engine = Engine(client)
-    requests = [engine.request(list(range(n, n + 512)), f"r{n}") for n in (0, 1000)]
-    good, ranges = list(range(16)), [(0, 256), (0, 256)]
-    bad: list[tuple[list[tuple[int, int]], list[list[list[int]]], type[errors.KVFrameworkError]]] = [
-        (ranges, [[good], [list(range(BLOCKS, BLOCKS + 16))]], errors.BadBlockIds),
-        (ranges, [[good], [good[:15]]], errors.BadBlockIds),
-        (ranges, [[good], [good, good]], errors.BadBlockIds),
-        ([(0, 256), (0, 500)], [[good], [good]], errors.BadRange),
-        ([(0, 256), (100, 256)], [[good], [good]], errors.BadRange),
-        ([(0, 256), (0, 768)], [[good], [good]], errors.BadRange),
+    request, good = engine.request(list(range(512))), list(range(16))
+    bad: list[tuple[tuple[int, int], list[list[int]], type[errors.KVFrameworkError]]] = [
+        ((0, 256), [list(range(BLOCKS, BLOCKS + 16))], errors.BadBlockIds),
+        ((0, 256), [good[:15]], errors.BadBlockIds),
+        ((0, 256), [good, good], errors.BadBlockIds),
+        ((0, 256), [[-1, *good[1:]]], errors.BadBlockIds),
+        ((0, 256), [[0.5, *good[1:]]], errors.BadBlockIds),  # type: ignore[list-item]
+        ((0, 500), [good], errors.BadRange),
+        ((100, 256), [good], errors.BadRange),
+        ((0, 768), [good], errors.BadRange),
     ]
-    for some, blocks, expected in bad:
-        for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
+    for (start, end), blocks, expected in bad:
+        for submit in (engine.worker.submit_store, engine.worker.submit_retrieve):
             with pytest.raises(expected):
-                submit(requests, some, blocks)
+                submit(request, start, end, blocks)
+    for skip in (-1, 257):
+        with pytest.raises(errors.BadRange):
+            engine.worker.submit_retrieve(request, 0, 256, [good], skip_first_n_tokens=skip)
     assert engine.worker.get_finished() == (set(), set())
     assert server.status()["l1"]["objects"] == 0
-    assert all(f.result(20) for f in engine.worker.batched_submit_store(requests, ranges, [[good], [good]]))
+    assert engine.worker.submit_store(request, 0, 256, [good]).result(20).ok
 
 
 def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:

@@ -45,19 +45,17 @@ def streams() -> Streams:
 
 
 @pytest.fixture
-def pending(streams: Streams) -> Future[bool]:
-    future: Promise[bool] = Promise()
-    future.hold = streams.hold
-    return future
+def pending(streams: Streams) -> Promise[bool]:
+    return Promise(stream_hook=streams.hold)
 
 
-def test_it_tells_what_the_transfers_future_tells(pending: Future[bool]) -> None:
+def test_it_tells_what_the_transfers_future_tells(pending: Promise[bool]) -> None:
     seen = pending.to_cuda_future()
     assert not seen.query()
     with pytest.raises(TimeoutError):
         seen.result(0)
-    pending.set_result(True, "both chunks")
-    assert (seen.query(), seen.result(0), seen.exception(), seen.detail) == (True, True, None, "both chunks")
+    pending.set_result(True)
+    assert (seen.query(), seen.result(0), seen.exception()) == (True, True, None)
     cancelled = Promise[bool]().to_cuda_future()
     cancelled.cancel()
     assert isinstance(cancelled.exception(), Cancelled)
@@ -74,7 +72,7 @@ def test_it_tells_what_the_transfers_future_tells(pending: Future[bool]) -> None
     ids=["success", "miss", "error", "cancel"],
 )
 def test_a_stream_goes_on_however_the_transfer_ends(
-    pending: Future[bool], streams: Streams, end: Callable[[Future[bool]], object]
+    pending: Promise[bool], streams: Streams, end: Callable[[Future[bool]], object]
 ) -> None:
     pending.to_cuda_future().wait("load stream")
     pending.to_cuda_future().wait()
@@ -83,21 +81,21 @@ def test_a_stream_goes_on_however_the_transfer_ends(
     assert streams.released == {"load stream": 1, None: 1}
 
 
-def test_nothing_is_held_for_what_is_over(pending: Future[bool], streams: Streams) -> None:
+def test_nothing_is_held_for_what_is_over(pending: Promise[bool], streams: Streams) -> None:
     pending.set_result(True)
     pending.to_cuda_future().wait("stream")
     assert streams.released == {}
 
 
 def test_a_transfer_that_ends_while_the_stream_is_being_held_lets_it_go(
-    pending: Future[bool], streams: Streams
+    pending: Promise[bool], streams: Streams
 ) -> None:
     streams.meanwhile = lambda: pending.set_result(True)
     pending.to_cuda_future().wait("stream")
     assert streams.released == {"stream": 1}
 
 
-def test_no_callback_that_fails_keeps_a_stream_waiting(pending: Future[bool], streams: Streams) -> None:
+def test_no_callback_that_fails_keeps_a_stream_waiting(pending: Promise[bool], streams: Streams) -> None:
     def fails(_: Future[bool]) -> None:
         raise ValueError("in a callback")
 
@@ -108,7 +106,7 @@ def test_no_callback_that_fails_keeps_a_stream_waiting(pending: Future[bool], st
     assert streams.released == {"stream": 1}
 
 
-def test_threads_wait_on_streams_of_their_own(pending: Future[bool], streams: Streams) -> None:
+def test_threads_wait_on_streams_of_their_own(pending: Promise[bool], streams: Streams) -> None:
     seen = pending.to_cuda_future()
     threads = [threading.Thread(target=seen.wait, args=(number,)) for number in range(8)]
     for thread in threads[:4]:
@@ -121,42 +119,42 @@ def test_threads_wait_on_streams_of_their_own(pending: Future[bool], streams: St
     assert set(streams.released.values()) <= {1}
 
 
-def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: Future[bool], streams: Streams) -> None:
+def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: Promise[bool], streams: Streams) -> None:
     ended: list[bool] = []
     pending.add_done_callback(lambda future: ended.append(future.result(0)))
     seen = pending.to_cuda_future()
     seen.wait("stream")
-    pending.overdue()
+    pending.expire_holds()
     assert streams.released == {"stream": 1}
     assert not seen.query()
     with pytest.raises(DeadlineExceeded):
         seen.result(0)
     seen.wait("later")
     assert "later" not in streams.released
-    pending.overdue()
+    pending.expire_holds()
     assert ended == []
     pending.set_result(True)
-    pending.overdue()
+    pending.expire_holds()
     assert (streams.released, ended, seen.result(0)) == ({"stream": 1}, [True], True)
 
 
 def test_a_future_that_becomes_overdue_while_the_stream_is_being_held_lets_it_go(
-    pending: Future[bool], streams: Streams
+    pending: Promise[bool], streams: Streams
 ) -> None:
-    streams.meanwhile = pending.overdue
+    streams.meanwhile = pending.expire_holds
     pending.to_cuda_future().wait("stream")
     assert streams.released == {"stream": 1}
 
 
 @pytest.mark.parametrize("how", ["overdue", "resolved"])
-def test_no_release_that_fails_keeps_another_stream_waiting(how: str, pending: Future[bool], streams: Streams) -> None:
+def test_no_release_that_fails_keeps_another_stream_waiting(how: str, pending: Promise[bool], streams: Streams) -> None:
     def fails() -> None:
         raise ValueError("in a release")
 
     pending.add_release(fails)
     pending.to_cuda_future().wait("stream")
     with pytest.raises(ValueError, match="in a release"):
-        pending.overdue() if how == "overdue" else pending.set_result(True)
+        pending.expire_holds() if how == "overdue" else pending.set_result(True)
     assert streams.released == {"stream": 1}
     assert pending.query() is (how == "resolved")
 
@@ -169,7 +167,7 @@ def test_each_stream_is_let_go_once_whoever_is_first() -> None:
         early = [f"early {number}" for number in range(20)]
         for stream in early:
             seen.wait(stream)
-        calls = [pending.overdue, lambda end=pending.set_result: end(True)]
+        calls = [pending.expire_holds, lambda end=pending.set_result: end(True)]
         calls += [lambda wait=seen.wait, at=at: [wait(f"{at}.{number}") for number in range(20)] for at in range(3)]
         together = threading.Barrier(len(calls))
 
@@ -199,7 +197,7 @@ def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    future.overdue()
+    future.expire_holds()
     later.start()
     for thread in (waiting, later):
         thread.join(PATIENCE_S)

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kvframework.api import CacheKey
+from kvframework.api import CacheKey, Registration, Transfer
 from kvframework.client import KVClient
+from kvframework.client.transfers import bare_transfer
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
+from kvframework.wire.non_gpu import non_gpu_layout
 from tests.support.waiting import wait_until
 from tests.survival import traced
 
@@ -43,8 +45,8 @@ def connected(endpoint: str) -> KVClient:
     return client
 
 
-def registered(client: KVClient, instance_id: int) -> m.Registered:
-    payload = m.RegisterNonGpuContextPayload(
+def shape(instance_id: int) -> m.RegisterNonGpuContextPayload:
+    return m.RegisterNonGpuContextPayload(
         instance_id=instance_id,
         model_name="tiny",
         world_size=1,
@@ -54,7 +56,15 @@ def registered(client: KVClient, instance_id: int) -> m.Registered:
         dtype_str="float32",
         use_mla=False,
     )
-    return client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
+
+
+def registered(client: KVClient, instance_id: int) -> m.Registered:
+    return client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape(instance_id), m.Registered)
+
+
+def transfer_of(known: m.Registered, tokens: list[int], instance_id: int) -> Transfer:
+    layout = non_gpu_layout(shape(instance_id))
+    return bare_transfer(Registration(instance_id, 0, known.namespace, layout, known.desc), key_of(known, tokens))
 
 
 def key_of(known: m.Registered, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
@@ -64,9 +74,7 @@ def key_of(known: m.Registered, tokens: list[int], worker_id: int | None = 0) ->
 
 def keep(client: KVClient, known: m.Registered, instance_id: int) -> None:
     """Stores what all turns look up. The bytes do not matter here."""
-    plan = client.prepare_store(key_of(known, KEPT), instance_id).result()
-    if plan.lease:
-        assert client.commit_store(plan.lease).result().ok
+    assert client.prepare_store(transfer_of(known, KEPT, instance_id)).result().commit().result().ok
 
 
 def sessions(endpoint: str, _rig: str) -> Turn:
@@ -78,8 +86,8 @@ def sessions(endpoint: str, _rig: str) -> Turn:
         keep(keeper, own, 0)
         with connected(endpoint) as client:
             known = registered(client, number)
-            assert client.prepare_store(key_of(known, [number] * 512), number).result().lease
-            assert client.prepare_retrieve(key_of(known, KEPT), number).result().hit
+            assert client.prepare_store(transfer_of(known, [number] * 512, number)).result().ranges
+            assert client.prepare_load(transfer_of(known, KEPT, number)).result().hit
             assert client.request("LOOKUP", m.Lookup(key_of(known, KEPT, None)), m.LookupReply).hit_tokens == 512
 
     return turn
@@ -147,10 +155,10 @@ def aborted(endpoint: str, _rig: str) -> Turn:
         client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def turn(number: int) -> None:
-        client.abort_store(client.prepare_store(key_of(known, [number] * 1024), 0).result().lease)
-        withdrawn = client.prepare_store(key_of(known, [number] * 512), 0).result()
+        client.prepare_store(transfer_of(known, [number] * 1024, 0)).result().abort()
+        withdrawn = client.prepare_store(transfer_of(known, [number] * 512, 0)).result()
         client.request("END_SESSION", m.EndSession(), m.SessionEnded)
-        client.abort_store(withdrawn.lease)
+        withdrawn.abort()
         client.request("CLEAR", m.Clear(), m.Cleared)
         # L2 has it. Cancelled at any point of the load, or when that has ended.
         found = client.request("LOOKUP", lookup, m.LookupReply)

@@ -36,7 +36,7 @@ def client(server: RemoteServer) -> Iterator[KVClient]:
 
 def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteServer, client: KVClient) -> None:
     assert client.hello.liveness == ""
-    assert client.arena() is None
+    assert not client.maps_arena
     first = Engine(client)
     assert first.store(first.request(TOKENS), BLOCKS)
     assert first.last.result() == StoreOutcome(stored=2)

@@ -151,10 +151,10 @@ class Content(TransportKit):
             for engine, request in ((engine, requests[at][turn]) for at, engine in enumerate(engines))
         ]
         assert all(future.result(PATIENCE_S) for future in futures)
-        futures = [
+        loads = [
             engine.load(requests[at][turn], engine.target()) for turn in range(4) for at, engine in enumerate(engines)
         ]
-        assert all(future.result(PATIENCE_S) for future in futures)
+        assert all(load.result(PATIENCE_S) for load in loads)
         for engine in engines:
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
             assert engine.differences() == []

@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 
 from kvf_layouts.paged import PagedLayout
-from kvframework.api import ArenaRange, CopyPlanner, PlacedView
+from kvframework.api import ArenaRange, GroupBlocks
 from kvframework.bench.cuda.shapes import CHUNK_TOKENS, SHAPES, CudaShape, fragment_shape
 from kvframework.bench.cuda.sizes import FULL, QUICK
+from kvframework.devices.planning import CopyPlanner, PlacedView
 from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 
 FRAGMENTS = [fragment_shape(size, FULL.sweep_bytes) for size in FULL.sweep_fragments]
@@ -38,7 +39,9 @@ def planned(shape: CudaShape) -> tuple[set[int], int, int]:
     ]
     planner = CopyPlanner(declared.groups, desc, views)
     every_other = list(range(0, blocks, 2))
-    batches = planner.plan([ArenaRange(0, 0, 0, desc.nbytes)], [every_other], [shape.blocks(1)])
+    batches = planner.plan(
+        [ArenaRange(0, 0, 0, desc.nbytes)], [GroupBlocks(every_other, shape.blocks(1), 0, max(every_other))]
+    )
     return {batch.run for batch in batches}, sum(batch.nbytes for batch in batches), desc.nbytes
 
 
