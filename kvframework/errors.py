@@ -65,7 +65,7 @@ class RemoteError(KVFrameworkError, RuntimeError):
 class ConfigError(KVFrameworkError, ValueError):
     """The configuration is wrong: a file, a table, a field or a value.
 
-    What to do: mend the place in the TOML that it names; `kvframework config check FILE` says the same."""
+    What to do: correct the place in the TOML that it names; `kvframework config check FILE` says the same."""
 
     code = "config.invalid"
 
@@ -73,7 +73,7 @@ class ConfigError(KVFrameworkError, ValueError):
 class ConfigFileError(ConfigError):
     """The configuration file cannot be read or is no TOML.
 
-    What to do: check the path and its permissions, or mend the line that it names."""
+    What to do: check the path and its permissions, or correct the line that it names."""
 
     code = "config.file"
 
@@ -81,7 +81,7 @@ class ConfigFileError(ConfigError):
 class ConfigFieldError(ConfigError):
     """A field of the configuration is unknown, missing or of the wrong type.
 
-    What to do: mend the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
+    What to do: correct the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
 
     code = "config.field"
 
@@ -89,7 +89,7 @@ class ConfigFieldError(ConfigError):
 class EndpointError(ConfigError):
     """An endpoint is malformed, too long, not private or already taken by another server.
 
-    What to do: choose a short path in a directory of the server's user that nobody else may write to; stop the
+    What to do: choose a short path in a directory of the server's user that no other user may write to; stop the
     other server that it names; give `tcp://` CURVE keys."""
 
     code = "config.endpoint"
@@ -109,7 +109,7 @@ class PluginError(KVFrameworkError):
 class PluginNotFound(PluginError, LookupError):
     """No installed distribution offers a plugin of this kind and name.
 
-    What to do: install the distribution, or mend the name; `kvframework plugins list` shows what is there."""
+    What to do: install the distribution, or correct the name; `kvframework plugins list` shows what is there."""
 
     code = "plugin.not_found"
 
@@ -220,7 +220,7 @@ class HelloRequired(ProtocolError):
 
 
 class RequestError(KVFrameworkError, ValueError):
-    """A well-formed request asks for something that cannot be.
+    """A well-formed request asks for something impossible.
 
     What to do: the text says what was asked for and what would be accepted."""
 
@@ -308,13 +308,13 @@ class TransportMismatch(RequestError):
 class DeadlineExceeded(KVFrameworkError, TimeoutError):
     """A wait ended before the answer came.
 
-    What to do: take it as a miss; if it repeats, look at what the server waits for (`kvframework status`)."""
+    What to do: take it as a miss; if it repeats, `kvframework status` shows what the server waits for."""
 
     code = "run.deadline"
 
 
 class ServerGone(KVFrameworkError, ConnectionError):
-    """The server cannot be reached, went away or was replaced by another boot.
+    """The server cannot be reached, has ended or was replaced by another boot.
 
     What to do: nothing: the client connects again by itself, and misses until then. Look why the server ended."""
 
@@ -324,13 +324,13 @@ class ServerGone(KVFrameworkError, ConnectionError):
 class Cancelled(KVFrameworkError):
     """The request was cancelled.
 
-    What to do: nothing: somebody asked for it."""
+    What to do: nothing: a caller asked for it."""
 
     code = "run.cancelled"
 
 
 class HandlerFailed(KVFrameworkError, RuntimeError):
-    """A request handler raised something unforeseen; the server's log holds the traceback.
+    """A request handler raised an unexpected exception; the server's log holds the traceback.
 
     What to do: read the server's log and report it; for a plugin's request, to its author."""
 
@@ -403,7 +403,7 @@ class DeviceError(KVFrameworkError, RuntimeError):
 
 
 class DeviceLost(DeviceError):
-    """An accelerator's context is poisoned, its copier process ended or the device is gone: nothing works until a new
+    """An accelerator's context is poisoned, its copier process ended or the device is lost: nothing works until a new
     process opens it.
 
     What to do: nothing: the copier starts again, and instances register again. If it repeats, look at the

@@ -1,4 +1,4 @@
-"""Owns the composition of a server: configuration -> plugins -> storage -> engine -> messaging. The only place that
+"""The composition of a server: configuration -> plugins -> storage -> service -> messaging. The only place that
 knows all of them. `serve_forever` makes the calling thread the serving thread."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvframework.api import (
     Handler,
     HasherProvider,
     KeyHasher,
-    L1Memory,
-    L1Provider,
     Layout,
     LayoutProvider,
+    Memory,
+    MemoryProvider,
     RequestsProvider,
     ServerTransport,
+    TableContext,
     Tier,
-    TierContext,
     TierProvider,
 )
 from kvframework.config import Config, L2Config, PluginTable, default_endpoint
@@ -79,7 +79,7 @@ class Server:
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
         storage = self._storage()
         transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
-        self.engine = CacheService(
+        self.service = CacheService(
             config.server,
             storage=storage,
             hasher=hasher,
@@ -97,11 +97,11 @@ class Server:
         self._messages = MessageServer(
             endpoint=self.endpoint,
             handlers=handlers,
-            welcome=self.engine.welcome,
+            welcome=self.service.welcome,
             hasher_fingerprint=hasher.fingerprint,
-            arena_fd=self.engine.storage.arena_fd,
-            on_session_end=self.engine.end_session,
-            on_tick=self.engine.tick,
+            arena_fd=self.service.storage.arena_fd,
+            on_session_end=self.service.end_session,
+            on_tick=self.service.tick,
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
             tcp=config.server.tcp,
@@ -119,15 +119,15 @@ class Server:
             "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
             kvframework.__version__,
             os.getpid(),
-            self.engine.boot_id.hex()[:8],
-            ByteSize(self.engine.storage.capacity),
+            self.service.boot_id.hex()[:8],
+            ByteSize(self.service.storage.capacity),
             " and ".join(table.tier.use for table in self._config.l2) or "none",
-            self.engine.chunk_size,
+            self.service.chunk_size,
             self._config.source,
         )
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         if self._config.server.insecure:
-            log.warning("insecure = true: everybody who reaches the TCP port is served, in plain text")
+            log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
         finally:
@@ -145,7 +145,7 @@ class Server:
     def close(self, *, process_ends: bool = False) -> None:
         """For a server that does not serve any more (or never did): what is on its way to L2 gets the time left."""
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
-        self.engine.close(by, process_ends=process_ends)
+        self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
         """Removes the endpoint's files, for a process that ends at once. Safe from any thread."""
@@ -163,10 +163,10 @@ class Server:
         records = NamespaceRecords()
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
-        memory, memory_options = resolve_table(self._registry, config.l1.memory, L1Provider)
-        context = TierContext(config.l1.memory.where)
+        memory, memory_options = resolve_table(self._registry, config.l1.memory, MemoryProvider)
+        context = TableContext(config.l1.memory.where)
         return StorageManager(
-            self._creator.one("tier", config.l1.memory, L1Memory, memory.create, memory_options, context),
+            self._creator.one("memory", config.l1.memory, Memory, memory.create, memory_options, context),
             self._creator.one("eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options),
             tiers,
             records=records,
@@ -185,9 +185,8 @@ class Server:
         provider, options = resolve_table(self._registry, table.tier, TierProvider)
         keys = table.keys
         store = L2Store(
-            self._creator.one("tier", table.tier, Tier, provider.create, options, TierContext(table.tier.where)),
+            self._creator.one("tier", table.tier, Tier, provider.create, options, TableContext(table.tier.where)),
             timeout_s=keys.timeout_s,
-            capabilities=provider.capabilities,
             codec=keys.codec,
             codecs=codecs,
             layout_of=records.layout_of,
@@ -203,10 +202,10 @@ class Server:
         )
 
     def _handlers(self) -> dict[str, Handler[Any]]:
-        handlers = {handler.spec.name: handler for handler in self.engine.handlers()}
+        handlers = {handler.spec.name: handler for handler in self.service.handlers()}
         for table in self._config.requests:
             provider, options = resolve_table(self._registry, table, RequestsProvider)
-            made = self._creator.several("requests", table, Handler, provider.create, options, self.engine)
+            made = self._creator.several("requests", table, Handler, provider.create, options, self.service)
             for handler in made:
                 name = handler.spec.name
                 if not name.startswith(f"{provider.name}.") or name in handlers:

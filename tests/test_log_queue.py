@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework import log_queue
+from kvframework.logs import queue as log_queue
 from kvframework.logs.printed import PrintedLines
 from kvframework.logs.queue import QueuedHandler
 from tests.support.full_pipe import full_pipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,14 @@ def test_child_processes_test_the_wheel() -> None:
     assert "site-packages" in shown.stdout
 
 
+@wheel
+def test_the_wheel_has_no_benchmarks() -> None:
+    files = metadata.files("kvframework") or []
+    assert any(file.name == "app.py" for file in files)
+    assert not [file for file in files if "bench" in str(file)]
+
+
 def test_what_is_no_module_is_packaged_too() -> None:
     package = Path(kvframework.__file__).parent
     assert (package / "py.typed").exists()
-    assert (package / "cli" / "declaration.txt").stat().st_size > 7000
+    assert (package / "cli" / "demo" / "declaration.txt").stat().st_size > 7000

@@ -186,7 +186,7 @@ def create_copier(options: SimOptions, device: str, arena: Arena) -> CopierDrive
 
 
 def probe() -> str | None:
-    """Why it cannot run here. A node may also be told by the options, so only a wrong variable speaks against it."""
+    """Why it cannot run here. The options may also name a node, so only a wrong variable is a reason."""
     path = os.environ.get(NODE_VARIABLE)
     if path is not None and not Path(path).is_dir():
         return f"${NODE_VARIABLE} is {path!r}, which is no directory"

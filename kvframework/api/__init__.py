@@ -1,7 +1,8 @@
-"""All that a plugin may import: hooks, provider descriptors, contracts, and the types they speak in."""
+"""All that a plugin may import, one module a kind: `kvframework.api.tier`, `.memory`, `.layout`, ... Each names in
+`__all__` what its authors use; docs/plugins/compatibility.md says what that promises."""
 
 from kvframework.api.canary import EngineView
-from kvframework.api.codec import MAX_CODEC_NAME, Codec
+from kvframework.api.codec import MAX_CODEC_NAME, Codec, CodecProvider
 from kvframework.api.driver import (
     MAX_HANDLE_BYTES,
     Allocation,
@@ -13,11 +14,10 @@ from kvframework.api.driver import (
     Exported,
     Step,
 )
-from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.findings import Finding, Level
 from kvframework.api.futures import DeviceFuture, Future, Promise, StreamHook
-from kvframework.api.hasher import KeyHasher
-from kvframework.api.hookspecs import ENTRY_POINT_GROUP, hookimpl
+from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.keys import (
     DIGEST_BYTES,
     LAYER_ORDER_BYTES,
@@ -29,8 +29,6 @@ from kvframework.api.keys import (
     ObjectKey,
     PackedKey,
     compute_namespace,
-    key_prefix,
-    salt_digest,
 )
 from kvframework.api.layout import (
     AXES,
@@ -42,28 +40,17 @@ from kvframework.api.layout import (
     LayerGroup,
     LayerTensors,
     Layout,
+    LayoutProvider,
     MemoryLayoutDesc,
     canonical_desc,
     check_skip,
     chunk_tokens_for,
     validate_layout,
 )
-from kvframework.api.providers import (
-    API_VERSION,
-    AnyTransportProvider,
-    CodecProvider,
-    DeviceTransportProvider,
-    Diagnose,
-    EvictionProvider,
-    HasherProvider,
-    L1Provider,
-    LayoutProvider,
-    Provider,
-    RequestsProvider,
-    TierContext,
-    TierProvider,
-    TransportProvider,
-)
+from kvframework.api.memory import Memory, MemoryProvider
+from kvframework.api.options import ByteSize, NoOptions, Options, Secret, SecretUrl
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, Provider, TableContext, hookimpl
+from kvframework.api.providers import AnyTransportProvider, DeviceTransportProvider, TransportProvider
 from kvframework.api.requests import (
     CacheServices,
     ClientInfo,
@@ -73,10 +60,11 @@ from kvframework.api.requests import (
     PrefetchTask,
     Reply,
     RequestSpec,
+    RequestsProvider,
     Select,
 )
 from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
-from kvframework.api.tier import TIER_CAPABILITIES, L1Memory, Outcome, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, Tier, TierEntry, TierProvider, TierUsage
 from kvframework.api.transport import (
     ArenaRange,
     EngineDrivenLink,
@@ -93,20 +81,7 @@ from kvframework.api.transport import (
     TransferContext,
     error_code,
 )
-from kvframework.api.types import (
-    DTYPE_BYTES,
-    BlockIds,
-    Buffer,
-    ByteSize,
-    Message,
-    NoOptions,
-    Options,
-    Secret,
-    SecretUrl,
-    dtype_bytes,
-    masked_url,
-    shown_options,
-)
+from kvframework.api.types import DTYPE_BYTES, BlockIds, Buffer, Message, dtype_bytes
 
 __all__ = [
     "API_VERSION",
@@ -123,7 +98,6 @@ __all__ = [
     "OPAQUE",
     "PACKED_KEY_BYTES",
     "SALT_BYTES",
-    "TIER_CAPABILITIES",
     "TOKEN_BYTES",
     "Allocation",
     "AnyTransportProvider",
@@ -143,7 +117,6 @@ __all__ = [
     "DeviceFuture",
     "DeviceOptions",
     "DeviceTransportProvider",
-    "Diagnose",
     "EngineDrivenLink",
     "EngineDriver",
     "EngineLink",
@@ -161,8 +134,6 @@ __all__ = [
     "InstanceContext",
     "KVLayout",
     "KeyHasher",
-    "L1Memory",
-    "L1Provider",
     "LayerGroup",
     "LayerTensors",
     "Layout",
@@ -171,7 +142,9 @@ __all__ = [
     "LoadOutcome",
     "LoadPlan",
     "LostKind",
+    "Memory",
     "MemoryLayoutDesc",
+    "MemoryProvider",
     "Message",
     "NoOptions",
     "ObjectKey",
@@ -195,8 +168,8 @@ __all__ = [
     "StoreOutcome",
     "StorePlan",
     "StreamHook",
+    "TableContext",
     "Tier",
-    "TierContext",
     "TierEntry",
     "TierProvider",
     "TierUsage",
@@ -210,9 +183,5 @@ __all__ = [
     "dtype_bytes",
     "error_code",
     "hookimpl",
-    "key_prefix",
-    "masked_url",
-    "salt_digest",
-    "shown_options",
     "validate_layout",
 ]

@@ -1,27 +1,41 @@
-"""Owns the `Codec` contract: how an object's bytes are packed on their way to an L2 tier."""
+"""The `Codec` contract: an object's bytes are packed on their way to an L2 tier, and unpacked on the way back."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvframework.api.plugin import O, Provider, hookimpl
+
+__all__ = ["Codec", "CodecProvider", "hookimpl"]
 
 MAX_CODEC_NAME = 16
 
 
 class Codec(ABC):
-    """Packs and unpacks object bytes. Called from storage threads, several at once; stateless. Blocking, CPU only."""
+    """A packing of object bytes. Stateless; called from several storage threads at once. Blocking, CPU only."""
 
     name: str
     """At most `MAX_CODEC_NAME` ASCII characters, the name of its provider: each value in L2 carries it."""
 
     @abstractmethod
     def encode(self, data: memoryview) -> Sequence[memoryview]:
-        """The packed form of `data` (1-D bytes): parts that are 1-D bytes too, and stay as they are while others are
-        encoded. May borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
+        """Returns the packed form of `data` (1-D bytes): parts that are 1-D bytes, too, and that no later call changes.
+        The parts may borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
 
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
         """Unpacks into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length.
 
-        Whatever `packed` says, allocates no more than some times `out` and `packed`. Keeps no reference to either.
+        Allocates no more than a few times the size of `out` and `packed`, whatever `packed` claims. Keeps no reference
+        to either.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecProvider(Provider[O]):
+    """`create` makes the codec that all tiers of one server share."""
+
+    kind = "codec"
+    create: Callable[[O], Codec]

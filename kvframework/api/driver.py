@@ -17,7 +17,8 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
-from kvframework.api.types import ByteSize, Message, Options
+from kvframework.api.options import ByteSize, Options
+from kvframework.api.types import Message
 from kvframework.errors import DeviceError
 
 E = TypeVar("E")

@@ -1,21 +1,25 @@
-"""Owns the `EvictionPolicy` contract: which object leaves L1 first. Called under the storage lock, so never blocks."""
+"""The `EvictionPolicy` contract: the order in which objects leave L1. Called under the storage lock, never blocks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
+from kvframework.api.plugin import O, Provider, hookimpl
+
+__all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "hookimpl"]
 
 
 class EvictionPolicy(ABC):
-    """Orders the objects in L1. The core decides when to evict and skips what is pinned or being written.
+    """An order of the objects in L1. The core decides when to evict, and skips pinned and unfinished objects.
 
     The order is a preference: where the best victim alone does not free the contiguous bytes that an object needs, the
-    core empties the window of the arena that is fullest of the next victims, and with it evicts others that lie
-    between them: less than twice the needed bytes, or one object that alone has enough.
+    core empties the window of the arena that holds most of the next victims, and with it evicts others that lie
+    between them: less than twice the needed bytes, or a single larger object.
 
-    Called from several threads, one at a time. No call takes longer where more objects are in.
+    Called from several threads, one at a time. The time of a call must not grow with the number of objects.
     """
 
     name: str
@@ -44,3 +48,11 @@ class EvictionPolicy(ABC):
 
         The core may stop iterating at any point. It calls no other method while it iterates.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionProvider(Provider[O]):
+    """`create` makes the policy of one server's L1."""
+
+    kind = "eviction"
+    create: Callable[[O], EvictionPolicy]

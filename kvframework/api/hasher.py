@@ -1,15 +1,20 @@
-"""Owns the `KeyHasher` contract: from token ids to chunk digests. Pure, used by servers and engines alike."""
+"""The `KeyHasher` contract: chunk digests of token ids. Pure; servers and engines use the same hasher."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Buffer
+
+__all__ = ["DIGEST_BYTES", "TOKEN_BYTES", "Buffer", "HasherProvider", "KeyHasher", "hookimpl"]
 
 
 class KeyHasher(ABC):
-    """Turns tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
+    """A hash of tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
 
     `fingerprint` names algorithm, seed and version; engines and server compare it in HELLO.
     """
@@ -28,8 +33,16 @@ class KeyHasher(ABC):
     ) -> bytes:
         """Packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32), the rest is ignored.
 
-        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can go
-        on where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
-        multimodal and embedding digests); those behind the last whole chunk are ignored. Blocking, CPU only; called
+        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can
+        continue where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
+        multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called
         from several threads at once; keeps no reference to `tokens`.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class HasherProvider(Provider[O]):
+    """`create` makes a hasher: the server one, and every client one by the name that the server tells it."""
+
+    kind = "hasher"
+    create: Callable[[O], KeyHasher]

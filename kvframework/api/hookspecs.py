@@ -12,23 +12,17 @@ from __future__ import annotations
 
 import pluggy
 
-from kvframework.api.providers import (
-    CodecProvider,
-    DeviceTransportProvider,
-    EvictionProvider,
-    HasherProvider,
-    L1Provider,
-    LayoutProvider,
-    RequestsProvider,
-    TierProvider,
-    TransportProvider,
-)
-
-PROJECT = "kvframework"
-ENTRY_POINT_GROUP = "kvframework.v1"
+from kvframework.api.codec import CodecProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.plugin import PROJECT
+from kvframework.api.providers import DeviceTransportProvider, TransportProvider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
 
 hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
@@ -72,7 +66,7 @@ def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
 
     Example, tensors `[blocks, tokens, heads, dim]`, one for K and one for V (entry point `layout.pair`):
 
-        from kvframework.api import KVLayout, LayerGroup, Layout, LayoutProvider, hookimpl
+        from kvframework.api.layout import KVLayout, LayerGroup, Layout, LayoutProvider, hookimpl
 
         class PairLayout(Layout):
             name = "pair"
@@ -94,14 +88,76 @@ def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
 
 
 @hookspec
-def kvf_tiers() -> list[TierProvider | L1Provider]:  # type: ignore[type-arg,empty-body]
-    """Storage tiers: the memory of L1, and L2 stores.
+def kvf_memories() -> list[MemoryProvider]:  # type: ignore[type-arg,empty-body]
+    """The memory of L1: the shared arena in which all objects lie.
 
-    Example, an L2 tier in a dict (entry point `tier.dict`):
+    Example, a segment without a name (entry point `memory.shared`):
+
+        import mmap
+        import os
+        import threading
+        from kvframework.api.memory import ArenaError, Memory, MemoryProvider, hookimpl
+        from kvframework.api.options import ByteSize, Options
+
+        STEP = 16 << 20
+
+        class SharedOptions(Options, frozen=True):
+            capacity: ByteSize = ByteSize(1 << 30)
+
+        class SharedMemory(Memory):
+            def __init__(self, capacity):
+                self.capacity = capacity
+                self._stop = threading.Event()
+                self._thread = None
+                self.fd = os.memfd_create("kvf-shared")
+                try:
+                    os.ftruncate(self.fd, capacity)
+                    self._mapped = mmap.mmap(self.fd, capacity)
+                except (OSError, ValueError) as error:
+                    os.close(self.fd)
+                    raise ArenaError(f"{ByteSize(capacity)} of memory cannot be had: {error}") from error
+
+            def start(self, on_ready):
+                self._thread = threading.Thread(target=self._take, args=(on_ready,), daemon=True)
+                self._thread.start()
+
+            def _take(self, on_ready):
+                for start in range(0, self.capacity, STEP):
+                    if self._stop.is_set():
+                        return
+                    length = min(STEP, self.capacity - start)
+                    os.posix_fallocate(self.fd, start, length)
+                    on_ready(start + length)
+
+            def view(self):
+                return memoryview(self._mapped)
+
+            def close(self):
+                self._stop.set()
+                if self._thread is not None:
+                    self._thread.join()
+                self._mapped.close()
+                if self.fd >= 0:
+                    os.close(self.fd)
+                    self.fd = -1
+
+        def create(options, context):
+            return SharedMemory(options.capacity)
+
+        @hookimpl
+        def kvf_memories():
+            return [MemoryProvider(name="shared", summary="a memfd", options=SharedOptions, create=create)]
+    """
+
+
+@hookspec
+def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
+    """Tiers: L2 stores, which keep values for longer than the memory of one node.
+
+    Example, a tier in a dict (entry point `tier.dict`):
 
         import time
-        from kvframework.api import Outcome, Tier, TierProvider, hookimpl
-        from kvframework.errors import TierError
+        from kvframework.api.tier import Outcome, Tier, TierError, TierProvider, hookimpl
 
         class DictTier(Tier):
             name = "dict"
@@ -159,7 +215,7 @@ def kvf_eviction_policies() -> list[EvictionProvider]:  # type: ignore[type-arg,
 
     Example, first in first out (entry point `eviction.fifo`):
 
-        from kvframework.api import EvictionPolicy, EvictionProvider, hookimpl
+        from kvframework.api.eviction import EvictionPolicy, EvictionProvider, hookimpl
 
         class Fifo(EvictionPolicy):
             name = "fifo"
@@ -192,7 +248,7 @@ def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-bo
     Example, BLAKE2b (entry point `hasher.blake2b`):
 
         import hashlib
-        from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
+        from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
 
         class Blake2b(KeyHasher):
             name = "blake2b"
@@ -220,7 +276,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
     Example, zlib (entry point `codec.zlib`):
 
         import zlib
-        from kvframework.api import Codec, CodecProvider, hookimpl
+        from kvframework.api.codec import Codec, CodecProvider, hookimpl
 
         class Zlib(Codec):
             name = "zlib"
@@ -250,7 +306,7 @@ def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,e
 
     Example, `echo.SAY` (entry point `requests.echo`):
 
-        from kvframework.api import Handler, Message, RequestSpec, RequestsProvider, hookimpl
+        from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
 
         class Say(Message, frozen=True):
             text: str

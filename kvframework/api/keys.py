@@ -1,4 +1,4 @@
-"""Owns names of content: cache keys as engines send them, object keys as storage uses them, and namespaces.
+"""Names of content: cache keys as engines send them, object keys as storage uses them, and namespaces.
 
 Pure functions and structs; every byte format here is little-endian and part of the stable protocol.
 """
@@ -13,6 +13,8 @@ import msgspec
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.types import Message
 
+__all__ = ["DIGEST_BYTES", "PACKED_KEY_BYTES", "TOKEN_BYTES", "CacheKey", "PackedKey"]
+
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16
 SALT_BYTES = 16
@@ -24,7 +26,7 @@ PackedKey = bytes
 
 
 class CacheKey(Message, frozen=True):
-    """What an engine sends, one a request.
+    """The name of a request's content, as an engine sends it.
 
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
     token to `end`, in exactly one form: `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests);
@@ -44,8 +46,8 @@ class CacheKey(Message, frozen=True):
 
 
 class ObjectKey(NamedTuple):
-    """Names the bytes of one chunk, of one rank, of one layer group. `salt` is 16 bytes: the request's salt and the
-    order of the rank's layers, see `salt_digest`."""
+    """The name of the bytes of one chunk, of one rank, of one layer group. `salt` is 16 bytes: the request's salt and
+    the order of the rank's layers, see `salt_digest`."""
 
     namespace: bytes
     salt: bytes
@@ -71,13 +73,13 @@ PACKED_KEY_BYTES = NAMESPACE_BYTES + SALT_BYTES + 4 + 4 + DIGEST_BYTES
 
 
 def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
-    """What the packed keys of one request, rank and group share; append a digest to get a key."""
+    """Returns the bytes that all packed keys of one request, rank and group share; append a digest to get a key."""
     return namespace + salt + rank.to_bytes(4, "little") + group.to_bytes(4, "little")
 
 
 def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:
-    """16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else BLAKE2b
-    of the salt, with the order as its salt parameter. So one order never finds what lies in another."""
+    """Returns 16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else
+    BLAKE2b of the salt, with the order as its salt parameter. So one order never finds objects of another."""
     if not cache_salt and not layer_order:
         return bytes(SALT_BYTES)
     encoded = cache_salt.encode()
@@ -94,7 +96,7 @@ def compute_namespace(
     quantization: str = "",
     packing: str = "",
 ) -> bytes:
-    """16 bytes that name everything which must be equal before two engines may share bytes.
+    """Returns 16 bytes that name everything which must be equal before two engines may share bytes.
 
     BLAKE2b-16 over the JSON array of: model, revision, quantisation, packing (instruction-set specific order inside a
     block, "" for none), hasher fingerprint, world size and the desc (chunk size, shapes, dtypes, forms, windows).

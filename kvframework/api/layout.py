@@ -1,4 +1,4 @@
-"""Owns the words for how KV lies in an engine's tensors and in one stored object, and the `Layout` contract.
+"""Declarations of how KV lies in an engine's tensors and in one stored object, and the `Layout` contract.
 
 Pure declarations: nothing here imports torch at run time, so a server uses it without torch.
 """
@@ -7,13 +7,32 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
 
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Message, dtype_bytes
 from kvframework.errors import BadLayout, BadRange
+
+__all__ = [
+    "AXES",
+    "CANONICAL",
+    "NO_BLOCK",
+    "OPAQUE",
+    "BadLayout",
+    "GroupDesc",
+    "KVLayout",
+    "LayerGroup",
+    "LayerTensors",
+    "Layout",
+    "LayoutProvider",
+    "MemoryLayoutDesc",
+    "hookimpl",
+    "validate_layout",
+]
 
 if TYPE_CHECKING:
     import torch
@@ -23,17 +42,17 @@ MAX_OBJECT_BYTES = 1 << 30
 MAX_GROUPS = 64
 MAX_CHUNK_TOKENS = 1 << 24
 MAX_PACKING = 128
-# Bounds of what is decoded at all.
+# Bounds of what is decoded.
 MAX_DIMS = 16
 MAX_LAYERS = 4096
 CANONICAL = "canonical"
 OPAQUE = "opaque:"
 
-# In place of a block id: the engine holds no block there any more. Only a store of a windowed or state group may say
-# so, for the first chunks of its range, which are then not stored.
+# In place of a block id: the engine has freed that block. Only a store of a windowed or state group may contain it,
+# for the first chunks of its range, which are then not stored.
 NO_BLOCK = 0xFFFFFFFF
 
-# What an engine holds for one layer: one tensor, or one per plane (K, V).
+# The tensors of one layer: one tensor, or one per plane (K, V).
 LayerTensors = Union["torch.Tensor", Sequence["torch.Tensor"]]
 
 
@@ -41,10 +60,10 @@ class LayerGroup(Message, frozen=True):
     """Layers that share block size, shape, dtype and window.
 
     `axes` names the axes of one layer's tensor, out of layer, plane, block, token, head and dim, outermost first.
-    Without a `block` axis the token axis holds all blocks one after the other; without a `plane` axis and with two
+    Without a `block` axis the token axis holds all blocks, consecutively; without a `plane` axis and with two
     planes each plane is a tensor of its own; with a `layer` axis one tensor holds all layers. `strides` are in
     elements, one per axis; empty means that tensors are passed at each submit and bring their own. `compress_ratio` is
-    tokens per stored slot. `num_blocks` is 0 unless this group has another number of blocks than the layout says.
+    tokens per stored slot. `num_blocks` is 0 unless this group has another number of blocks than the layout.
 
     `window` is how many tokens before a position are needed there, 0 for full attention. `state` marks a recurrent
     state: a block holds one slot, the state after its last token, and only the chunk that ends at a hit counts.
@@ -88,7 +107,7 @@ class LayerGroup(Message, frozen=True):
         return 1 if self.state else chunk_tokens // self.block_size
 
     def first_loaded_block(self, tokens: int) -> int:
-        """Of the blocks of a load of `tokens` tokens: the first that the window reaches at its end."""
+        """The index of the first block that a load of `tokens` tokens writes: the first that the window reaches."""
         return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
 
@@ -109,9 +128,9 @@ class GroupDesc(Message, frozen=True):
     """Shape and dtype of one object of one layer group.
 
     `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same whatever the engine's layout.
-    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks one after the other,
-    for engines that pack alike. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
-    for full attention, 1 for a state.
+    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively,
+    for engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in
+    tokens, 0 for full attention, 1 for a state.
     """
 
     shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
@@ -125,7 +144,7 @@ class GroupDesc(Message, frozen=True):
 
 
 class MemoryLayoutDesc(Message, frozen=True):
-    """What one chunk is, per layer group: the object's shape and dtype. Found by namespace; stored in L2 beside it."""
+    """The objects of one chunk, per layer group: shape and dtype. Found by namespace; stored in L2 beside them."""
 
     chunk_tokens: int
     groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
@@ -146,7 +165,7 @@ class MemoryLayoutDesc(Message, frozen=True):
 
 
 def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
-    """The smallest whole number of blocks of every layer group that is at least `chunk_size` tokens."""
+    """Returns the smallest whole number of blocks of every layer group that is at least `chunk_size` tokens."""
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
         raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
     unit = math.lcm(*block_sizes)
@@ -260,7 +279,7 @@ class Layout(ABC):
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """The declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
 
-        Never guesses an axis: raises `BadLayout` saying what to declare when shapes leave a doubt. Does not block.
+        Never guesses an axis: raises `BadLayout`, which names what to declare, for ambiguous shapes. Does not block.
         """
 
     @abstractmethod
@@ -274,5 +293,13 @@ class Layout(ABC):
         """
 
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-        """What one stored object looks like: canonical, or opaque for groups that declare a packing."""
+        """Returns the form of one stored object: canonical, or opaque for groups that declare a packing."""
         return canonical_desc(layout, chunk_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutProvider(Provider[O]):
+    """`create` makes the layout: in engines with the engine's options, in servers with those of the TOML."""
+
+    kind = "layout"
+    create: Callable[[O], Layout]

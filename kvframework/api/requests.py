@@ -1,4 +1,4 @@
-"""Owns how requests are declared, by the core and by plugins, and what a plugin's handlers may ask of the engine."""
+"""Declarations of requests, of the core and of plugins, and the services that the cache offers to plugins' handlers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,26 @@ from kvframework.api.futures import Future
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import Buffer, Message
+
+__all__ = [
+    "Buffer",
+    "CacheKey",
+    "CacheServices",
+    "ClientInfo",
+    "Handler",
+    "HandlerResult",
+    "InstanceContext",
+    "Message",
+    "PackedKey",
+    "PrefetchTask",
+    "Reply",
+    "RequestSpec",
+    "RequestsProvider",
+    "Select",
+    "hookimpl",
+]
 
 
 @dataclass(frozen=True)
@@ -19,7 +38,7 @@ class RequestSpec:
     """One line of a request table.
 
     `name` travels in the type frame: ASCII, at most 64 bytes; a plugin's requests are named `plugin.NAME`. `deadline_s`
-    is the longest that the server lets the caller wait. `buffers` is the most raw frames that may follow the payload.
+    is the server's deadline for the answer. `buffers` is the largest number of raw frames after the payload.
     """
 
     name: str
@@ -46,7 +65,7 @@ class ClientInfo(ABC):
 
 @dataclass(frozen=True)
 class Reply:
-    """A response with raw buffer frames behind it. The buffers are sent without a copy and must stay unchanged until
+    """A response, followed by raw buffer frames. The buffers are sent without a copy and must stay unchanged until
     then."""
 
     payload: Message
@@ -80,25 +99,25 @@ class PrefetchTask(ABC):
 
     @abstractmethod
     def add_done_callback(self, call: Callable[[], object]) -> None:
-        """Calls `call` once the load has ended, also after a failure or a cancel: in a storage thread, while all that
-        the load chose and could get is still pinned; at once, with nothing pinned, if it had ended before. It must not
-        block; what it raises is logged."""
+        """Calls `call` once the load has ended, also after a failure or a cancel: in a storage thread, while the loaded
+        objects are still pinned; immediately, with nothing pinned, if the load has already ended. `call` must not
+        block; its exceptions are logged."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ends the load early; what has arrived stays."""
+        """Ends the load early; objects that have arrived stay in L1. Does not block."""
 
 
-# Which of the keys are worth having, by index, given which of them could be had.
+# The indices of the keys worth loading, given which of them are available.
 Select = Callable[[Sequence[bool]], Sequence[int]]
 
 
 class InstanceContext(ABC):
-    """What the server knows of one registered instance. Lives until the instance is unregistered or its client ends.
+    """One registered instance, as the server knows it, until the instance is unregistered or its client ends.
 
-    `rank` is None for a registration that did not tell it. `attached` holds what handlers keep of the instance, each
-    under its plugin's name: it ends with the instance, and belongs to the serving thread (handlers that are not
-    pooled) as far as it is changed.
+    `rank` is None for a registration without one. `attached` holds the state that handlers keep for the instance, each
+    under its plugin's name: it ends with the instance, and only the serving thread (handlers that are not pooled) may
+    change it.
     """
 
     instance_id: int
@@ -112,11 +131,11 @@ class InstanceContext(ABC):
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
-        """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
+        """Returns shape and dtype of one object per layer group, for a configured chunk size in tokens."""
 
 
 class CacheServices(ABC):
-    """What handlers of plugins may ask of the engine. Thread-safe; nothing here blocks on L2. `hasher` is the one whose
+    """The services of the cache for plugins' handlers. Thread-safe; no call waits for L2. `hasher` is the one whose
     digests engines and server share."""
 
     chunk_size: int
@@ -124,40 +143,49 @@ class CacheServices(ABC):
 
     @abstractmethod
     def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
-        """A registered instance; with `client` only one of its own. Raises `NotRegistered`."""
+        """Returns a registered instance; with `client` only one of that client. Raises `NotRegistered`."""
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        """Object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
+        """The object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
 
     @abstractmethod
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """What the object keys of chunks begin with, rank by rank and in each by layer group: append a chunk's digest.
-        For names of your own; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
+        """Returns the prefixes of object keys, rank by rank and in each by layer group: append a chunk's digest.
+        For a plugin's own names; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
         not registered."""
 
     @abstractmethod
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
-        """The desc of a registered namespace, None if unknown here."""
+        """Returns the desc of a registered namespace, None if it is unknown here."""
 
     @abstractmethod
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        """Which of `keys` L1 has now. Unless they are pinned they may leave at any time."""
+        """Returns which of `keys` are in L1 now. Unless they are pinned they may leave at any time."""
 
     @abstractmethod
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
         """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
         FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end.
 
-        "" if one of them is not there, or the client has gone. Raises `RequestError` if it holds too many tickets.
+        Returns "" if one of them is not there, or the client has ended. Raises `RequestError` if the client has too
+        many tickets.
         """
 
     @abstractmethod
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
-        """Asks L2 for what L1 lacks of `keys` and loads it into L1, in the background.
+        """Loads those of `keys` that L1 lacks from L2 into L1, in the background.
 
-        `select` picks what is worth loading, once the tiers have said what they hold, and again after a loss (default:
-        all); it runs in a storage thread. None if there is no L2 tier or too much is under way.
+        `select` picks the keys worth loading, once the tiers have answered which they have, and again after a loss
+        (default: all); it runs in a storage thread. Returns None if there is no L2 tier or too many loads are running.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestsProvider(Provider[O]):
+    """Requests of a plugin's own; their names start with `name` and a dot."""
+
+    kind = "requests"
+    create: Callable[[O, CacheServices], Sequence[Handler]]  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""Owns the storage contracts: `L1Memory` (the shared arena) and `Tier` (an L2 key-value store)."""
+"""Contract of an L2 tier: a key-value store of opaque values."""
 
 from __future__ import annotations
 
@@ -8,38 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
-from kvframework.errors import TierError
+from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
+from kvframework.errors import PluginBroken, TierError
 
+__all__ = [
+    "Outcome",
+    "PackedKey",
+    "TableContext",
+    "Tier",
+    "TierEntry",
+    "TierError",
+    "TierProvider",
+    "TierUsage",
+    "hookimpl",
+]
 
-class L1Memory(ABC):
-    """One shared segment. Objects are (offset, length) in it; the core allocates, the plugin provides the memory.
-
-    Created once by the server. `fd` is passed to local clients, which map it; it stays owned by this object.
-    """
-
-    fd: int
-    capacity: int
-
-    @abstractmethod
-    def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts to make the memory usable, in the background.
-
-        Calls `on_ready(n)` with a growing n whenever bytes `[0, n)` are resident; only those are handed out. Does not
-        block. `on_ready` is called from the plugin's own thread and returns quickly.
-        """
-
-    @abstractmethod
-    def view(self) -> memoryview:
-        """A writable view of all bytes, valid until `close`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the background work and frees the memory. Views must have been released. Idempotent."""
-
-    def leave(self) -> None:
-        """Called instead of `close` where the process ends right afterwards; views may be there still. Only what would
-        outlive the process has to be released: the kernel frees its memory. By default `close`."""
-        self.close()
+# Loads, or batches of the write-back, that call one tier at once.
+MAX_TIER_CALLS = 64
+# The methods of a tier that the core calls only if the tier has them.
+OPTIONAL_METHODS = ("scan", "touch", "usage")
 
 
 class Outcome(enum.Enum):
@@ -55,15 +42,6 @@ class Outcome(enum.Enum):
     DELETED = "deleted"
     FAILED = "failed"
     DAMAGED = "damaged"
-
-
-# What a tier's provider may declare. Each switches on tests of `kvframework.testing.TierConformance`.
-TIER_CAPABILITIES = {
-    "shared": "several nodes may use one store at the same time and see each other's values",
-    "ttl": "values expire some time after they were last stored or touched",
-    "capacity": "`usage` tells how many bytes are used and how many may be",
-    "scan": "`scan` lists every value",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +65,7 @@ class Tier(ABC):
     """An L2 key-value store of opaque values.
 
     All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. They
-    come from several threads at once: those of the tier's loads and of its write-back, as many as `TierProvider` or the
+    come from several threads at once: those of the tier's loads and of its writes, as many as `TierProvider` or the
     `[[l2]]` table says, and those that clear. FAILED is for one key; a whole operation that could not
     be done (no connection, protocol surprise, deadline) raises `TierError`. Buffers stay the caller's: a tier
     keeps no reference after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A
@@ -129,21 +107,25 @@ class Tier(ABC):
         """DELETED, MISSING or FAILED for each key."""
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        """Tells that the keys were used (for LRU or TTL). Keys that are not there are passed over. Optional."""
+        """Notes that the keys were used (for LRU or TTL). Keys that are not there are passed over. Optional."""
         return
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """How full the store is; called before each put, so it is quick. For tiers that declare `capacity`.
+        """How full the store is; called before each put, so it is quick. Optional.
 
-        The core deletes what was used longest ago before the capacity is reached, if the tier also declares `scan`. A
-        value that does not fit any more is FAILED.
+        The core deletes what was used longest ago before the capacity is reached, if the tier has `scan` too. A value
+        that does not fit any more is FAILED.
         """
         raise TierError("the tier knows no capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        """Every value, once, in any order; values stored or deleted meanwhile may be in it or not. For tiers that
-        declare `scan`."""
+        """Every value, once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""
         raise TierError("the tier cannot list its values", where=self.name)
+
+    def capabilities(self) -> frozenset[str]:
+        """Which of the optional methods `touch`, `usage` and `scan` this tier has: those that its class overrides. A
+        tier that passes calls on to another one returns that one's. Asked once, after `create`; does not block."""
+        return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. By default asks for a key that does not exist."""
@@ -152,3 +134,32 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes connections and files. Idempotent; calls in flight fail with `TierError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierProvider(Provider[O]):
+    """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
+
+    `loads` and `writes` are how many loads and how many batches of the write-back call the tier at once, unless its
+    `[[l2]]` table says another number: 1 for a store that takes one call after the other anyway. Whatever they are, a
+    tier is called from several threads at once.
+
+    `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and says what `kvframework doctor`
+    should report of the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may
+    block until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. What is wrong is
+    a finding or a `KVFrameworkError`.
+    """
+
+    kind = "tier"
+    create: Callable[[O, TableContext], Tier]
+    diagnose: Diagnose[O] | None = None
+    shared: bool = False
+    loads: int = 2
+    writes: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("loads", self.loads), ("writes", self.writes)):
+            if not 1 <= value <= MAX_TIER_CALLS:
+                raise PluginBroken(
+                    f"{name} is {value}", where=f"tier.{self.name}", available=f"1 to {MAX_TIER_CALLS} calls at once"
+                )

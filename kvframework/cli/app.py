@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import bench, config, doctor, keys, new, plugins, serve, status
+from kvframework.cli import config, doctor, keys, new, plugins, serve, status
+from kvframework.cli.commands import CommandGroup
 from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples, print_error, print_unforeseen, stdout
 from kvframework.cli.demo import command as demo
 from kvframework.errors import KVFrameworkError
@@ -22,6 +23,7 @@ from kvframework.errors import KVFrameworkError
 NAME = "kvframework"
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="A server that keeps the KV cache of LLM inference engines.",
     epilog=examples(
         "kvframework demo                          see it work, nothing is downloaded",
@@ -35,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, config, keys, plugins, new, doctor, bench, demo):
+for command in (serve, status, config, keys, plugins, new, doctor, demo):
     command.register(app)
 
 

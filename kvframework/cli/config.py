@@ -49,9 +49,9 @@ def show(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Show every value in force, the plugins' own options among them, and where it came from.
+    """Show every value in force, including the plugins' options, with its origin.
 
-    What is printed is TOML again. Secrets are masked: passwords in URLs, and whatever a plugin marks as secret.
+    The output is TOML. Secrets are masked: passwords in URLs, and the options that a plugin marks as secret.
     """
     layers = read_layers(config, overrides or (), os.environ)
     view = view_config(layers, assemble(layers), PluginRegistry())

@@ -14,14 +14,14 @@ from kvframework.api import (
     CodecProvider,
     EvictionProvider,
     HasherProvider,
-    L1Provider,
     LayoutProvider,
+    MemoryProvider,
     Provider,
     RequestsProvider,
     TierProvider,
-    shown_options,
 )
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
+from kvframework.masking import shown_options
 from kvframework.registry import PluginRegistry, codec_tables, resolve_table
 
 Path = tuple[str | int, ...]
@@ -53,7 +53,7 @@ class ConfigView(msgspec.Struct, frozen=True):
 
 def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
     """Blocking: may import plugins. Raises `PluginError` and `ConfigFieldError` like `check_config`: the options of a
-    plugin that is not here cannot be shown, since nobody could say what of them is secret."""
+    plugin that is not here cannot be shown, since its secret options are not known."""
     view = _View(layers, registry)
     server = shown_options(config.server)
     server |= {"endpoint": server["endpoint"] or default_endpoint()}
@@ -64,7 +64,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.core(("log",), "[log]", shown_options(config.log))
     l1, eviction = config.l1, config.l1.eviction
     marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
-    view.plugin(("l1",), "[l1]", l1.memory, L1Provider, marks)
+    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
     view.array("transport", config.transport, AnyTransportProvider)
@@ -107,16 +107,16 @@ class _View:
         path: Path,
         title: str,
         table: PluginTable,
-        role: type[Provider[Any]],
+        descriptor: type[Provider[Any]],
         core: Mapping[str, object] = _NO_KEYS,
     ) -> None:
-        _, options = resolve_table(self._registry, table, role)
+        _, options = resolve_table(self._registry, table, descriptor)
         values = {"use": table.use} | shown_options(options) | dict(core)
-        self.core(path, title, values, plugin=f"{role.kind}.{table.use}")
+        self.core(path, title, values, plugin=f"{descriptor.kind}.{table.use}")
 
-    def array(self, name: str, tables: tuple[PluginTable, ...], role: type[Provider[Any]]) -> None:
+    def array(self, name: str, tables: tuple[PluginTable, ...], descriptor: type[Provider[Any]]) -> None:
         for index, table in enumerate(tables):
-            self.plugin((name, index), f"[[{name}]] #{index + 1}", table, role)
+            self.plugin((name, index), f"[[{name}]] #{index + 1}", table, descriptor)
         if not tables:
             self.nothing(name)
 

@@ -26,7 +26,7 @@ def print_error(error: KVFrameworkError) -> None:
 
 
 def print_unforeseen(error: Exception) -> None:
-    """Prints one line for an error that nobody foresaw, and how to see more."""
+    """Prints one line for an unexpected error, and how to see more."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
     stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
@@ -50,7 +50,7 @@ def print_view(view: RenderableType) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table as wide as the terminal. Whoever reads it from a pipe wants one line a row."""
+    """Prints a table as wide as the terminal. In a pipe each row is one line."""
     console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH)
     console.print(table, soft_wrap=False)
 

@@ -31,12 +31,11 @@ def doctor(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Check this machine, this installation and a configuration: what each check saw, and what to do about it.
+    """Check this machine, this installation and a configuration, and give advice for each problem.
 
-    Run it as the server's user and with the server's limits, before the server is started or while it runs: nothing is
-    changed. Checked are the interpreter, torch and CUDA, memory, limits, NUMA, the socket, every configured plugin, and
-    what tiers say of their stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves
-    it 0.
+    Run it as the server's user and with the server's limits, before the server starts or while it runs: it changes
+    nothing. It checks the interpreter, torch and CUDA, memory, limits, NUMA, the socket, every configured plugin, and
+    the tiers' stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves it 0.
     """
     checkup = examine(config, overrides or ())
     if as_json:
@@ -56,11 +55,11 @@ def _show(checkup: Checkup) -> None:
         table.add_row(Text(finding.level, _STYLES[finding.level]), Text(finding.id), _text(finding))
     print_table(table)
     stdout.print()
-    stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to look at, {checkup.fail} failed"))
+    stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to check, {checkup.fail} failed"))
 
 
 def _text(finding: Finding) -> Text:
-    """Two lines for people, one for a pipe. The configuration's file is told once, by `config.load`."""
+    """Two lines for people, one for a pipe. The name of the configuration's file is shown once, by `config.load`."""
     place = finding.where.partition(": ")[2] or finding.where
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:

@@ -33,8 +33,8 @@ def new(
 ) -> None:
     """Make a server's key pair and a first client's.
 
-    Nothing is ever replaced. Secret files (*.secret) are for their owner only: the server's stays with the server, a
-    client's goes to the client's host, together with server.public.
+    Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
+    server, a client's goes to the client's host, together with server.public.
     """
     _make(directory / CLIENTS)
     write_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
@@ -62,7 +62,7 @@ def add(
 ) -> None:
     """Make one more client's key pair. A running server admits it at once.
 
-    After its *.public file is removed the client is not admitted again; a connection that it has goes on until the
+    After its *.public file is removed the client is not admitted again; an existing connection stays until the
     server is restarted.
     """
     if not (directory / CLIENTS).is_dir():

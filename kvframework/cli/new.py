@@ -32,7 +32,7 @@ def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help='What a TOML calls it: use = "NAME".')],
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
 ) -> None:
-    """Write a new plugin: a distribution of its own that works as it is, with its tests, to be changed into yours."""
+    """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
     names = choose_names(kind, name)
     folder = path if path is not None else Path(names.distribution)
     files = render(names)

@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import L1Provider, TierProvider
+from kvframework.api import TierProvider
 from kvframework.cli.console import print_table, stdout
 from kvframework.config import toml_value
 from kvframework.inspection import Problem, Report
@@ -45,6 +45,7 @@ def _count(number: int, noun: str) -> str:
 _TABLES = {
     "transport": "[[transport]]",
     "layout": "[[layout]]",
+    "memory": "[l1]",
     "tier": "[[l2]]",
     "eviction": "[l1.eviction]",
     "hasher": "[hasher]",
@@ -58,7 +59,8 @@ class PluginView(msgspec.Struct, frozen=True):
     """What is known of one plugin. From `summary` on it is None or empty for one that could not be loaded.
 
     `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
-    `calls_at_once` are a tier's defaults of `loads` and `writes` of its `[[l2]]`, empty for all others.
+    `shared` says of a tier that several nodes may use one store; `calls_at_once` are a tier's defaults of `loads` and
+    `writes` of its `[[l2]]`, empty for all others.
     """
 
     name: str
@@ -71,7 +73,7 @@ class PluginView(msgspec.Struct, frozen=True):
     table: str
     summary: str | None = None
     requires_api: str | None = None
-    capabilities: list[str] = []
+    shared: bool = False
     calls_at_once: dict[str, int] = {}
     options: list[OptionInfo] = []
 
@@ -87,7 +89,7 @@ class PluginView(msgspec.Struct, frozen=True):
             status=info.status,
             reason=info.reason,
             rivals=[f"{rival.distribution} {rival.version}" for rival in infos[1:]],
-            table="[l1]" if isinstance(provider, L1Provider) else _TABLES[info.kind],
+            table=_TABLES[info.kind],
         )
         return msgspec.structs.replace(view, **_described(provider)) if provider is not None else view
 
@@ -101,7 +103,7 @@ def show_plugin(view: PluginView) -> None:
         ("reason", view.reason),
         ("table", view.table),
         ("plugin API", view.requires_api or ""),
-        ("capabilities", ", ".join(view.capabilities)),
+        ("shared", "several nodes may use one store" if view.shared else ""),
         ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
     ]
     stdout.print(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
@@ -121,7 +123,7 @@ def _described(provider: AnyProvider) -> dict[str, object]:
     return {
         "summary": provider.summary,
         "requires_api": provider.requires_api,
-        "capabilities": sorted(provider.capabilities),
+        "shared": isinstance(provider, TierProvider) and provider.shared,
         "calls_at_once": (
             {"loads": provider.loads, "writes": provider.writes} if isinstance(provider, TierProvider) else {}
         ),

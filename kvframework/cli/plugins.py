@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """List every installed plugin, whether it can be used here, and if not, why."""
+    """List every installed plugin, with the reason if it cannot be used here."""
     with _quiet_imports():
         rows = [_row(info) for info in PluginRegistry().list(probe=True)]
     if as_json:
@@ -61,7 +61,7 @@ def info(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Describe one plugin: what it does, whether it can be used here, and the options of its table in the TOML."""
+    """Describe one plugin: its purpose, whether it can be used here, and the options of its table in the TOML."""
     kind, dot, name = plugin.partition(".")
     registry = PluginRegistry()
     if not dot:
@@ -92,11 +92,10 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> None:
-    """Check a plugin as its author would want it before it is published: its metadata, source, import, hooks, options,
-    and what it makes.
+    """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
 
-    It is imported and called in processes of their own, each with a deadline. The exit status is 1 if there is an
-    error; warnings alone leave it 0. What only use can show is for the conformance kits of kvframework.testing.
+    The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
+    error; warnings alone leave it 0. The conformance kits of kvframework.testing check its behaviour.
     """
     options: dict[str, object] = {}
     for setting in settings or ():

@@ -55,7 +55,7 @@ def serve(
     """Run the server of this node in the foreground.
 
     SIGINT (Ctrl-C) or SIGTERM ends it within 5 seconds and with exit status 0: requests in flight finish or fail, and
-    what is on its way to L2 has the rest of the time. A second signal ends it at once.
+    objects on their way to L2 have the rest of that time. A second signal ends it at once.
     """
     with StopSignals() as signals:
         json_log = False

@@ -100,7 +100,7 @@ class StopSignals:
 
 def end_process() -> NoReturn:
     """Ends the process, with status 0, without the interpreter's own end: all is closed, a plugin's thread that does
-    not end must not keep it alive, and tearing down modules takes seconds on a busy machine that nobody watches."""
+    not end must not keep it alive, and tearing down modules takes seconds on a busy machine."""
     deadline = time.monotonic() + _LINGER_S
     lingering = [thread for thread in threading.enumerate() if not thread.daemon]
     lingering.remove(threading.main_thread())

@@ -43,19 +43,21 @@ def status(
     config: Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Print one line for each thing that is wrong, and exit with 1 if one is.")
+        bool, typer.Option("--check", help="Print one line per problem, and exit with 1 if there is one.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again and again, through restarts, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Refresh the view until Ctrl-C, also through restarts of the server.")
     ] = False,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks with --watch.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two refreshes with --watch.")
+    ] = 1.0,
 ) -> None:
-    """Show what a running server holds and does.
+    """Show the state of a running server.
 
-    With --check: exit status 0 if all works as configured, 1 if the server works with something out of order (a tier
-    is down, a device lost its copier, a client is refused), 2 if it does not answer within the timeout. The answer
-    comes through the serving loop that engines are served by.
+    With --check: exit status 0 if all works as configured, 1 if the server works with a problem (a tier is down, a
+    device lost its copier, a client is refused), 2 if it does not answer within the timeout. The request goes through
+    the serving loop, as those of engines do.
     """
     if check and (as_json or watch):
         raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
@@ -88,7 +90,7 @@ def _check(document: bytes) -> None:
 
 class _Source:
     """Where documents come from. A client is kept while it works: after an error the next server may be another one,
-    with another chunk size or hasher, and the next `ask` begins anew."""
+    with another chunk size or hasher, and the next `ask` connects again."""
 
     def __init__(self, endpoint: str, timeout: float) -> None:
         self.endpoint = endpoint
@@ -134,7 +136,7 @@ def _show_forever(source: _Source, interval: float) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             view = _look(source)
-            # Live keeps what it shows for the end if nobody looks.
+            # Live keeps what it shows for the end if there is no terminal.
             if console.is_terminal:
                 live.update(view, refresh=True)
             else:

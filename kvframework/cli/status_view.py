@@ -72,7 +72,7 @@ def _head(document: Document) -> list[str]:
 
 
 def _problems(document: Document) -> list[str]:
-    """A server before this field told none."""
+    """Older servers have no such field."""
     return [f"{problem['where']}: {problem['fact']}" for problem in document.get("problems", ())]
 
 

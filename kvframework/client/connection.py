@@ -72,7 +72,7 @@ _PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were 
 
 
 class KVClient(EngineLink):
-    """A client session. Thread-safe. Starts to connect at once, and again by itself whenever the server is gone.
+    """A client session. Thread-safe. Starts to connect at once, and again by itself whenever the server has ended.
 
     `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `deadline_scale` makes
     deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the table then.

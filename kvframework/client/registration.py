@@ -132,7 +132,7 @@ class Instance:
             try:
                 again.start()
             except RuntimeError as error:  # no thread is left; the next transfer that fails comes here again
-                log.warning("instance %d does not register again yet: %s", self._identity.instance_id, error)
+                log.warning("instance %d cannot register again yet: %s", self._identity.instance_id, error)
                 return
             self._again = again
 
@@ -172,7 +172,7 @@ class Instance:
         identity = self._identity
         if self._transport not in self._client.hello.transports:
             raise TransportMismatch(
-                f"the server has no transport {self._transport!r} any more",
+                f"the server no longer has transport {self._transport!r}",
                 available=", ".join(self._client.hello.transports),
             )
         handles = self.transfer.memory_handles(self.kv_caches)
@@ -202,7 +202,7 @@ class Instance:
         if (reply.namespace, reply.desc) != (payload.namespace, desc):
             self._client.send("UNREGISTER_KV_CACHE", unregister)
             raise VersionMismatch(
-                f"the server makes other objects of this layout: {reply.desc}",
+                f"the server computes another object layout: {reply.desc}",
                 available=str(desc),
                 hint="install the same kvframework release beside the engine and the server",
             )

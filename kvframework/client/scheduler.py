@@ -139,7 +139,7 @@ class SchedulerAdapter:
         def answered(reply: Future[m.Freed | m.SessionEnded]) -> None:
             error = reply.exception()
             if isinstance(error, LeaseUnknown):
-                log.debug("%s: it is over already", name)
+                log.debug("%s: the lookup has already ended", name)
             elif error is not None:
                 # The ticket ends by its time, or with this process.
                 self.failures += 1

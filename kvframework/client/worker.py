@@ -102,7 +102,7 @@ class WorkerAdapter:
         `Instance`. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
             raise RequestError(
-                f"instance {self.identity.instance_id} is registered, with other tensors perhaps",
+                f"instance {self.identity.instance_id} is already registered, perhaps with other tensors",
                 hint="close() the adapter before the old tensors are freed, then register the new ones",
             )
         self._instance = Instance(self._client, self.identity, kv_caches, block_size=block_size, view=view)

@@ -84,7 +84,7 @@ def _check_secure(server: ServerConfig, where: str) -> None:
     """Nobody serves the KV of prompts to a whole network by accident. Raises `EndpointError`."""
     if server.curve is None and not server.insecure:
         raise EndpointError(
-            "plain tcp:// needs CURVE keys, or the word that it may be insecure",
+            "tcp:// needs CURVE keys, or insecure = true",
             where=where,
             available="[server.curve] secret_key = FILE, clients = DIR; or [server] insecure = true",
             hint="make keys with: kvframework keys new DIR",
@@ -113,9 +113,9 @@ def _l2s(raw: dict[str, object], where: str) -> tuple[L2Config, ...]:
     tiers = tuple(_l2(table, place) for table, place in _array(raw, "l2", where))
     high = convert(_core(_table(raw["l1"], f"{where}: [l1]"), L1Keys), L1Keys, where=f"{where}: [l1]").high_watermark
     for tier in tiers:
-        if tier.keys.write_policy == "on_eviction" and high >= 1.0:
+        if tier.keys.write_policy == "write_back" and high >= 1.0:
             raise ConfigFieldError(
-                'write_policy = "on_eviction" needs L1 to evict before it is full',
+                'write_policy = "write_back" needs L1 to evict before it is full',
                 where=tier.tier.where,
                 available="[l1] high_watermark below 1.0",
                 hint="write high_watermark = 0.9 and low_watermark = 0.8 into [l1]",
@@ -163,7 +163,7 @@ def _plugin(table: dict[str, object], where: str, core_keys: tuple[str, ...] = (
     use = table.get("use")
     if not isinstance(use, str) or not use:
         raise ConfigFieldError(
-            "`use` must name a plugin" if "use" in table else "`use` is missing: which plugin?",
+            "`use` must name a plugin" if "use" in table else "`use` is missing: it names the plugin",
             where=where,
             hint='write use = "name"; `kvframework plugins list` shows the names',
         )

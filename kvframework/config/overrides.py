@@ -49,7 +49,7 @@ def _descend(node: object, key: str, empty: object, override: str) -> object:
         if index == len(node):
             node.append(empty)
         return node[index]
-    raise _refusal(override, f"goes through {key!r}, but what stands before it is a value, not a table")
+    raise _refusal(override, f"goes through {key!r}, but its parent is a value, not a table")
 
 
 def _place(node: object, key: str, value: object, override: str) -> None:
@@ -59,7 +59,7 @@ def _place(node: object, key: str, value: object, override: str) -> None:
         index = _index(node, key, override)
         node[index:] = [value, *node[index + 1 :]]
     else:
-        raise _refusal(override, f"sets {key!r} in something that is a value, not a table")
+        raise _refusal(override, f"sets {key!r} in a value that is not a table")
 
 
 def _index(node: list[object], key: str, override: str) -> int:

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvframework.api.providers import MAX_TIER_CALLS
+from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
-WritePolicyName = Literal["at_once", "second_use", "on_eviction"]
+WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 # Threads that call a tier.
@@ -83,7 +83,7 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loads: AtOnce | None = None
     writes: AtOnce | None = None
     write_queue: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
-    write_policy: WritePolicyName = "at_once"
+    write_policy: WritePolicyName = "write_through"
     promote: bool = True
     high_watermark: Fraction = 0.95
     low_watermark: Fraction = 0.85
@@ -101,11 +101,12 @@ class L1Config(msgspec.Struct, frozen=True):
 class L2Config(msgspec.Struct, frozen=True):
     """One `[[l2]]`.
 
-    `codec` "none" stores bytes as they are. `loads` and `writes` are how many loads and batches of the write-back call
+    `codec` "none" stores bytes as they are. `loads` and `writes` are how many loads and batches of writes call
     the tier at once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
-    says which are: "at_once" all, "second_use" what was asked for again, "on_eviction" what L1 has no room for any
-    more. With `promote`, what a later tier had is written here too. A tier that knows its capacity and can list its
-    values is emptied down to `low_watermark` of it before a write would go beyond `high_watermark`.
+    says which objects go and when: "write_through" all of them, after their commit; "write_through_selective" at their
+    second use; "write_back" at their eviction from L1. With `promote`, objects that a later tier had are written
+    here too. A tier that knows its capacity and can list its values is emptied down to `low_watermark` of it before a
+    write would go beyond `high_watermark`.
     """
 
     tier: PluginTable

@@ -1,6 +1,6 @@
 """Owns the copier's work: one device, one driver, one thread that copies and listens to the server.
 
-It returns when the server is gone, and raises once its device is lost: a context that is poisoned is never used again.
+It returns when the server has ended, and raises once its device is lost: a poisoned context is never used again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Copier:
         )
 
     def run(self) -> None:
-        """Returns when the server is gone. Raises `DeviceLost`."""
+        """Returns when the server has ended. Raises `DeviceLost`."""
         self.send(Ready())
         self._flush()
         self._pinned.start()

@@ -153,7 +153,7 @@ class CopierSupervisor:
         It has the arena mapped then, and writes where it was told to, until the kernel lets it go."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.error("the copier of %s, process %s, does not end: the kernel holds it", self.device, self.pid)
+            log.error("the copier of %s, process %s, does not end: it is blocked in the kernel", self.device, self.pid)
         return not self._thread.is_alive()
 
     def _cancel(self, number: int) -> None:
@@ -213,7 +213,7 @@ class CopierSupervisor:
 
     def _told(self, reason: KVFrameworkError) -> KVFrameworkError:
         self.last_error = reason.fact
-        log.error("%s; its instances have to register again", reason)
+        log.error("%s; its instances must register again", reason)
         return reason
 
     def _serve(self, process: SpawnedCopier) -> KVFrameworkError:
@@ -312,7 +312,7 @@ class CopierSupervisor:
         since = max(process.heard, min(asked)) if ready and asked else process.heard
         silent = time.monotonic() - since
         if silent > (self._stall_s if ready else START_S) and (asked or not ready):
-            return f"it has said nothing for {silent:.1f} s"
+            return f"it has sent no message for {silent:.1f} s"
         return ""
 
     def _fail_all(self, error: KVFrameworkError) -> None:

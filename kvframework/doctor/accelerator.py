@@ -23,7 +23,7 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
     driver = _driver(driver_file)
     yield _torch(bool(driver))
     if not driver:
-        yield Finding("cuda.driver", "ok", "no NVIDIA driver: nothing of CUDA can be used here")
+        yield Finding("cuda.driver", "ok", "no NVIDIA driver: CUDA cannot be used on this machine")
         return
     yield Finding("cuda.driver", "ok", f"NVIDIA driver {driver}")
     try:
@@ -32,7 +32,7 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
         yield Finding(
             "cuda.library",
             "warn",
-            "there is a driver and no libcuda.so.1 that can be loaded",
+            "there is a driver, but libcuda.so.1 cannot be loaded",
             "start the container with the NVIDIA runtime, or install the driver's libraries",
         )
     else:
@@ -40,7 +40,7 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
     found = sorted(each for each in devices.glob("nvidia[0-9]*"))
     closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
     if closed or not found:
-        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver and no device"
+        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver, but no device"
         advice = "give the process the devices: --gpus all, or the group of /dev/nvidia*"
         yield Finding("cuda.devices", "warn", fact, advice)
     else:
@@ -62,7 +62,7 @@ def _packages(driver: int) -> Iterator[Finding]:
     advice = f'for the transport cuda_ipc: pip install "kvframework[{"cuda12" if old else "cuda"}]"'
     bindings = _version("cuda-bindings")
     if not bindings:
-        fact = "cuda-bindings is not installed: nothing but cpu_gather reaches the memory of GPUs"
+        fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
         yield Finding("cuda.bindings", "warn", fact, advice)
     elif old and _major(bindings) >= 13:
         fact = f"cuda-bindings {bindings} needs a driver from {_DRIVER_OF_CUDA_13} on"

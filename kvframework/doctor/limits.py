@@ -32,7 +32,7 @@ def _descriptors() -> Finding:
     return Finding(
         "limits.descriptors",
         level,
-        f"{fact}; below {SAFE_LIMIT} a crowd may take the last before the server sees it",
+        f"{fact}; below {SAFE_LIMIT} a burst of connections may use them up before the server reacts",
         "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn",
     )
 
@@ -44,7 +44,7 @@ def memlock(needed_by: str = "") -> Finding:
         return Finding("limits.memlock", "ok", "no limit")
     fact = f"{ByteSize(soft)} of memory may be locked"
     if not needed_by:
-        return Finding("limits.memlock", "ok", f"{fact}; only a device transport locks any")
+        return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
     return Finding(
         "limits.memlock",
         "warn",

@@ -62,8 +62,8 @@ def _memfd() -> Finding:
         finally:
             os.close(descriptor)
     except (OSError, AttributeError) as error:
-        return Finding("memory.memfd", "fail", f"a memfd cannot be had: {error}", "L1 needs Linux and memfd_create")
-    return Finding("memory.memfd", "ok", "a memfd can be made and mapped; /dev/shm does not matter")
+        return Finding("memory.memfd", "fail", f"a memfd cannot be created: {error}", "L1 needs Linux and memfd_create")
+    return Finding("memory.memfd", "ok", "a memfd can be created and mapped; /dev/shm does not matter")
 
 
 def _text(path: Path) -> str:

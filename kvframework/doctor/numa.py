@@ -16,7 +16,7 @@ def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     folder = sysfs / "devices" / "system" / "node"
     found = sorted(folder.glob("node[0-9]*"), key=lambda node: int(node.name.removeprefix("node")))
     if len(found) < 2:
-        yield Finding("numa.nodes", "ok", "one node" if found else "the kernel tells of none")
+        yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
         return
     told = "; ".join(f"{node.name} has the CPUs {_cpus(node)}" for node in found)
     yield Finding("numa.nodes", "ok", f"{len(found)}: {told}")

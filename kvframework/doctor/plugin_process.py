@@ -11,21 +11,19 @@ from typing import Any
 
 import msgspec
 
-from kvframework import api
 from kvframework.api import (
     AnyTransportProvider,
     DeviceTransportProvider,
     Finding,
-    L1Provider,
+    MemoryProvider,
     Options,
-    Provider,
-    TierContext,
+    TableContext,
     TierProvider,
 )
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
 from kvframework.errors import KVFrameworkError
-from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.registry import KINDS, PluginRegistry, resolve_table
 
 
 def main() -> None:
@@ -39,30 +37,29 @@ def main() -> None:
 
 
 def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
-    role: type[Provider[Any]] = getattr(api, subject.role)
     use = subject.table.use
     try:
-        provider, options = resolve_table(PluginRegistry(), subject.table, role)
+        provider, options = resolve_table(PluginRegistry(), subject.table, KINDS[subject.kind].providers[0])
     except KVFrameworkError as error:
         yield Finding("plugin.usable", "fail", error.fact, error.hint or error.available, error.where)
         return
-    yield Finding("plugin.usable", "ok", f"{role.kind} {use} can be used")
+    yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
     if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
-        yield memlock(f"{role.kind} {use}")
-    diagnosed = (L1Provider, TierProvider, DeviceTransportProvider)
+        yield memlock(f"{subject.kind} {use}")
+    diagnosed = (MemoryProvider, TierProvider, DeviceTransportProvider)
     if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:
         yield from _diagnosis(provider, options, subject, deadline)
 
 
 def _diagnosis(
-    provider: L1Provider[Any] | TierProvider[Any] | DeviceTransportProvider[Any],
+    provider: MemoryProvider[Any] | TierProvider[Any] | DeviceTransportProvider[Any],
     options: Options,
     subject: Subject,
     deadline: float,
 ) -> Iterator[Finding]:
     assert provider.diagnose is not None
     try:
-        yield from _each(provider.diagnose(options, TierContext(where=subject.table.where), deadline))
+        yield from _each(provider.diagnose(options, TableContext(where=subject.table.where), deadline))
     except KVFrameworkError as error:
         placed = error.where.startswith(subject.table.where)  # a plugin may name a place of its own
         fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"

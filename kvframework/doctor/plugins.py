@@ -18,36 +18,36 @@ _TO_END_S = 1.0
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A table, the descriptor that its place needs, and for how long the plugin may look; 0: not at all."""
+    """A table, the kind of plugin that it names, and for how long the plugin may look; 0: not at all."""
 
-    role: str
+    kind: str
     table: PluginTable
     diagnose_s: float = 0.0
 
 
 def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
     """Every table that names a plugin, and what is wrong with them before one is asked."""
-    subjects = [Subject("L1Provider", config.l1.memory), Subject("EvictionProvider", config.l1.eviction)]
-    subjects += [Subject("TierProvider", each.tier) for each in config.l2]
+    subjects = [Subject("memory", config.l1.memory), Subject("eviction", config.l1.eviction)]
+    subjects += [Subject("tier", each.tier) for each in config.l2]
     found: list[Finding] = []
     try:
-        subjects += [Subject("CodecProvider", table) for table in codec_tables(config)]
+        subjects += [Subject("codec", table) for table in codec_tables(config)]
     except ConfigError as error:
         found.append(Finding("config.codecs", "fail", error.fact, error.hint, error.where))
-    subjects.append(Subject("HasherProvider", config.hasher))
-    for role, tables in (
-        ("AnyTransportProvider", config.transport),
-        ("LayoutProvider", config.layout),
-        ("RequestsProvider", config.requests),
+    subjects.append(Subject("hasher", config.hasher))
+    for kind, tables in (
+        ("transport", config.transport),
+        ("layout", config.layout),
+        ("requests", config.requests),
     ):
-        subjects += [Subject(role, table) for table in tables]
+        subjects += [Subject(kind, table) for table in tables]
     return subjects, found
 
 
 def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Iterator[Finding]:
-    """`serving`: a server runs with this configuration and has taken its memory, so L1 is not asked whether it can."""
+    """`serving`: a server runs with this configuration and has its memory, so that plugin is not asked for more."""
     where = subject.table.where
-    diagnose_s = 0.0 if subject.role == "L1Provider" and serving else deadline_s - _TO_END_S
+    diagnose_s = 0.0 if subject.kind == "memory" and serving else deadline_s - _TO_END_S
     request = msgspec.msgpack.encode(msgspec.structs.replace(subject, diagnose_s=diagnose_s))
     ran = run_isolated("kvframework.doctor.plugin_process", request, deadline_s=deadline_s)
     for line in ran.lines:
@@ -63,6 +63,6 @@ def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Ite
             )
     if ran.ended:
         said = ran.printed.strip().splitlines()
-        fact = f"{subject.table.use}: the process that asks it {ran.ended}{f': {said[-1]}' if said else ''}"
+        fact = f"{subject.table.use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
         name = "plugin.diagnose" if ran.lines else "plugin.usable"
-        yield Finding(name, "fail", fact, "kvframework plugins check says more, or ask the plugin's author", where)
+        yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)

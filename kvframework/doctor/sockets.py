@@ -72,10 +72,10 @@ def _missing(path: Path) -> Finding:
     """The server makes the directory, if it may."""
     above = next(each for each in path.parents if each.exists())
     if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
-        return Finding("socket.directory", "ok", f"{path} is not there yet; the server makes it")
+        return Finding("socket.directory", "ok", f"{path} does not exist yet; the server creates it")
     return Finding(
         "socket.directory",
         "fail",
-        f"{path} is not there, and this user may not make it in {above}",
+        f"{path} does not exist, and this user may not create it in {above}",
         "make it with mode 0700, or set [server] endpoint",
     )

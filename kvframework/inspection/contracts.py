@@ -1,5 +1,5 @@
-"""Owns the contract of each kind, and the check of a class or an object against it: methods, signatures, attributes,
-capabilities. Calls nothing of it."""
+"""The contract of each kind, and the check of a class or an object against it: methods, signatures, attributes. Calls
+nothing of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvframework.api import (
-    TIER_CAPABILITIES,
     Codec,
     CopierDriver,
     EngineDriver,
     EvictionPolicy,
     KeyHasher,
-    L1Memory,
-    L1Provider,
     Layout,
+    Memory,
     ServerTransport,
     Tier,
-    TierProvider,
     TransferContext,
 )
 from kvframework.inspection.problems import Problem, problem
@@ -43,15 +40,13 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
     ),
     "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 2, ServerTransport)),
     "LayoutProvider": (Maker("create", 1, Layout),),
-    "L1Provider": (Maker("create", 2, L1Memory), Maker("diagnose", 3, None)),
+    "MemoryProvider": (Maker("create", 2, Memory), Maker("diagnose", 3, None)),
     "TierProvider": (Maker("create", 2, Tier), Maker("diagnose", 3, None)),
     "EvictionProvider": (Maker("create", 1, EvictionPolicy),),
     "HasherProvider": (Maker("create", 1, KeyHasher),),
     "CodecProvider": (Maker("create", 1, Codec),),
     "RequestsProvider": (Maker("create", 2, None),),
 }
-# What a capability of a tier is implemented by. The others are promises about the store, which only the kit can prove.
-_METHODS = {"capacity": "usage", "scan": "scan"}
 
 
 def makers(provider: AnyProvider) -> tuple[Maker, ...]:
@@ -70,7 +65,7 @@ def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
                 f"{title}: {maker.name}",
                 f"it does not take {maker.arguments} arguments",
                 expected=f"a function of {maker.arguments}, see {type(provider).__name__}",
-                hint="mend its parameters",
+                hint="fix its parameters",
             )
         if inspect.iscoroutinefunction(function):
             yield problem(
@@ -115,39 +110,6 @@ def attribute_problems(made: object, contract: type[Any], title: str) -> Iterato
                 f"it has no attribute {name}",
                 expected=f"{name}, see {contract.__name__}",
                 hint="set it in the class or in __init__",
-            )
-
-
-def capability_problems(provider: AnyProvider, made: type[Any] | None, title: str) -> Iterator[Problem]:
-    """`made` is the class of the tier, None if it is not known."""
-    known = TIER_CAPABILITIES if isinstance(provider, (TierProvider, L1Provider)) else {}
-    for name in sorted(provider.capabilities - known.keys()):
-        yield problem(
-            "unknown-capability",
-            title,
-            f"there is no capability {name!r}",
-            expected=", ".join(known) or "none",
-            hint="leave it out",
-        )
-    if made is None or not isinstance(provider, TierProvider):
-        return
-    for name, method in _METHODS.items():
-        implemented = getattr(made, method, None) is not getattr(Tier, method)
-        if name in provider.capabilities and not implemented:
-            yield problem(
-                "false-capability",
-                title,
-                f"it declares {name!r}, and {made.__name__} has no {method}() of its own",
-                expected=f"{method}(), or no {name!r}",
-                hint=TIER_CAPABILITIES[name],
-            )
-        if implemented and name not in provider.capabilities:
-            yield problem(
-                "undeclared-capability",
-                title,
-                f"{made.__name__} has {method}(), and {name!r} is not declared",
-                expected=f"capabilities=frozenset({{{name!r}, ...}})",
-                hint="the core calls it only if it is declared",
             )
 
 

@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _measured(module: str) -> Cost | str:
-    import kvframework.api
+    import kvframework.api.hookspecs
     import kvframework.errors  # noqa: F401  what every plugin pays for
 
     before, resident = _roots(), _resident()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import inspect
 
-from kvframework.api import ByteSize, L1Provider, Options, TierProvider
+from kvframework.api import ByteSize, MemoryProvider, Options, TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
@@ -43,7 +43,7 @@ def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
 
 def core_keys(provider: AnyProvider) -> tuple[str, ...]:
     """The keys that the core takes out of a provider's table."""
-    if isinstance(provider, L1Provider):
+    if isinstance(provider, MemoryProvider):
         return ("use", "eviction", *L1Keys.__struct_fields__)
     return ("use", *L2Keys.__struct_fields__) if isinstance(provider, TierProvider) else ("use",)
 
@@ -76,14 +76,14 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
                 place,
                 f"nothing can be read as {option.type}",
                 expected="a type that msgspec reads by itself, or ByteSize",
-                hint="take a text, and make the rest of it in `create`",
+                hint="take a string, and build the rest from it in `create`",
             )
         elif not option.required and (reason := _wrong_default(provider.options, option.name, option.default)):
             yield problem(
                 "wrong-default",
                 place,
                 reason,
-                expected="a value as a TOML could say it, within the option's bounds",
+                expected="a value that TOML can express, within the option's bounds",
                 hint="take a text, number, boolean, array, table or None, and make the rest of it in `create`",
             )
 
@@ -102,7 +102,7 @@ def _wrong_default(options: type[Options], name: str, default: object) -> str:
         try:
             toml_value(msgspec.to_builtins(default, enc_hook=_plain))
         except TypeError:
-            return f"its default is a {type(default).__name__}, which no TOML can say"
+            return f"its default is a {type(default).__name__}, which TOML cannot express"
     field = next(each for each in msgspec.structs.fields(options) if each.encode_name == name)
     one = msgspec.defstruct("One", [(field.name, field.type)], bases=(Options,), frozen=True, rename={field.name: name})
     try:

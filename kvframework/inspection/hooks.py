@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvframework.api import hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.inspection.problems import Problem, problem
 from kvframework.registry import KINDS
 
 _HOOKS = [kind.hook for kind in KINDS.values()]
-_MARK = f"{hookspecs.PROJECT}_impl"
+_MARK = f"{PROJECT}_impl"
 _PREFIX = "kvf_"
 
 
@@ -30,7 +30,7 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
                     place,
                     "it looks like a hook and is not marked",
                     expected=f"@hookimpl before def {meant}()",
-                    hint="mark it with @kvframework.api.hookimpl",
+                    hint="mark it with @kvframework.api.plugin.hookimpl",
                 )
             continue
         marked += 1
@@ -51,7 +51,7 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
             where,
             "nothing in it is marked with @hookimpl",
             expected=" or ".join(_HOOKS),
-            hint="mark the function that returns the providers with @kvframework.api.hookimpl",
+            hint="mark the function that returns the providers with @kvframework.api.plugin.hookimpl",
         )
 
 

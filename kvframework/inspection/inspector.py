@@ -77,5 +77,5 @@ def _death(target: Target, ran: Ran, step: str) -> Problem:
         where,
         f"{step}: the process {ran.ended}{cause}",
         expected="a call that returns",
-        hint="a plugin raises what goes wrong, and waits for nothing without a deadline",
+        hint="a plugin raises errors, and gives every wait a deadline",
     )

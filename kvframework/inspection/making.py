@@ -20,13 +20,13 @@ from kvframework.api import (
     Handler,
     InstanceContext,
     KeyHasher,
-    L1Provider,
     MemoryLayoutDesc,
+    MemoryProvider,
     PackedKey,
     PrefetchTask,
     RequestsProvider,
     Select,
-    TierContext,
+    TableContext,
     TierProvider,
 )
 from kvframework.config import convert
@@ -84,8 +84,8 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
         arguments: list[object] = [convert(given, provider.options, where="--set")]
     except ConfigFieldError as error:
         raise NotMade(f"{error.fact} [{error.code}]") from error
-    if isinstance(provider, (TierProvider, L1Provider)):
-        arguments.append(TierContext(where=WHERE))
+    if isinstance(provider, (TierProvider, MemoryProvider)):
+        arguments.append(TableContext(where=WHERE))
     if isinstance(provider, RequestsProvider):
         arguments.append(_NoServices())
     try:
@@ -114,7 +114,7 @@ def _fails(title: str, fact: str, maker: Maker) -> Problem:
         title,
         fact,
         expected=f"a {maker.contract.__name__}" if maker.contract else "a list of Handler",
-        hint="what cannot be had here is a KVFrameworkError, or the probe's to say",
+        hint="raise a KVFrameworkError for what is not available here, or report it in the probe",
     )
 
 

@@ -13,11 +13,11 @@ import msgspec
 import pluggy
 
 from kvframework.api import ENTRY_POINT_GROUP, hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.config import closest
 from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
 from kvframework.inspection.contracts import (
     attribute_problems,
-    capability_problems,
     class_problems,
     maker_problems,
     makers,
@@ -47,11 +47,11 @@ def _inspect(target: Target) -> Iterator[Line]:
     found = list(hook_problems(plugin, target.value))
     yield from _lines(found)
     if any(each.severity == "error" for each in found):
-        yield Line(note=f"{target.value}: its hooks were not called, as they have to be mended first")
+        yield Line(note=f"{target.value}: its hooks were not called, because they must be fixed first")
         return
     yield Line(step="hooks")
     providers: dict[str, AnyProvider] = {}
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
         loader.adopt(manager, plugin, target.value)
@@ -87,7 +87,7 @@ def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator
             yield problem(
                 "no-entry-point",
                 title,
-                "no entry point stands for this provider",
+                "no entry point names this provider",
                 expected=f'"{title}" = "{target.value}"',
                 hint=f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]',
             )
@@ -105,7 +105,7 @@ def _provider(
     wrong = list(maker_problems(provider, title))
     yield from _lines(wrong)
     if wrong:
-        yield Line(note=f"{title}: nothing was made, as `create` has to be mended first")
+        yield Line(note=f"{title}: nothing was created, because `create` must be fixed first")
         return
     for maker in makers(provider):
         function = getattr(provider, maker.name)
@@ -126,8 +126,6 @@ def _provider(
                     yield from _lines(attribute_problems(made, maker.contract, title))
         if made_class is not None and maker.contract is not None:
             yield from _lines(class_problems(made_class, maker.contract, title))
-        if maker.name == "create":
-            yield from _lines(capability_problems(provider, made_class, title))
 
 
 def _sought(sources: list[SourceFile], contract: type[Any] | None) -> type[Any] | None:
@@ -135,8 +133,8 @@ def _sought(sources: list[SourceFile], contract: type[Any] | None) -> type[Any] 
 
 
 def _not_made(title: str, reason: str, known: type[Any] | None) -> Iterator[Line]:
-    instead = f"its class {known.__name__} was looked at instead" if known else "the conformance kit must tell the rest"
-    yield Line(note=f"{title}: none was made here: {reason}; {instead}")
+    instead = f"its class {known.__name__} was checked instead" if known else "the conformance kit checks the rest"
+    yield Line(note=f"{title}: none was created here: {reason}; {instead}")
 
 
 def _of_loader(error: PluginError, where: str) -> Problem:

@@ -32,7 +32,7 @@ LOOK_AGAIN_S = 0.5
 class CurveKeyError(ConfigError):
     """A CURVE key file cannot be used or made.
 
-    What to do: make keys with `kvframework keys new`, and let nobody but their user read the secret ones."""
+    What to do: make keys with `kvframework keys new`, and keep the secret ones readable for their user only."""
 
     code = "config.curve_key"
 

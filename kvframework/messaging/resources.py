@@ -40,9 +40,9 @@ def descriptors_in_use() -> int:
 def as_out_of_resources(error: Exception) -> OutOfResources | None:
     """What an error of the kernel, of ZMQ or of `threading` means, if it is that something has run out."""
     if getattr(error, "errno", None) in _RUN_OUT or isinstance(error, MemoryError):
-        return OutOfResources(f"this process has run out of something: {error}")
+        return OutOfResources(f"this process has run out of a resource: {error}")
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        return OutOfResources(f"this process gets no more threads: {error}")
+        return OutOfResources(f"this process cannot start another thread: {error}")
     return None
 
 
@@ -69,7 +69,7 @@ def _need_threads(count: int) -> None:
             started.append(thread)
     except RuntimeError as error:
         raise OutOfResources(
-            f"this process gets no more threads: {error}",
+            f"this process cannot start another thread: {error}",
             hint="raise the limit: ulimit -u, TasksMax under systemd, --pids-limit of the container",
         ) from None
     finally:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kvframework.api import (
     AnyTransportProvider,
     CodecProvider,
     EvictionProvider,
     HasherProvider,
-    L1Provider,
     LayoutProvider,
+    MemoryProvider,
     Options,
     Provider,
     RequestsProvider,
     TierProvider,
 )
 from kvframework.config import Config, PluginTable
-from kvframework.errors import ConfigFieldError, PluginUnavailable, PluginWrongKind
+from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
 
 NO_CODEC = "none"
@@ -25,27 +25,20 @@ NO_CODEC = "none"
 P = TypeVar("P", bound=Provider[Any])
 
 
-def resolve_table(registry: PluginRegistry, table: PluginTable, role: type[P]) -> tuple[P, Options]:
+def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type[P]) -> tuple[P, Options]:
     """The provider that a table names, and its validated options. Blocking: may import the plugin.
 
-    `role` is the descriptor that the place needs: `[l1]` takes an `L1Provider`, `[[l2]]` a `TierProvider`. Raises
-    `PluginError` and `ConfigFieldError` with the table's place.
+    `descriptor` is the class of providers of the table's kind. Raises `PluginError` and `ConfigFieldError` with the
+    table's place.
     """
     try:
-        provider = registry.resolve(role.kind, table.use, where=table.where)
+        provider = cast("P", registry.resolve(descriptor.kind, table.use, where=table.where))
     except PluginUnavailable:
-        # What is wrong with a table is so on every machine, and told first.
-        _, found = registry.describe(role.kind, table.use)
-        if isinstance(found, role):
+        # What is wrong with a table is so on every machine, so that error comes first.
+        _, found = registry.describe(descriptor.kind, table.use)
+        if found is not None:
             registry.options(found, table.options, where=table.where, core_keys=table.core_keys)
         raise
-    if not isinstance(provider, role):
-        raise PluginWrongKind(
-            f"{table.use!r} is a {role.kind} of another class: {type(provider).__name__}",
-            where=table.where,
-            available=f"plugins with {role.__name__}",
-            hint="[l1] takes memory such as pinned, [[l2]] a store such as redis",
-        )
     return provider, registry.options(provider, table.options, where=table.where, core_keys=table.core_keys)
 
 
@@ -75,7 +68,7 @@ def check_config(config: Config, registry: PluginRegistry) -> None:
 
     Raises the first error: `PluginError` or `ConfigFieldError`.
     """
-    resolve_table(registry, config.l1.memory, L1Provider)
+    resolve_table(registry, config.l1.memory, MemoryProvider)
     resolve_table(registry, config.l1.eviction, EvictionProvider)
     resolve_table(registry, config.hasher, HasherProvider)
     for table in config.transport:

@@ -14,7 +14,7 @@ from kvframework.config import PluginTable
 from kvframework.errors import KVFrameworkError, PluginBroken
 from kvframework.registry.registry import PluginRegistry
 
-_HINT = "ask the plugin's author, to whom `kvframework plugins check` says more"
+_HINT = "ask the plugin's author; `kvframework plugins check` reports details"
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:

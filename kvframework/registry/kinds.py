@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvframework.api import (
-    AnyTransportProvider,
     CodecProvider,
+    DeviceTransportProvider,
     EvictionProvider,
     HasherProvider,
-    L1Provider,
     LayoutProvider,
+    MemoryProvider,
     Provider,
     RequestsProvider,
     TierProvider,
+    TransportProvider,
 )
 
 
@@ -25,9 +26,10 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", (AnyTransportProvider,)),
+    "transport": Kind("kvf_transports", (TransportProvider, DeviceTransportProvider)),
     "layout": Kind("kvf_layouts", (LayoutProvider,)),
-    "tier": Kind("kvf_tiers", (TierProvider, L1Provider)),
+    "memory": Kind("kvf_memories", (MemoryProvider,)),
+    "tier": Kind("kvf_tiers", (TierProvider,)),
     "eviction": Kind("kvf_eviction_policies", (EvictionProvider,)),
     "hasher": Kind("kvf_key_hashers", (HasherProvider,)),
     "codec": Kind("kvf_codecs", (CodecProvider,)),

@@ -86,7 +86,7 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
         raise error(
             f"{title}: it does not implement {hook}",
             available=", ".join(sorted(implemented)) or "no hook at all",
-            hint=f"mark {hook} with @kvframework.api.hookimpl, or rename the entry point",
+            hint=f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point",
         )
     providers = offered(manager, plugin, offer.kind, title)
     matching = [provider for provider in providers if provider.name == offer.name]
@@ -94,7 +94,7 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
         raise PluginBroken(
             f"{title}: {hook} returned {len(matching)} providers named {offer.name!r}",
             available=", ".join(sorted(provider.name for provider in providers)) or "no provider",
-            hint="an entry point is called <kind>.<name>, after the one provider that it stands for",
+            hint="an entry point is named <kind>.<name>, after its one provider",
         )
     check_requires(matching[0].requires_api, title)
     return matching[0]
@@ -125,7 +125,7 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
         raise PluginBroken(
-            f"{title}: the name of codec {provider.name!r} fits into no value's header",
+            f"{title}: the name of codec {provider.name!r} does not fit into a value's header",
             available=f"at most {MAX_CODEC_NAME} ASCII characters",
             hint="choose a shorter name",
         )

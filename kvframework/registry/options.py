@@ -8,7 +8,7 @@ import msgspec
 from msgspec import inspect
 
 from kvframework.api import ByteSize, Options
-from kvframework.api.types import secret_mark
+from kvframework.masking import secret_mark
 
 _BASIC: dict[type[inspect.Type], str] = {
     inspect.AnyType: "anything",

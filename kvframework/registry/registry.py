@@ -12,6 +12,7 @@ import msgspec
 import pluggy
 
 from kvframework.api import API_VERSION, Options, hookspecs
+from kvframework.api.plugin import PROJECT
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
@@ -57,7 +58,7 @@ class PluginRegistry:
     """
 
     def __init__(self, entry_points: Iterable[EntryPointInfo] | None = None) -> None:
-        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self._offers = builtins.list(discover() if entry_points is None else entry_points)
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
@@ -81,7 +82,8 @@ class PluginRegistry:
                     offer = EntryPointInfo(kind, provider.name, distribution, version, value)
                     outcomes[offer] = self._attempt(offer, plugin)
             if not outcomes:
-                raise PluginBroken(f"{title}: it offers nothing", hint="mark a hook with @kvframework.api.hookimpl")
+                hint = "mark a hook with @kvframework.api.plugin.hookimpl"
+                raise PluginBroken(f"{title}: it offers nothing", hint=hint)
         except PluginError:
             self.manager.unregister(plugin)
             raise
@@ -216,7 +218,7 @@ class PluginRegistry:
         """What can be said of an offer without importing it."""
         check_major(offer.api_major, str(offer))
         if not offer.kind:
-            raise PluginBroken(f"{offer}: an entry point is called <kind>.<name>")
+            raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
         if offer.kind not in KINDS:
             raise PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
         rivals = [rival for rival in self._usable() if (rival.kind, rival.name) == (offer.kind, offer.name)]

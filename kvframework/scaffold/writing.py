@@ -41,5 +41,5 @@ def _failed(folder: Path, error: OSError) -> ScaffoldError:
     return ScaffoldError(
         f"{folder} cannot be written: {error.strerror or error}",
         where="--path",
-        hint="give --path a place where you may make a folder",
+        hint="give --path a folder in which you may create folders",
     )

@@ -33,7 +33,7 @@ from kvframework.errors import NotRegistered, RequestError
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.engine_driven import EngineDrivenTransfers
-from kvframework.service.health import EVERY_S, Account
+from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.over_wire import ChunkTransfers
@@ -98,7 +98,7 @@ class CacheService(CacheServices):
             lookups=self._lookups.status,
             losses=self._losses.status,
         )
-        self._account = Account(time.monotonic())
+        self._report = CounterReport(time.monotonic())
         self._parts = (
             self._registrations,
             EngineDrivenTransfers(
@@ -127,7 +127,7 @@ class CacheService(CacheServices):
         return own + [handler for part in self._parts for handler in part.handlers()]
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
-        """The engine's part of the answer to HELLO; the message server fills in the session."""
+        """The service's part of the answer to HELLO; the message server fills in the session."""
         self._lookups.begin_owner(client.session_id)
         return m.HelloReply(
             version=version,
@@ -150,7 +150,7 @@ class CacheService(CacheServices):
         self._losses.end_session(client.session_id)
         if instances or tickets or leases:
             log.info(
-                "client %s (process %d) is gone: %d instances, %d tickets and %d leases end",
+                "client %s (process %d) has ended, and with it %d instances, %d tickets and %d leases",
                 client.name,
                 client.pid,
                 instances,
@@ -164,8 +164,8 @@ class CacheService(CacheServices):
         self._chunks.tick()
         self.storage.tick()
         now = time.monotonic()
-        if self._account.due(now):
-            grown = self._account.line(self._status.parts(), now)
+        if self._report.is_due(now):
+            grown = self._report.changes(self._status.parts(), now)
             if grown:
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
@@ -184,7 +184,7 @@ class CacheService(CacheServices):
         }
         late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
         if late:
-            log.error("the end of %s takes too long", " and ".join(late))
+            log.error("closing %s takes too long", " and ".join(late))
         if by is None:
             self.storage.close(process_ends=process_ends)
             return
@@ -243,7 +243,7 @@ class CacheService(CacheServices):
     def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
         if not client.local:
             raise RequestError(
-                "the cache is not cleared from elsewhere", available="a client on this node, over ipc://"
+                "only a client on this node may clear the cache", available="a client on this node, over ipc://"
             )
         # What has just been read over the wire counts as in use for a moment longer.
         self._chunks.settle()

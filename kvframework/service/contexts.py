@@ -16,7 +16,7 @@ from kvframework.api import (
 )
 from kvframework.errors import NamespaceMismatch, NotRegistered
 
-# The one registry: instance id -> context. Made by the engine, filled by the registration handlers, read by all others.
+# Instance id -> context, once per server. Filled by the registration handlers, read by all others.
 Contexts = dict[int, "RegisteredContext"]
 
 

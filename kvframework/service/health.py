@@ -64,7 +64,7 @@ MEANING = {
     "refused": "calls were not made, as the tier is down",
     "store_failed": "values could not be stored",
     "write_dropped": "objects were not written, as too many waited",
-    "write_given_up": "objects were not taken by the tier",
+    "write_given_up": "objects could not be written and were given up",
     "write_lost": "objects left L1 before they were written",
     "losses.lookups": "lookups were lost by clients",
     "losses.loads": "loads were lost by clients",
@@ -72,17 +72,17 @@ MEANING = {
     "prefetch.refused": "loads did not begin, as too many were under way",
     "log.dropped": "lines of the log were lost",
     "messaging.counters.curve_refused": "connections had an unknown key",
-    "messaging.counters.dropped": "answers were not taken by their client",
+    "messaging.counters.dropped": "answers were not received by their client",
     "messaging.counters.hello_refused": "clients were refused",
     "messaging.counters.late": "answers came after their deadline",
     "messaging.counters.liveness_refused": "liveness sockets were refused",
     "messaging.counters.loop_errors": "errors of the serving loop",
     "messaging.counters.malformed": "messages were malformed",
     "messaging.counters.server_refused": "clients refused this server",
-    "messaging.counters.tick_errors": "errors of the server's upkeep",
-    "messaging.counters.local_shut": "times new local connections were held off, as descriptors ran low",
+    "messaging.counters.tick_errors": "errors of the server's periodic work",
+    "messaging.counters.local_shut": "times new local connections were deferred, as descriptors ran low",
     "messaging.counters.peers_shut_out": "TCP peers held too many connections",
-    "messaging.counters.tcp_shut": "times new TCP connections were held off, as descriptors ran low",
+    "messaging.counters.tcp_shut": "times new TCP connections were deferred, as descriptors ran low",
     "messaging.counters.unanswerable": "messages had no request id",
 }
 # A client that is refused tries again every 2 s.
@@ -105,21 +105,21 @@ def trouble(document: Document) -> dict[str, int]:
     return {name: amount for name, amount in _counters(document) if amount}
 
 
-class Account:
-    """Tells, every `EVERY_S` seconds at most, which of these counters have grown."""
+class CounterReport:
+    """Which of these counters have grown, every `EVERY_S` seconds at most."""
 
     def __init__(self, now: float) -> None:
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._next = now + EVERY_S
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         return now >= self._next
 
-    def line(self, document: Document, now: float) -> str:
-        """ "" if none has grown. Begins the next time span."""
+    def changes(self, document: Document, now: float) -> str:
+        """The counters that have grown since the last call, as one line; "" if none has. Begins the next time span."""
         self._next = now + EVERY_S
-        before, self._told = self._told, trouble(document)
-        grown = {name: amount - before.get(name, 0) for name, amount in self._told.items()}
+        before, self._reported = self._reported, trouble(document)
+        grown = {name: amount - before.get(name, 0) for name, amount in self._reported.items()}
         return "; ".join(_said(name, amount, document) for name, amount in grown.items() if amount > 0)
 
 
@@ -147,19 +147,19 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
             fact = f"{tier['name']} is down for {down} since {tier['state_s']:.0f} s: {tier['last_error']}"
             yield f"l2.{number}", fact
         if tier["overdue_s"] > OVERDUE_S:
-            fact = f"a {tier['overdue_call']} to {tier['name']} goes on, {tier['overdue_s']:.0f} s after its deadline"
+            fact = f"a {tier['overdue_call']} to {tier['name']} still runs {tier['overdue_s']:.0f} s after its deadline"
             yield f"l2.{number}", fact
     log = document.get("log", {})
     if log.get("problem"):
         yield "log", f"it {log['problem']}"
     for context in document["instances"]:
         if context["lost"]:
-            yield "instances", f"instance {context['instance_id']} has to register again: {context['lost']}"
+            yield "instances", f"instance {context['instance_id']} must register again: {context['lost']}"
     descriptors = document["messaging"].get("descriptors", {})
     shut = [what for name, what in SHUT.items() if not descriptors.get(name, True)]
     if shut:
         in_use = f"{descriptors['in_use']} of {descriptors['limit']} descriptors are in use"
-        yield "messaging.descriptors", f"{in_use}: {' and '.join(shut)} do not come in"
+        yield "messaging.descriptors", f"{in_use}: {' and '.join(shut)} are not accepted"
     for refusal in document["messaging"].get("refused", ()):
         if refusal["what"] in SHUT_OUT and refusal["ago_s"] < REFUSED_LATELY_S:
             done = "refuses this server" if refusal["what"] == "server" else "is refused"
@@ -174,7 +174,7 @@ def _lost(recent: Mapping[str, Any]) -> str:
     calls = " and ".join(_of(recent[kind], kind) for kind in LOSSES if recent[kind])
     codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
     who = f"{recent['client'][:128]!r} (process {recent['pid']})"
-    advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; its log says more"
+    advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; see its log"
     return (
         f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last one {recent['ago_s']:.0f} s ago: {codes}{advice}"
     )

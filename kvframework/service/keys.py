@@ -17,9 +17,8 @@ from kvframework.api import (
     KeyHasher,
     MemoryLayoutDesc,
     PackedKey,
-    key_prefix,
-    salt_digest,
 )
+from kvframework.api.keys import key_prefix, salt_digest
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, window_chunks
 

@@ -22,7 +22,7 @@ from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge, Trans
 from kvframework.service.contexts import Contexts, own_context
 from kvframework.service.engine_driven import grid_of, outcome_of
 from kvframework.service.keys import KeyGrid, KeyResolver
-from kvframework.service.send_pins import LentViews
+from kvframework.service.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _RETURN_S = 0.3
 # Per client: what it does not receive stays pinned.
-MAX_LENT_BYTES = 2 * MAX_BUFFER_BYTES
+MAX_UNSENT_BYTES = 2 * MAX_BUFFER_BYTES
 _Copies = Sequence[tuple[int, memoryview]]
 
 
@@ -49,7 +49,7 @@ class ChunkTransfers:
         self._storage = storage
         self._resolver = resolver
         self._chunk_size = chunk_size
-        self._lent = LentViews(storage.arena)
+        self._send_pins = SendPins(storage.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -59,22 +59,22 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        """Lets go of what ZMQ has given back."""
-        pins = self._lent.returned()
+        """Unpins what ZMQ has sent."""
+        pins = self._send_pins.take_sent()
         if pins:
             self._storage.unpin_internal(pins)
 
     def settle(self) -> bool:
-        """Lets go of what ZMQ gives back within a moment; whether that is all. Blocks for it."""
-        all_back = self._lent.wait_returned(_RETURN_S)
+        """Unpins what ZMQ sends within a moment; whether that is all of it. Blocks for that moment."""
+        all_sent = self._send_pins.wait_sent(_RETURN_S)
         self.tick()
-        return all_back
+        return all_sent
 
     def close(self) -> None:
         """Waits for the copies that run (others never begin) and for what ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
         if not self.settle():
-            log.error("ZMQ holds %d pieces of the arena", len(self._lent))
+            log.error("ZMQ still sends %d pieces of the arena", len(self._send_pins))
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
@@ -86,7 +86,7 @@ class ChunkTransfers:
         result, outcome, copies = self._reserve(grid, payload.key.request_id, sent)
         if result.lease is None:
             return m.ChunksStored(outcome)
-        # The copy cannot be called off; whoever cancels waits for its end.
+        # The copy cannot be stopped; a cancel waits for its end.
         future: Promise[Message] = Promise(lambda: None)
         try:
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
@@ -153,20 +153,20 @@ class ChunkTransfers:
                 hint="ask for fewer at once",
             )
         self.tick()
-        lent = self._lent.bytes_of(client.session_id)
-        if lent + size > MAX_LENT_BYTES:
+        unsent = self._send_pins.unsent_bytes(client.session_id)
+        if unsent + size > MAX_UNSENT_BYTES:
             raise MessageTooLarge(
-                f"{lent} bytes are on their way to this client, {size} more were asked for",
+                f"{unsent} bytes are on their way to this client, {size} more were asked for",
                 where="objects",
-                available=f"at most {MAX_LENT_BYTES}",
+                available=f"at most {MAX_UNSENT_BYTES}",
                 hint="receive what comes before asking for more",
             )
         with self._storage.lock:
             if self._storage.pinned(payload.lease, owner=client.session_id) is None:
                 return m.ChunksSent(False)
             # The client's own pins lapse, however slowly it reads.
-            pins = [self._storage.hold(places)]
-        views = self._lent.lend(client.session_id, [(place.offset, place.length) for place in places], pins)
+            pins = [self._storage.pin_found(places)]
+        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], pins)
         return Reply(m.ChunksSent(True), views)
 
     def _grid(self, client: ClientInfo, payload: m.StoreCpuChunks) -> KeyGrid:

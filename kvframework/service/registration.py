@@ -214,7 +214,7 @@ class Registrations:
             context.memory = server.open(client, context.layout, desc, handles)
         self._tell_apart(context)
         self._contexts[context.instance_id] = context
-        self._storage.records.hold(context.namespace)
+        self._storage.records.retain(context.namespace)
         self._storage.records.order(context.namespace, context.rank, layer_order(context.layout))
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
@@ -263,7 +263,7 @@ class Registrations:
             context.instance_id,
             other.instance_id,
             context.model_name,
-            "; ".join(differing) or "what they say of revision, quantisation, packing or hasher differs",
+            "; ".join(differing) or "their revision, quantisation, packing or hasher differs",
         )
 
     def _end(self, context: RegisteredContext) -> None:

@@ -1,7 +1,7 @@
-"""Owns the knowledge of which pieces of the arena are lent out for sending without a copy, and what pins them then.
+"""The pins on objects of the arena that ZMQ sends without a copy, and the bytes of each client that are not sent yet.
 
-ZMQ gives a buffer back, in whatever thread, once it has sent it or given up. Until then the arena must stay mapped, and
-the piece must hold what was asked for: a client that reads slowly is not to be sent what others store there later.
+ZMQ gives a buffer back, in any thread, once it has sent it or given up. Until then the arena must stay mapped, and the
+piece must keep its object: a client that reads slowly must not receive what others store there later.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _POLL_S = 0.005
 
 
 @dataclass(eq=False)
-class Loan:
-    """What one answer lends: the server's own pins on it, and how many views are still out."""
+class _Send:
+    """One answer that ZMQ sends: the server's own pins on its objects, and the number of views not yet sent."""
 
     client: int
     nbytes: int
     pins: Sequence[PinLease]
-    out: int = 0
+    unsent: int = 0
 
 
-class LentViews:
-    """Makes views of the arena and notices when the last reference to each is gone. Thread-safe."""
+class SendPins:
+    """Makes views of the arena and notices when the last reference to each has ended. Thread-safe."""
 
     def __init__(self, arena: memoryview) -> None:
         self._arena = arena
@@ -38,55 +38,56 @@ class LentViews:
         self._lock = threading.Lock()  # guards the counts, and is never taken where a view dies
         self._nbytes: Counter[int] = Counter()
         # Their single operations are atomic: a view may die in any thread, at any time.
-        self._out: set[int] = set()
-        self._back: deque[Loan] = deque()
+        self._unsent: set[int] = set()
+        self._back: deque[_Send] = deque()
 
     def __len__(self) -> int:
-        return len(self._out)
+        """The number of views that are not sent yet."""
+        return len(self._unsent)
 
-    def bytes_of(self, client: int) -> int:
-        """What is lent to a client."""
+    def unsent_bytes(self, client: int) -> int:
+        """The bytes on their way to a client."""
         return self._nbytes[client]
 
-    def lend(self, client: int, places: Sequence[tuple[int, int]], pins: Sequence[PinLease]) -> list[memoryview]:
-        """Views of (offset, length), at least one, that the caller passes on. `pins` end up in `returned`."""
-        loan = Loan(client, sum(length for _, length in places), pins)
+    def views(self, client: int, places: Sequence[tuple[int, int]], pins: Sequence[PinLease]) -> list[memoryview]:
+        """Views of (offset, length), at least one, that the caller passes to ZMQ. `pins` end up in `take_sent`."""
+        send = _Send(client, sum(length for _, length in places), pins)
         with self._lock:
-            self._nbytes[client] += loan.nbytes
-            return [self._view(loan, offset, length) for offset, length in places]
+            self._nbytes[client] += send.nbytes
+            return [self._view(send, offset, length) for offset, length in places]
 
-    def returned(self) -> list[PinLease]:
-        """The pins of loans of which no view is out any more, each once."""
+    def take_sent(self) -> list[PinLease]:
+        """The pins of answers that are sent whole, each once. The caller unpins them."""
         pins: list[PinLease] = []
         with self._lock:
             for _ in range(len(self._back)):
-                loan = self._back.popleft()
-                loan.out -= 1
-                if not loan.out:
-                    pins += loan.pins
-                    self._end(loan)
+                send = self._back.popleft()
+                send.unsent -= 1
+                if not send.unsent:
+                    pins += send.pins
+                    self._end(send)
         return pins
 
-    def wait_returned(self, timeout: float) -> bool:
-        """Waits until every view is gone, at most `timeout` seconds; whether that is so."""
+    def wait_sent(self, timeout: float) -> bool:
+        """Waits until every view is sent, at most `timeout` seconds; whether that is so."""
         deadline = time.monotonic() + timeout
-        while self._out and time.monotonic() < deadline:
+        while self._unsent and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return not self._out
+        return not self._unsent
 
-    def _end(self, loan: Loan) -> None:
-        self._nbytes[loan.client] -= loan.nbytes
-        if not self._nbytes[loan.client]:
-            del self._nbytes[loan.client]
+    def _end(self, send: _Send) -> None:
+        self._nbytes[send.client] -= send.nbytes
+        if not self._nbytes[send.client]:
+            del self._nbytes[send.client]
 
-    def _view(self, loan: Loan, offset: int, length: int) -> memoryview:
+    def _view(self, send: _Send, offset: int, length: int) -> memoryview:
         view = self._arena[offset : offset + length]
         number = next(self._ids)
-        loan.out += 1
-        self._out.add(number)
-        weakref.finalize(view, self._take_back, number, loan).atexit = False
+        send.unsent += 1
+        self._unsent.add(number)
+        weakref.finalize(view, self._take_back, number, send).atexit = False
         return view
 
-    def _take_back(self, number: int, loan: Loan) -> None:
-        self._back.append(loan)
-        self._out.discard(number)
+    def _take_back(self, number: int, send: _Send) -> None:
+        self._back.append(send)
+        self._unsent.discard(number)

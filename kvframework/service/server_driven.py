@@ -157,7 +157,7 @@ class ServerDrivenTransfers:
         lost = context.memory.failure()
         if lost is not None:
             raise NotRegistered(
-                f"the memory of instance {context.instance_id} is not open any more: {lost.fact}",
+                f"the memory of instance {context.instance_id} is no longer open: {lost.fact}",
                 hint="register it again",
             )
         return context

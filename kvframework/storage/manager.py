@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvframework.api import EvictionPolicy, L1Memory, MemoryLayoutDesc, PackedKey, Select
+from kvframework.api import EvictionPolicy, Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.bounded import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
@@ -50,7 +50,7 @@ class StorageManager:
 
     def __init__(
         self,
-        memory: L1Memory,
+        memory: Memory,
         policy: EvictionPolicy,
         tiers: Sequence[AttachedTier] = (),
         *,
@@ -74,7 +74,7 @@ class StorageManager:
         # Only for who holds the lock, and for as long: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
-        writing = [(writeback, tier.writes) for writeback, tier in zip(self._tiers.writebacks, tiers, strict=True)]
+        writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
         loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
@@ -289,19 +289,19 @@ class StorageManager:
         # The calls in flight of a tier that closes end after that.
         self._tiers.close(end_s / 2)
         if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
-            log.error("a tier holds a storage thread beyond its deadline; the arena stays mapped")
+            log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
             return
         if process_ends:
-            with contextlib.suppress(BufferError):  # a transport's, see `L1Memory.leave`
+            with contextlib.suppress(BufferError):  # a transport's, see `Memory.leave`
                 self._arena.release()
             if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
-                log.error("the end of the arena takes too long")
+                log.error("closing the arena takes too long")
             return
         try:
             self._arena.release()
             self._memory.close()
         except BufferError:
-            log.error("a transport holds the arena beyond the end of its requests; it stays mapped")
+            log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
 
     def status(self) -> dict[str, object]:
         with self.lock:
@@ -327,15 +327,15 @@ class StorageManager:
                 "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
             }
 
-    # what write-back and prefetch use
+    # what writers and prefetch use
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        """One pin for each of `keys` that is here; no use in the eyes of the policy."""
+        """One pin for each of `keys` that is in L1, without counting as an access for eviction."""
         leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
-    def hold(self, objects: list[StoredObject]) -> PinLease:
-        """Pins objects that the caller has just found, for the server itself; no use in the eyes of the policy."""
+    def pin_found(self, objects: list[StoredObject]) -> PinLease:
+        """Pins objects that the caller has just found, for the server itself; no access for eviction."""
         with self.lock:
             return self._table.pin_objects(
                 objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False

@@ -52,7 +52,7 @@ class NamespaceRecord(Message, frozen=True):
 
 class NamespaceRecords:
     """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten, but none that
-    is held: registering many keeps nobody's lookups from hits."""
+    is retained: a client that registers many costs no other its hits."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
@@ -60,7 +60,7 @@ class NamespaceRecords:
         # By namespace and rank; b"" is left out. The inner maps are never changed, so they are read without the lock.
         self._orders: dict[bytes, Mapping[int, bytes]] = {}
         self._learned: set[bytes] = set()
-        self._held: Counter[bytes] = Counter()
+        self._retained: Counter[bytes] = Counter()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class NamespaceRecords:
                 raise RequestError("the namespace's record is too long", hint="use a shorter model name")
             self._records.pop(namespace, None)
             if len(self._records) >= MAX_NAMESPACES:
-                oldest = next((each for each in self._records if each not in self._held), next(iter(self._records)))
+                oldest = next((each for each in self._records if each not in self._retained), next(iter(self._records)))
                 del self._records[oldest], self._fingerprints[oldest]
                 self._orders.pop(oldest, None)
                 self._learned.discard(oldest)
@@ -116,16 +116,16 @@ class NamespaceRecords:
                 self._set_orders(namespace, {each.rank: each.order for each in record.orders})
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 
-    def hold(self, namespace: bytes) -> None:
-        """An instance of it is registered; to be followed by `release`."""
+    def retain(self, namespace: bytes) -> None:
+        """An instance of it is registered: it is not forgotten until `release`."""
         with self._lock:
-            self._held[namespace] += 1
+            self._retained[namespace] += 1
 
     def release(self, namespace: bytes) -> None:
         with self._lock:
-            self._held[namespace] -= 1
-            if not self._held[namespace]:
-                del self._held[namespace]
+            self._retained[namespace] -= 1
+            if not self._retained[namespace]:
+                del self._retained[namespace]
 
     def layout_of(self, namespace: bytes) -> bytes:
         """The fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""

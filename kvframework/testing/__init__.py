@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvframework.testing.faults import FaultProxy, FaultyTier
     from kvframework.testing.hasher import HasherConformance
     from kvframework.testing.layout import LayoutConformance
-    from kvframework.testing.memory import L1Conformance
+    from kvframework.testing.memory import MemoryConformance
     from kvframework.testing.tier import TierConformance
     from kvframework.testing.transport import TransportConformance
 
@@ -22,8 +22,8 @@ __all__ = [
     "FaultProxy",
     "FaultyTier",
     "HasherConformance",
-    "L1Conformance",
     "LayoutConformance",
+    "MemoryConformance",
     "TierConformance",
     "TransportConformance",
 ]
@@ -34,8 +34,8 @@ _HOMES = {
     "FaultProxy": "faults",
     "FaultyTier": "faults",
     "HasherConformance": "hasher",
-    "L1Conformance": "memory",
     "LayoutConformance": "layout",
+    "MemoryConformance": "memory",
     "TierConformance": "tier",
     "TransportConformance": "transport",
 }

@@ -55,7 +55,7 @@ sys.stdout.buffer.write(digests + made.fingerprint.encode())
 class HasherConformance(NamedKit):
     """Subclass it; see the module."""
 
-    role = HasherProvider
+    descriptor = HasherProvider
 
     examples: ClassVar[int] = 100
     """How many made-up requests each property is tried on."""

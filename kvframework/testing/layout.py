@@ -36,6 +36,8 @@ from kvframework.api import (
 )
 from kvframework.errors import BadLayout
 
+__all__ = ["LayoutConformance", "LayoutSubject"]
+
 _CHUNK = 48
 
 

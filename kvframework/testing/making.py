@@ -44,15 +44,17 @@ class NamedKit:
     options: ClassVar[Mapping[str, object]] = {}
     """Its options, as in its TOML table."""
 
-    role: ClassVar[type[Provider[Any]]]
+    descriptor: ClassVar[type[Provider[Any]]]
 
     def by_name(self) -> Callable[[], Any]:
         """What makes the plugin that `use` names, each time anew. Skips the test if it cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
-        table = PluginTable(self.use, dict(self.options), f"`options` of the kit for the {self.role.kind} {self.use}")
+        table = PluginTable(
+            self.use, dict(self.options), f"`options` of the kit for the {self.descriptor.kind} {self.use}"
+        )
         try:
-            provider, options = resolve_table(PluginRegistry(), table, self.role)
+            provider, options = resolve_table(PluginRegistry(), table, self.descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
         return partial(provider.create, options)  # type: ignore[attr-defined]
@@ -68,7 +70,7 @@ class NamedKit:
         the same plugin. Without `use` its class is imported there and its attributes are written into the program; the
         test is skipped if either cannot be done. Blocks up to 60 s."""
         if self.use:
-            source = _BY_NAME.format(kind=self.role.kind, use=self.use, options=dict(self.options))
+            source = _BY_NAME.format(kind=self.descriptor.kind, use=self.use, options=dict(self.options))
         else:
             source = _by_state(made)
         run = subprocess.run(
@@ -99,7 +101,7 @@ class NamedKit:
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self.role.kind]
+        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self.descriptor.kind]
 
 
 def _by_state(made: object) -> str:

@@ -1,8 +1,12 @@
-"""Owns the conformance kit for the memory of L1: what every `L1Memory` must do. Runs under pytest.
+"""Conformance kit for the memory of L1: what every `Memory` must do. Runs under pytest.
 
-    from kvframework.testing import L1Conformance
+    from kvframework.testing import MemoryConformance
 
-    class TestMyMemory(L1Conformance):
+    class TestMyMemory(MemoryConformance):
+        use = "mymemory"                            # the entry point `memory.mymemory`
+
+A memory that is no plugin yet, or whose size is not the option `capacity`, comes from a fixture:
+
         @pytest.fixture
         def make_memory(self):
             return lambda capacity: MyMemory(capacity)
@@ -18,13 +22,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar
 
 import pytest
 
-from kvframework.api import L1Memory
+from kvframework.api import Memory, MemoryProvider, TableContext
+from kvframework.config import PluginTable
+from kvframework.errors import PluginUnavailable
+from kvframework.registry import PluginRegistry, resolve_table
 
-MakeMemory = Callable[[int], L1Memory]
+MakeMemory = Callable[[int], Memory]
 
 _MIB = 1 << 20
 _CAPACITY = 5 * _MIB + 12_288
@@ -36,51 +44,70 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as mapped:
 """
 
 
-class L1Conformance:
-    """Subclass it and give a fixture `make_memory`, which makes one of so many bytes, each time anew."""
+class MemoryConformance:
+    """Subclass it and give `use`, and `options` if there are any; or a fixture `make_memory`, which makes a memory of
+    so many bytes at each call."""
 
-    patience_s = 20.0
+    use: ClassVar[str] = ""
+    """Name of the plugin: its entry point is `memory.<use>`. The option `capacity` says its size."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """Its other options, as in its `[l1]` table."""
+
+    patience_s: ClassVar[float] = 20.0
     """How long memory of this size may take to become usable, and to close."""
 
     @pytest.fixture
     def make_memory(self) -> MakeMemory:
-        raise NotImplementedError("give a fixture `make_memory`")
+        if not self.use:
+            pytest.fail("give `use`, the plugin's name, or a fixture `make_memory`")
+        return self._by_name
+
+    def _by_name(self, capacity: int) -> Memory:
+        """The memory as a server makes it. Skips the test if it cannot run here."""
+        table = PluginTable(self.use, {**self.options, "capacity": capacity}, "[l1]")
+        try:
+            provider, options = resolve_table(PluginRegistry(), table, MemoryProvider)
+        except PluginUnavailable as error:
+            pytest.skip(error.fact)
+        memory: Memory = provider.create(options, TableContext(table.where))
+        return memory
 
     @pytest.fixture
-    def memory(self, make_memory: MakeMemory) -> Iterator[L1Memory]:
+    def memory(self, make_memory: MakeMemory) -> Iterator[Memory]:
         memory = make_memory(_CAPACITY)
         yield memory
         memory.close()
 
     # what it is
 
-    def test_all_of_it_is_there_and_writable(self, memory: L1Memory) -> None:
+    def test_all_of_it_is_there_and_writable(self, memory: Memory) -> None:
         assert memory.capacity >= _CAPACITY
         with memory.view() as view:
             assert (view.nbytes, view.itemsize, view.ndim) == (memory.capacity, 1, 1)
             assert not view.readonly
             assert view.contiguous
 
-    def test_every_view_shows_the_same_bytes(self, memory: L1Memory) -> None:
+    def test_every_view_shows_the_same_bytes(self, memory: Memory) -> None:
         with memory.view() as one, memory.view() as other:
             one[7:10] = b"abc"
             assert bytes(other[7:10]) == b"abc"
 
-    def test_another_process_maps_the_descriptor_and_shares_the_bytes(self, memory: L1Memory) -> None:
+    def test_another_process_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
         """As local clients do, that get it over a socket."""
         with memory.view() as view:
             view[:4], view[-4:] = b"ping", b"last"
-            command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(memory.capacity)]
+            command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(int(memory.capacity))]
             done = subprocess.run(
                 command, pass_fds=[memory.fd], capture_output=True, text=True, timeout=60, check=False
             )
             assert done.returncode == 0, done.stderr
             assert bytes(view[:4]) == b"pong"
 
-    def test_no_process_inherits_the_descriptor(self, memory: L1Memory) -> None:
+    def test_no_process_inherits_the_descriptor(self, memory: Memory) -> None:
         assert not os.get_inheritable(memory.fd)
 
-    def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: L1Memory) -> None:
+    def test_two_have_nothing_in_common(self, make_memory: MakeMemory, memory: Memory) -> None:
         other = make_memory(_CAPACITY)
         try:
             with memory.view() as ours, other.view() as theirs:
@@ -91,7 +118,7 @@ class L1Conformance:
 
     # becoming usable
 
-    def test_it_becomes_usable_in_the_background(self, memory: L1Memory) -> None:
+    def test_it_becomes_usable_in_the_background(self, memory: Memory) -> None:
         """`start` returns although nobody has taken the first piece yet; each piece is more than the one before."""
         taken, told = threading.Event(), []
         threads = set()
@@ -109,7 +136,7 @@ class L1Conformance:
         assert told[0] > 0
         assert threading.get_ident() not in threads
 
-    def test_what_was_written_on_the_way_stays(self, memory: L1Memory) -> None:
+    def test_what_was_written_on_the_way_stays(self, memory: Memory) -> None:
         """Whoever takes a piece writes to it at once, while the pieces behind it are made usable."""
         told = [0]
         with memory.view() as view:

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvf_codecs.options import ZstdOptions
-from kvframework.api import Codec, CodecProvider, Options, hookimpl
+from kvframework.api.codec import Codec, CodecProvider, hookimpl
+from kvframework.api.options import Options
 
 
 def _probe() -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 
 
 class NoneCodec(Codec):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import zstandard
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 
 
 class _Contexts(threading.local):

@@ -1,5 +1,7 @@
-"""Owns the way to the copy kernel (`native/copy.c`), an optional part of the build. Engine side, blocking; the GIL is
-free while it copies."""
+"""The Python side of the copy kernel (`native/copy.c`), an optional part of the build.
+
+Engine side, blocking; the GIL is free while it copies.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvframework.api import CopyBatch
@@ -43,13 +47,32 @@ class _Product(ctypes.Structure):
     )
 
 
+# The compiled call: what to copy, by how many threads; 0 if it was done. Blocks, without the GIL.
+NativeCopy = Callable[..., int]
+
+_wrappers: list[Callable[[NativeCopy], NativeCopy]] = []
+
+
+@contextmanager
+def wrapping_copies(wrap: Callable[[NativeCopy], NativeCopy]) -> Iterator[None]:
+    """Kernels that are loaded within the context call `wrap(copy)` in place of the compiled `copy`, for as long as they
+    live: for benchmarks that time the copy apart from the Python around it. For one thread."""
+    _wrappers.append(wrap)
+    try:
+        yield
+    finally:
+        _wrappers.remove(wrap)
+
+
 class CopyKernel:
     """Stateless but for its bound on threads; may be called by several threads."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
-        self._copy = library.kvf_copy
-        self._copy.argtypes = (ctypes.POINTER(_Product), ctypes.c_uint32)
-        self._copy.restype = ctypes.c_int
+        library.kvf_copy.argtypes = (ctypes.POINTER(_Product), ctypes.c_uint32)
+        library.kvf_copy.restype = ctypes.c_int
+        self._copy: NativeCopy = library.kvf_copy
+        for wrap in _wrappers:
+            self._copy = wrap(self._copy)
         self._threads = threads
 
     def copy(self, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:

@@ -163,7 +163,7 @@ class Courses:
             try:
                 awaited = course.go_on()
             except BaseException:
-                log.exception("a transfer ended its thread's work")
+                log.exception("a transfer ended its thread")
             else:
                 if awaited is not None:
                     self._continue(course, awaited)

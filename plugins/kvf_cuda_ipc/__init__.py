@@ -16,7 +16,7 @@ from kvframework.api import (
     DeviceTransportProvider,
     EngineDriver,
     Finding,
-    TierContext,
+    TableContext,
     hookimpl,
 )
 
@@ -44,7 +44,7 @@ def create_copier(options: CudaOptions, device: str, arena: Arena) -> CopierDriv
     return CudaCopier(Driver(), options, device, arena)
 
 
-def _diagnose(options: CudaOptions, _context: TierContext, _deadline: float) -> list[Finding]:
+def _diagnose(options: CudaOptions, _context: TableContext, _deadline: float) -> list[Finding]:
     from kvf_cuda_ipc.advice import diagnose
 
     return list(diagnose(options))

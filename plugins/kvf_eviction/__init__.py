@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvf_eviction.lru import Lru
-from kvframework.api import EvictionProvider, NoOptions, hookimpl
+from kvframework.api.eviction import EvictionProvider, hookimpl
+from kvframework.api.options import NoOptions
 
 __all__ = ["Lru", "kvf_eviction_policies"]
 

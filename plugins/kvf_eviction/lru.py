@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from kvframework.api import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
 
 
 class Lru(EvictionPolicy):

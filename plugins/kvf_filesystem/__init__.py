@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from kvf_filesystem.options import FilesystemOptions
-from kvframework.api import Finding, Tier, TierContext, TierProvider, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
@@ -14,13 +15,13 @@ def _probe() -> str | None:
     return None
 
 
-def _create(options: FilesystemOptions, context: TierContext) -> Tier:
+def _create(options: FilesystemOptions, context: TableContext) -> Tier:
     from kvf_filesystem.tier import open_tier
 
     return open_tier(options, where=context.where)
 
 
-def _diagnose(options: FilesystemOptions, _context: TierContext, _deadline: float) -> list[Finding]:
+def _diagnose(options: FilesystemOptions, _context: TableContext, _deadline: float) -> list[Finding]:
     from kvf_filesystem.advice import diagnose
 
     return diagnose(options)
@@ -34,7 +35,7 @@ def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
             name="filesystem",
             summary="a file per object in one folder, on a local disk or shared by NFS",
             options=FilesystemOptions,
-            capabilities=frozenset({"capacity", "scan", "shared"}),
+            shared=True,
             probe=_probe,
             create=_create,
             diagnose=_diagnose,

@@ -8,7 +8,8 @@ import stat
 
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _LEAST_FREE = 0.05
 
@@ -33,7 +34,7 @@ def _folder(path: str, base: str) -> Finding:
     if base != path:
         return Finding("filesystem.folder", "ok", f"{path} is not there yet; it will be made in {base}")
     if status.st_mode & stat.S_IWOTH:
-        fact = f"everybody may write to {path}: {stat.filemode(status.st_mode)}"
+        fact = f"any user may write to {path}: {stat.filemode(status.st_mode)}"
         return Finding("filesystem.folder", "fail", fact, "name a folder in it, or take the right away: chmod o-w")
     return Finding("filesystem.folder", "ok", f"{path} is writable")
 

@@ -61,7 +61,7 @@ class Counting:
                 pause = RETRY_S
                 fact = error.fact if isinstance(error, TierError) else error.strerror or type(error).__name__
                 if fact != told and not self._closed:
-                    _log.warning("%s: what the folder holds cannot be counted: %s", self._where, fact)
+                    _log.warning("%s: the bytes in the folder cannot be counted: %s", self._where, fact)
                 told = fact
             else:
                 told = ""

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Sequence
 
-from kvframework.api import PACKED_KEY_BYTES, PackedKey
+from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey
 
 FORMAT = 1
 FOLDERS = 256

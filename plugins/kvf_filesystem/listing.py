@@ -12,7 +12,7 @@ from kvf_filesystem.form import counted_bytes, folder_name, key_of, token_of
 from kvf_filesystem.ledger import Ledger
 from kvf_filesystem.limit import Limit
 from kvf_filesystem.root import Root
-from kvframework.api import TierEntry
+from kvframework.api.tier import TierEntry
 
 # Of a shared folder: a temporary file that nobody wrote to for so long has no writer.
 _DEAD_AFTER_S = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 
 # Between two slices a call notices its deadline and `close`. A multiple of the page size: a slice of aligned views
 # is aligned.

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api import ByteSize, Options
+from kvframework.api.options import ByteSize, Options
 
 
 class FilesystemOptions(Options, frozen=True):
@@ -17,7 +17,7 @@ class FilesystemOptions(Options, frozen=True):
         Meta(
             min_length=1,
             description="the folder; made with mode 0700 if it is missing. One that holds anything else, or that "
-            "everybody may write to, is refused",
+            "any user may write to, is refused",
         ),
     ]
     capacity: Annotated[ByteSize, Meta(description="bytes of values that the folder may hold")] = ByteSize(10 << 30)

@@ -11,7 +11,7 @@ from kvf_filesystem.aligned import align
 from kvf_filesystem.form import HEAD_BYTES, LARGE, folder_name, folder_of, path_of, start_in, value_bytes
 from kvf_filesystem.moving import move, trimmed
 from kvf_filesystem.root import Root
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 
 # O_NONBLOCK: a FIFO in the place of a file would block.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

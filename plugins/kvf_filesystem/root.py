@@ -107,7 +107,7 @@ def _check_private(fd: int, path: str, where: str) -> None:
     status = os.fstat(fd)
     if status.st_mode & stat.S_IWOTH:
         raise ConfigFieldError(
-            f"everybody may write to the folder {path}: {stat.filemode(status.st_mode)}",
+            f"any user may write to the folder {path}: {stat.filemode(status.st_mode)}",
             where=f"{where}.path",
             hint="name a folder in it, which is made with mode 0700, or take the right away: chmod o-w",
         )
@@ -119,7 +119,7 @@ def _open_marker(fd: int, path: str, where: str) -> int:
     names = os.listdir(fd)
     if MARKER not in names and not _PASSED_OVER.issuperset(names):
         raise ConfigFieldError(
-            f"the folder {path} holds files of others",
+            f"the folder {path} holds files that are not the tier's",
             where=f"{where}.path",
             hint="name an empty folder, or one that does not exist",
         )

@@ -15,14 +15,14 @@ from typing import TypeVar
 from kvf_filesystem.counting import Counting
 from kvf_filesystem.form import FOLDERS, path_of
 from kvf_filesystem.ledger import Ledger
-from kvf_filesystem.lending import Lending
 from kvf_filesystem.limit import Limit
 from kvf_filesystem.listing import Lister
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.reading import load, look
 from kvf_filesystem.root import Root, open_root
+from kvf_filesystem.shared_root import SharedRoot
 from kvf_filesystem.writing import Writer
-from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class FilesystemTier(Tier):
             self._counting.again()
             return root
 
-        self._lending = Lending(root, open_again, where=self._where)
+        self._shared_root = SharedRoot(root, open_again, where=self._where)
         every_s = options.recount_s if options.shared else None
         self._counting = Counting(self._count, every_s=every_s, where=self._where)
 
@@ -132,7 +132,7 @@ class FilesystemTier(Tier):
 
     def close(self) -> None:
         """Waits a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""
-        self._lending.close()
+        self._shared_root.close()
         self._counting.close(_CLOSE_S)
 
     def _each(self, work: Callable[[Root, int, Limit], T], count: int, deadline: float) -> list[T]:
@@ -148,15 +148,15 @@ class FilesystemTier(Tier):
     def _run(self, work: Callable[[Root, Limit], T], deadline: float) -> T:
         """Does `work` in the open folder. Nothing of `work` outlives it: the error raised for a failure has no context
         whose frames would keep the caller's buffers."""
-        limit = Limit(deadline, lambda: self._lending.closed)
+        limit = Limit(deadline, lambda: self._shared_root.closed)
         try:
             limit.check()
-            with self._lending.borrow() as root:
+            with self._shared_root.borrow() as root:
                 try:
                     return work(root, limit)
                 except OSError as error:
                     if error.errno == errno.ESTALE:
-                        self._lending.lost(root)
+                        self._shared_root.lost(root)
                     raise
         except TierError as error:
             fact, hint = error.fact, error.hint
@@ -166,8 +166,8 @@ class FilesystemTier(Tier):
 
     def _count(self) -> None:
         for folder in range(FOLDERS):
-            limit = Limit(time.monotonic() + 600, lambda: self._lending.closed)
-            with self._lending.borrow() as root:
+            limit = Limit(time.monotonic() + 600, lambda: self._shared_root.closed)
+            with self._shared_root.borrow() as root:
                 self._lister.entries(root, limit, folder=folder)
 
 

@@ -27,7 +27,7 @@ from kvf_filesystem.ledger import Ledger
 from kvf_filesystem.limit import Limit
 from kvf_filesystem.moving import move
 from kvf_filesystem.root import Root
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

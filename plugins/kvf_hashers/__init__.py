@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api import HasherProvider, NoOptions, hookimpl
+from kvframework.api.hasher import HasherProvider, hookimpl
+from kvframework.api.options import NoOptions
 
 __all__ = ["Sha256", "kvf_key_hashers"]
 

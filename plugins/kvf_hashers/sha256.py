@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 
 # The parent of a request's first chunk. Whoever changes this, or any byte that is hashed, changes the fingerprint.

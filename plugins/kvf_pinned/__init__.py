@@ -1,32 +1,32 @@
-"""The `pinned` L1 tier: one shared memfd segment, made resident in the background. Runs in the server process."""
+"""The `pinned` memory of L1: one shared memfd segment, made resident in the background. Runs in the server process."""
 
 from __future__ import annotations
 
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
-from kvframework.api import Finding, L1Memory, L1Provider, TierContext, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.memory import Memory, MemoryProvider, TableContext, hookimpl
 
 
-def _create(options: PinnedOptions, context: TierContext) -> L1Memory:
+def _create(options: PinnedOptions, context: TableContext) -> Memory:
     return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa))
 
 
-def _diagnose(options: PinnedOptions, _context: TierContext, _deadline: float) -> list[Finding]:
+def _diagnose(options: PinnedOptions, _context: TableContext, _deadline: float) -> list[Finding]:
     from kvf_pinned.advice import diagnose
 
     return diagnose(options)
 
 
 @hookimpl
-def kvf_tiers() -> list[L1Provider[PinnedOptions]]:
+def kvf_memories() -> list[MemoryProvider[PinnedOptions]]:
     """The provider of the arena."""
     return [
-        L1Provider(
+        MemoryProvider(
             name="pinned",
             summary="one shared memory segment without a name, made resident in the background",
             options=PinnedOptions,
-            capabilities=frozenset({"capacity"}),
             create=_create,
             diagnose=_diagnose,
         )

@@ -10,7 +10,8 @@ from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import hint, place
-from kvframework.api import ByteSize, Finding
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
 
 _MOST = 0.9
 
@@ -22,7 +23,7 @@ def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding
 
 def _capacity(capacity: ByteSize) -> Finding:
     room = ByteSize(available_memory())
-    fact = f"an arena of {capacity}, where {room} can be had"
+    fact = f"an arena of {capacity}, where {room} is available"
     if capacity > room:
         advice = "lower [l1] capacity, or give the machine or the cgroup more memory"
         return Finding("pinned.capacity", "fail", fact, advice)

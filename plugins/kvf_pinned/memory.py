@@ -14,7 +14,8 @@ from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import ANYWHERE, Choice
 from kvf_pinned.placement import hint, place
 from kvf_pinned.touch import Toucher
-from kvframework.api import ByteSize, L1Memory
+from kvframework.api.memory import Memory
+from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _STEP = 16 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class MemfdArena(L1Memory):
+class MemfdArena(Memory):
     """One shared segment that has no name: it goes when the last process that maps it does.
 
     Owns `fd` and the mapping until `close`. Thread-safe where the contract needs it: `close` may come while the

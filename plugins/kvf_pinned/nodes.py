@@ -41,7 +41,7 @@ def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
         return Choice(tuple(sorted(set(numa))), "as configured")
     usable = memory_nodes(sysfs)
     if len(usable) < 2:
-        return Choice((), "there is one NUMA node" if usable else "the kernel tells of no NUMA nodes")
+        return Choice((), "there is one NUMA node" if usable else "the kernel reports no NUMA nodes")
     near = accelerator_nodes(sysfs)
     if not near:
         return Choice((), "no accelerator is known to be on a NUMA node")

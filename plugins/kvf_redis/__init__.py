@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_redis.options import RedisOptions
-from kvframework.api import Finding, Tier, TierContext, TierProvider, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
@@ -18,13 +19,13 @@ def _probe() -> str | None:
     return None
 
 
-def _create(options: RedisOptions, context: TierContext) -> Tier:
+def _create(options: RedisOptions, context: TableContext) -> Tier:
     from kvf_redis.tier import open_tier
 
     return open_tier(options, where=context.where)
 
 
-def _diagnose(options: RedisOptions, context: TierContext, deadline: float) -> list[Finding]:
+def _diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
     from kvf_redis.advice import diagnose
 
     return diagnose(options, context, deadline)
@@ -38,7 +39,7 @@ def kvf_tiers() -> list[TierProvider[RedisOptions]]:
             name="redis",
             summary="Redis: one server, Sentinel or Cluster, over TCP, TLS or a Unix socket",
             options=RedisOptions,
-            capabilities=frozenset({"shared", "ttl"}),
+            shared=True,
             probe=_probe,
             create=_create,
             diagnose=_diagnose,

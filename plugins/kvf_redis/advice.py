@@ -12,7 +12,9 @@ from kvf_redis.options import RedisOptions
 from kvf_redis.places import Place
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
-from kvframework.api import ByteSize, Finding, TierContext
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
+from kvframework.api.plugin import TableContext
 from kvframework.errors import TierError
 
 # UNLINK, without which the tier cannot delete.
@@ -20,7 +22,7 @@ _LEAST_VERSION = (4,)
 _CACHE = "CONFIG SET maxmemory-policy allkeys-lru, and the same in redis.conf"
 
 
-def diagnose(options: RedisOptions, context: TierContext, deadline: float) -> list[Finding]:
+def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
     """Blocks until `deadline` at most. Of a cluster, the first node that answers stands for all. Raises
     `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
@@ -29,7 +31,7 @@ def diagnose(options: RedisOptions, context: TierContext, deadline: float) -> li
         place, seconds = _first_answer(options, settings, context.where, deadline)
         facts = connector.ask(place, "INFO", read=_facts, deadline=deadline)
     except TierError as error:
-        advice = error.hint or "start it, or mend url: until then the server works without this tier"
+        advice = error.hint or "start it, or correct url: until then the server works without this tier"
         return [Finding("redis.reachable", "fail", f"{error.where.rpartition(': ')[2]}: {error.fact}", advice)]
     version = facts.get("redis_version", "")
     name = f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.resp import ProtocolSurprise, Reply, command, error_code, holds, set_command
 from kvf_redis.wire import Wire
-from kvframework.api import Buffer, Outcome
+from kvframework.api.tier import Outcome
+from kvframework.api.types import Buffer
 
 # A value that is too long is read and dropped up to this size; beyond, the connection is dropped.
 DRAIN_BYTES = 16 << 20

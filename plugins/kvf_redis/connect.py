@@ -65,7 +65,7 @@ class Connector:
         connected = self._logged_in("cannot connect", place, deadline, wire, keep=True)
         if connected is None:
             raise TierError(
-                "cannot connect: bytes came that nobody asked for",
+                "cannot connect: the server sent bytes that were not requested",
                 where=self._place_text(place),
                 hint="is url the address of a Redis server?",
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvf_redis.commands import Command
 from kvf_redis.wire import Wire
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 
 # Enough to fill a fast link. More is slower: the server keeps unread replies in memory, which leaves its caches
 # (measured with values of 4 MiB: 16 MiB halves the speed of GET on one machine).

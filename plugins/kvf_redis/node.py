@@ -141,4 +141,4 @@ def _explain(error: Exception) -> tuple[str, str]:
         return error.strerror or type(error).__name__, ""
     if isinstance(error, Refused):
         return f"the server answers: {error}", _HINTS.get(error.code, "")
-    return f"protocol surprise: {error}", "is url the address of a Redis server?"
+    return f"unexpected reply: {error}", "is url the address of a Redis server?"

@@ -12,7 +12,7 @@ from kvframework.errors import TierError
 
 
 class Pool:
-    """Lends connections, makes them when needed, and never lends one that has bytes in it or was closed."""
+    """Hands out connections, makes them when needed, and never hands out one that has bytes in it or was closed."""
 
     def __init__(self, connect: Callable[[float], Wire], size: int, *, where: str) -> None:
         self._connect = connect
@@ -21,7 +21,7 @@ class Pool:
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()  # who waits for a connection
         self._idle: list[Wire] = []
-        self._lent: set[Wire] = set()
+        self._in_use: set[Wire] = set()
         self._connecting = 0
         self._closed = False
 
@@ -40,7 +40,7 @@ class Pool:
                 self._connecting -= 1
                 closed = self._closed
                 if wire is not None and not closed:
-                    self._lent.add(wire)
+                    self._in_use.add(wire)
                 self._changed.notify_all()
         if closed:
             wire.close()
@@ -50,7 +50,7 @@ class Pool:
     def release(self, wire: Wire) -> None:
         """Takes back a connection whose replies were all read."""
         with self._changed:
-            self._lent.discard(wire)
+            self._in_use.discard(wire)
             keep = not self._closed and not wire.spoilt
             if keep:
                 self._idle.append(wire)
@@ -75,19 +75,19 @@ class Pool:
             wire.close()
 
     def close_unused(self) -> bool:
-        """Closes the pool if nothing is lent; whether it did. Never blocks."""
+        """Closes the pool if none is in use; whether it did. Never blocks."""
         with self._changed:
-            if self._lent or self._connecting:
+            if self._in_use or self._connecting:
                 return False
             self._closed = True
         self.drop_idle()
         return True
 
     def close(self) -> None:
-        """Closes what is idle and cuts what is lent: calls in flight fail. Idempotent; never blocks."""
+        """Closes what is idle and cuts what is in use: calls in flight fail. Idempotent; never blocks."""
         with self._changed:
             self._closed = True
-            for wire in self._lent:
+            for wire in self._in_use:
                 wire.cut()
             self._changed.notify_all()
         self.drop_idle()
@@ -113,7 +113,7 @@ class Pool:
                     else:
                         wire = self._idle.pop()
                         if wire.is_quiet():
-                            self._lent.add(wire)
+                            self._in_use.add(wire)
                             return wire
                         wire.close()
             finally:
@@ -121,7 +121,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _available(self) -> bool:
-        return bool(self._idle) or len(self._lent) + self._connecting < self._size
+        return bool(self._idle) or len(self._in_use) + self._connecting < self._size
 
     def _is_closed(self) -> TierError:
         return TierError("the tier is closed", where=self._where)

@@ -113,7 +113,7 @@ def _parsed_url(options: RedisOptions, where: str) -> dict[str, Any]:
         if not _is_ambiguous(options.url):
             return dict(parse_url(options.url))  # type: ignore[no-untyped-call]
     raise ConfigFieldError(
-        "url is none that redis-py understands",
+        "redis-py does not understand url",
         where=f"{where}.url",
         available="redis://host:6379/0, rediss://host:6379/0, unix:///path/redis.sock?db=0",
         hint=_URL_HINT,

@@ -16,7 +16,7 @@ from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import read_settings
 from kvf_redis.values import Reading, Writing, other_pieces, piece_ttl
-from kvframework.api import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
 _AT_ONCE = 4096

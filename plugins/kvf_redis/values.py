@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from kvf_redis.borrowed import Borrowed
 from kvf_redis.commands import Get, Set, Tail
 from kvf_redis.pieces import TRAILER_BYTES, Trailer, new_trailer, parse_trailer, piece_key, spans
-from kvframework.api import Buffer, Outcome
+from kvframework.api.tier import Outcome
+from kvframework.api.types import Buffer
 
 # Pieces outlive their piece 0, so that an expiring value is missing rather than torn.
 _PIECE_TTL_SLACK_S = 60

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvf_redis.resp import ProtocolSurprise, Reply, parse_line
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 
 _IOV_MAX = 1024
 _BUFFER_BYTES = 16 << 10

@@ -335,7 +335,7 @@ def _check_hooks(where: str, *hooks: Mapping[int, Any]) -> None:
             called = _called(getattr(hook, "func", hook))
             if not called.startswith(_TRUSTED_HOOKS):
                 raise RequestError(
-                    f"the forward hook {called} may change KV in a way that no name stands for",
+                    f"the forward hook {called} may change KV in a way that no name covers",
                     where=where,
                     hint="remove the hook, or use the model without the cache",
                 )

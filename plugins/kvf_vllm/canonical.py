@@ -133,7 +133,7 @@ def _check_order(names: Sequence[str]) -> None:
     numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
     places = [int(found[0]) for found in numbers if len(found) == 1]
     if len(places) != len(names) or places != sorted(set(places)):
-        raise _refused(f"the order of the layers cannot be told from their names: {', '.join(names[:4])}", names[0])
+        raise _refused(f"the order of the layers cannot be derived from their names: {', '.join(names[:4])}", names[0])
 
 
 def _refused(fact: str, layer: str) -> BadLayout:

@@ -27,7 +27,7 @@ class ErrorNotes:
     def note(self, where: str, error: Exception) -> None:
         if (where, type(error)) not in self._seen:
             self._seen.add((where, type(error)))
-            log.error("%s failed, the engine goes on without the cache there: %r", where, error, exc_info=error)
+            log.error("%s failed, the engine continues without the cache there: %r", where, error, exc_info=error)
 
 
 def harmless(

@@ -153,7 +153,7 @@ def _changed_since(path: Path, started: float) -> bool:
 
 def _unnamed(facts: ModelFacts, why: str) -> ConfigFieldError:
     return ConfigFieldError(
-        f"the weights of {facts.name!r} {why}, so that they cannot be told from others",
+        f"the weights of {facts.name!r} {why}, so that they cannot be distinguished from others",
         where="kvframework.weights",
         available="any text that is another one for other weights",
         hint='set "kvframework.weights" in kv_connector_extra_config',

@@ -39,7 +39,7 @@ class VllmOptions(Options, frozen=True):
         ),
     ] = "opaque"
     lookup_deadline_s: Annotated[
-        Seconds, msgspec.Meta(description="how long a request may wait for what L2 is still being asked for")
+        Seconds, msgspec.Meta(description="how long a request may wait for its load from L2")
     ] = 2.0
     connect_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="how long the engine's start waits for a server; later it is found by itself")
@@ -55,19 +55,15 @@ class VllmOptions(Options, frozen=True):
         str, msgspec.Meta(description='a transport\'s name; "auto": the first that engine and server share')
     ] = "auto"
     transport_options: Annotated[dict[str, object], msgspec.Meta(description="options of the transport")] = {}  # noqa: RUF012 - msgspec copies it
-    model: Annotated[
-        str, msgspec.Meta(description="what the model is called towards the cache; default: what vLLM calls it")
-    ] = ""
+    model: Annotated[str, msgspec.Meta(description="the model's name in the cache; default: its name in vLLM")] = ""
     weights: Annotated[
         str,
-        msgspec.Meta(
-            description="what the weights are called; default: all bytes of the weight files, where they are local"
-        ),
+        msgspec.Meta(description="the weights' name; default: all bytes of the weight files, where they are local"),
     ] = ""
     announce_salts: Annotated[
         bool,
         msgspec.Meta(
-            description="true: events for routers name salted blocks with their salt, which all who subscribe learn; "
+            description="true: events for routers name salted blocks with their salt, which every subscriber learns; "
             "false: salted blocks are not announced"
         ),
     ] = False

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.api import surface
+from tests.docs.shown import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+# Every name that these define is public.
+WITHOUT_ALL = {"kvframework.errors", "kvframework.api.hookspecs"}
 
 
 def test_the_public_surface_is_the_one_on_file() -> None:
@@ -23,12 +30,11 @@ def test_the_public_surface_is_the_one_on_file() -> None:
 
 
 def test_it_has_every_module_that_authors_are_shown_to_import() -> None:
-    root = Path(__file__).resolve().parents[2]
     shown = [
-        root / "docs" / "plugins",
-        root / "examples",
-        root / "plugins",
-        root / "kvframework" / "scaffold" / "templates",
+        ROOT / "docs" / "plugins",
+        ROOT / "examples",
+        ROOT / "plugins",
+        ROOT / "kvframework" / "scaffold" / "templates",
     ]
     texts = [
         file.read_text() for folder in shown for file in folder.rglob("*") if file.suffix in (".md", ".py", ".py-tpl")
@@ -36,7 +42,48 @@ def test_it_has_every_module_that_authors_are_shown_to_import() -> None:
     found = {
         name for text in texts for name in re.findall(r"^ *(?:from|import) (kvframework[\w.]*)", text, re.MULTILINE)
     }
-    assert {"kvframework.api", "kvframework.testing.transport"} <= found <= set(surface.MODULES)
+    assert {"kvframework.api.tier", "kvframework.testing.transport"} <= found <= set(surface.MODULES)
+
+
+def imported(text: str) -> Iterator[tuple[str, str]]:
+    """Module and name of every import of this package in a program, those in functions and for the type checker too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvframework"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def programs() -> Iterator[tuple[str, str]]:
+    """What authors read as examples: our plugins, distributions, templates, guides, and the examples of hooks."""
+    for folder in ("plugins", "examples", "kvframework/scaffold/templates"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.name.endswith((".py", ".py-tpl")):
+                yield str(file.relative_to(ROOT)), file.read_text()
+    for page in sorted((ROOT / "docs" / "plugins").glob("*.md")):
+        for code in blocks(page.read_text(), "python"):
+            yield str(page.relative_to(ROOT)), textwrap.dedent(code)
+
+
+# Of the package itself, and of parts that stand above the plugins' API.
+MORE = {("kvframework", "__version__")}
+
+
+def test_what_authors_read_imports_public_names_only() -> None:
+    """Our own plugins need nothing that another author's may not use."""
+    public = {(module, name) for module in surface.MODULES for name in surface.public(module)} | MORE
+    modules = {tuple(module.rsplit(".", 1)) for module in surface.MODULES}
+    private = [
+        f"{place}: {module}.{name}"
+        for place, text in programs()
+        for module, name in imported(text)
+        if (module, name) not in public | modules
+    ]
+    assert not private, "\n".join(private)
+
+
+def test_packages_say_what_is_public() -> None:
+    """All that is neither in one of these modules nor in its `__all__` is internal."""
+    without = {module for module in surface.MODULES if "\n__all__ = " not in surface.source(module)}
+    assert without <= WITHOUT_ALL, "give each of them an `__all__`"
 
 
 CHANGES = {
@@ -48,7 +95,7 @@ CHANGES = {
     "the order of fields": ("api.driver", "view: memoryview\n    address: int", "address: int\n    view: memoryview"),
     "a base": ("errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
     "a code": ("errors", '"device.lost"', '"device.gone"'),
-    "how a struct is made": ("api.types", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
+    "how a struct is made": ("api.options", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
     "a hook": ("api.hookspecs", "def kvf_codecs", "def kvf_codec"),
     "an attribute": ("api.transport", "self.outcome = outcome", "self._outcome = outcome"),
     "a kit's setting": ("testing.tier.kit", "patience_s: ClassVar[float] = 20.0", "patience_s: ClassVar[float] = 2.0"),

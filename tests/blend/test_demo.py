@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from kvframework.cli.app import app
 from kvframework.cli.demo import blend as demo_blend_run
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import OWN_MODEL, BlendResult, WayResult
 from kvframework.cli.demo.view import show_blend
-from kvframework.redis_server import redis_binary
 from tests.cli.test_demo import left_behind
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
@@ -108,7 +108,7 @@ def test_it_passes_only_with_every_document_hit_and_far_nearer(result, status, t
         show_blend(result, console)
         shown = console.export_text()
     assert text in shown
-    assert "4.0 times sooner" in shown
+    assert "4.0 times shorter" in shown
     assert "random weights" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 

@@ -52,7 +52,7 @@ def disk() -> Disk:
 
 
 def written(client: BlendWire) -> None:
-    wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the write-back")
+    wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the write to L2")
 
 
 def store(client: BlendWire, tokens: Sequence[int] = PROMPT) -> None:

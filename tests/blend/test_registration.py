@@ -46,10 +46,10 @@ def client(server: Server) -> Iterator[BlendWire]:
 def test_the_parameters_belong_to_the_engines_context(server: Server, client: BlendWire) -> None:
     answer = client.begin()
     assert answer == b.BlendRegistered(fingerprint(ROTARY), CHUNK)
-    assert server.engine.contexts[1].attached == {"blend": ROTARY}
+    assert server.service.contexts[1].attached == {"blend": ROTARY}
     assert client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY)) == answer
     client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
-    assert server.engine.contexts[1].attached == {}
+    assert server.service.contexts[1].attached == {}
     with pytest.raises(NotRegistered, match="no rotary parameters"):
         client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
     with pytest.raises(NotRegistered, match="no rotary parameters"):
@@ -68,7 +68,7 @@ def test_they_end_with_the_client(server: Server, client: BlendWire) -> None:
     with BlendWire(server.endpoint) as other:
         other.begin(2)
         client.look(PROMPT, 2)
-    wait_until(lambda: 2 not in server.engine.contexts, what="the end of the other client")
+    wait_until(lambda: 2 not in server.service.contexts, what="the end of the other client")
     with pytest.raises(NotRegistered):
         client.look(PROMPT, 2)
 

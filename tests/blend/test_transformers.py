@@ -240,7 +240,7 @@ def test_a_new_server_finds_marked_segments_in_redis(tmp_path, model):
         running = stack.enter_context(ServerProcess(*SETTINGS, "l2.0.use=redis", f"l2.0.url={redis.url}"))
         with attach(model, running, "redis") as kv:
             assert store(kv).held == 3
-        wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write-back")
+        wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
         running.kill9()
         running.start()
         with attach(model, running, "redis") as kv:
@@ -256,10 +256,10 @@ def test_a_damaged_segment_is_computed_and_the_others_are_loaded(tmp_path, model
         with attach(model, running, "damaged") as kv:
             text, ranges = joined(DOCUMENTS[:2])
             kv.pre_compute(text, ranges=ranges)
-            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write-back")
+            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
             before = set(values(folder))
             kv.pre_compute(DOCUMENTS[2], ranges=[(0, 96)])
-            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write-back")
+            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
         damaged = next(path for path in values(folder) if path not in before)
         damaged.write_bytes(damaged.read_bytes()[:-9] + b"otherwise")
         running.kill9()

@@ -32,12 +32,12 @@ def run(
 
 
 def install_config_plugins(site: Path) -> None:
-    """An L1 and an L2 tier for configurations; the options of both hold all that can be shown of options."""
+    """A memory and a tier for configurations; the options of both hold all that can be shown of options."""
     source = """
         import enum
         from typing import Annotated
         from msgspec import Meta
-        from kvframework.api import ByteSize, L1Provider, Options, Secret, TierProvider, hookimpl
+        from kvframework.api import ByteSize, MemoryProvider, Options, Secret, TierProvider, hookimpl
         class Mode(enum.Enum):
             fast = "fast"
         class Memory(Options, frozen=True):
@@ -50,13 +50,15 @@ def install_config_plugins(site: Path) -> None:
             mode: Mode = Mode.fast
             depth: Annotated[int, Meta(ge=1, le=9)] | None = None
         @hookimpl
+        def kvf_memories():
+            return [MemoryProvider(name="memory", summary="", create=print, options=Memory)]
+        @hookimpl
         def kvf_tiers():
             return [
-                L1Provider(name="memory", summary="", create=print, options=Memory),
                 TierProvider(
                     name="store", summary="keeps [red]things", create=print, options=Store,
-                    capabilities=frozenset({"ttl", "shared"}), writes=3,
+                    shared=True, writes=3,
                 ),
             ]
     """
-    install(site, "acme-kvf", {"tier.memory": "acme_tiers", "tier.store": "acme_tiers"}, {"acme_tiers": source})
+    install(site, "acme-kvf", {"memory.memory": "acme_tiers", "tier.store": "acme_tiers"}, {"acme_tiers": source})

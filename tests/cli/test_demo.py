@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoChild, DemoFailed
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.view import DemoView
-from kvframework.redis_server import redis_binary
 from tests.support.waiting import wait_until
 
 SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
@@ -55,7 +55,7 @@ def left_behind(temporary):
 def test_the_second_engine_skips_what_the_first_has_computed(temporary):
     done = run(temporary, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("512 of 600", "GB/s", "time to first token", "times sooner", "are equal to", "a miss"):
+    for text in ("512 of 600", "GB/s", "TTFT", "times shorter", "are equal to", "a miss"):
         assert text in done.stdout
     assert left_behind(temporary) == []
 
@@ -200,7 +200,7 @@ def test_the_verdict_is_shown(warm, text):
         DemoView(console).show(DemoResult(EngineRun(tokens=[1], prompt_tokens=9, ttft_s=4.0), warm))
         shown = console.export_text()
     assert text in shown
-    assert "4.0 times sooner" in shown
+    assert "4.0 times shorter" in shown
 
 
 def test_a_step_that_fails_is_marked(tmp_path):

@@ -26,7 +26,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
         "table": "[[l2]]",
         "summary": "keeps [red]things",
         "requires_api": "1.0",
-        "capabilities": ["shared", "ttl"],
+        "shared": True,
         "calls_at_once": {"loads": 2, "writes": 3},
         "options": [
             option("url", "string", required=True),
@@ -37,7 +37,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
             option("depth", "integer 1 to 9"),
         ],
     }
-    memory = json.loads(run("plugins", "info", "tier.memory", "--json", site=site).stdout)
+    memory = json.loads(run("plugins", "info", "memory.memory", "--json", site=site).stdout)
     assert memory["table"] == "[l1]"
     assert memory["calls_at_once"] == {}
     assert memory["options"] == [option("size", "size", default=1, description="how big")]
@@ -55,6 +55,7 @@ def test_for_people_it_is_a_table(site: Path) -> None:
     assert done.stdout.startswith("tier.store: keeps [red]things\n")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
     assert rows["distribution:"] == ["acme-kvf", "1.0"]
+    assert "  shared:          several nodes may use one store\n" in done.stdout
     assert "  calls at once:   loads = 2, writes = 3\n" in done.stdout
     assert rows["url"] == ["string", "required"]
     assert rows["token"] == ["string", '""', "(shown", "masked)"]
@@ -63,7 +64,7 @@ def test_for_people_it_is_a_table(site: Path) -> None:
     assert rows["depth"] == ["integer", "1", "to", "9", "not", "set"]
 
 
-@pytest.mark.parametrize("name", ["tier.redis", "tier.pinned"])
+@pytest.mark.parametrize("name", ["tier.redis", "memory.pinned"])
 def test_the_options_of_our_own_plugins_are_documented(name: str) -> None:
     done = run("plugins", "info", name, "--json")
     options = json.loads(done.stdout)["options"]

@@ -189,8 +189,10 @@ STUCK = """
         return [EvictionProvider(name=f.__name__, summary="", create=f) for f in (slow, deaf)]
     @hookimpl
     def kvf_tiers():
-        tiers = [TierProvider(name=t.name, summary="", create=t) for t in (HangsAtItsEnd, NeverCloses)]
-        return [*tiers, L1Provider(name="large", summary="", options=PinnedOptions, create=create_arena)]
+        return [TierProvider(name=t.name, summary="", create=t) for t in (HangsAtItsEnd, NeverCloses)]
+    @hookimpl
+    def kvf_memories():
+        return [MemoryProvider(name="large", summary="", options=PinnedOptions, create=create_arena)]
 """
 
 
@@ -235,7 +237,7 @@ def test_a_tier_that_never_ends_does_not_keep_the_server(marker: Path) -> None:
         status, seconds = ends(server, signal.SIGINT)
         assert status == 0
         assert seconds < LIMIT_S
-        assert "a tier holds a storage thread" in server.log
+        assert "a tier blocks a storage thread" in server.log
         assert files(server) == []
 
 

@@ -34,7 +34,7 @@ TIER = {
     "last_error": "",
     "codec": "zstd",
     "write_policy": "all",
-    "capabilities": ["capacity"],
+    "capabilities": ["usage"],
     "usage": {"used_bytes": 3 << 20, "capacity_bytes": 8 << 30},
     "latency_ms": {
         "get_into": {"count": 9, "p50": 0.523, "p99": 12.34},

@@ -80,7 +80,7 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
         url = "redis://b"
         timeout_s = 0.5
         write_queue = 7
-        write_policy = "on_eviction"
+        write_policy = "write_back"
         promote = false
         low_watermark = 0.5
         [codecs]
@@ -101,8 +101,8 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
     first, second = config.l2
     assert (first.keys.codec, first.keys.timeout_s, first.tier.options) == ("zstd", 2.0, {"url": "redis://a"})
     assert (second.keys.codec, second.keys.timeout_s, second.keys.write_queue) == ("none", 0.5, 7)
-    assert (first.keys.write_policy, first.keys.promote) == ("at_once", True)
-    assert (second.keys.write_policy, second.keys.promote, second.keys.low_watermark) == ("on_eviction", False, 0.5)
+    assert (first.keys.write_policy, first.keys.promote) == ("write_through", True)
+    assert (second.keys.write_policy, second.keys.promote, second.keys.low_watermark) == ("write_back", False, 0.5)
     assert config.codecs.allow == ("zstd", "other")
     assert [(table.use, table.options) for table in config.codecs.options] == [("zstd", {"level": 3})]
     assert second.tier.where.endswith("kvf.toml: [[l2]] #2")
@@ -153,7 +153,7 @@ FIELD_ERRORS = {
         "",
     ),
     "no room to evict": (
-        '[[l2]]\nuse = "x"\nwrite_policy = "on_eviction"',
+        '[[l2]]\nuse = "x"\nwrite_policy = "write_back"',
         "kvf.toml: [[l2]] #1",
         "before it is full",
         "high_watermark",

@@ -66,7 +66,7 @@ def client(rigs: list[SimulatedRig], server: Server) -> Iterator[KVClient]:
 
 @pytest.fixture
 def pids(server: Server) -> Callable[[], dict[str, int]]:
-    transport = server.engine._transports["simdev"].server
+    transport = server.service._transports["simdev"].server
     assert isinstance(transport, DeviceServerTransport)
     return transport.copier_pids
 
@@ -152,7 +152,7 @@ def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
     assert after[killed]["pid"] == pids()[killed]
     assert "ended by signal SIGKILL" in after[killed]["last_error"]
     assert after[unharmed] == before[unharmed]
-    assert f"the copier of {killed} ended by signal SIGKILL; its instances have to register again" in caplog.text
+    assert f"the copier of {killed} ended by signal SIGKILL; its instances must register again" in caplog.text
     wait_until(lambda: not problems_but_losses(client), what="both instances to be there again")
 
 
@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_opened_is_refused_at_registration(
 def test_devices_that_are_none_keep_no_room_from_others(
     rigs: list[SimulatedRig], client: KVClient, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = server.engine._transports["simdev"].server
+    transport = server.service._transports["simdev"].server
     assert isinstance(transport, DeviceServerTransport)
     monkeypatch.setattr("kvframework.devices.server_half.MAX_DEVICES", len(transport._copiers) + 1)
     engine = KitEngine(rigs[0], client, 60, NHD)

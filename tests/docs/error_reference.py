@@ -8,8 +8,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.docs.prose import wrapped
+
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [file for top in (ROOT / "kvframework", ROOT / "plugins") for file in sorted(top.rglob("*.py"))]
+TOPS = (ROOT / "kvframework", ROOT / "plugins", ROOT / "benchmarks" / "kvframework_bench")
+FILES = [file for top in TOPS for file in sorted(top.rglob("*.py"))]
 TITLES = {
     "error": "All",
     "remote": "From a peer",
@@ -28,7 +31,8 @@ ADVICE = "What to do: "
 HEAD = """\
 # Error codes
 
-Every error of kvframework names the fact, the place, what is available and one hint, and has a code:
+Every error of kvframework has a code, and names the fact, the place, what is available and one
+hint:
 
 ```text
 [config.field] kvf.toml: [l1]: unknown key 'capacty'
@@ -36,9 +40,10 @@ Every error of kvframework names the fact, the place, what is available and one 
   hint: did you mean 'capacity'?
 ```
 
-A code never changes its meaning. It travels in error frames, is counted in `messaging.counters.errors.CODE`, and stands
-in logs and in what commands print. All classes derive from `kvframework.errors.KVFrameworkError`, and from the builtins
-named here. A code that this release does not know, of a newer peer, becomes `remote` and keeps its text. The codes of a
+A code never changes its meaning. It travels in error frames, is counted in
+`messaging.counters.errors.CODE`, and appears in logs and in the output of commands. All classes
+derive from `kvframework.errors.KVFrameworkError`, and from the builtins named here. A code of a
+newer peer that this release does not know becomes `remote` and keeps its text. The codes of a
 plugin's own errors begin with the name of its module.
 """
 
@@ -100,8 +105,9 @@ def _entry(each: Code) -> str:
     raised = f"raised in {', '.join(f'`{package}`' for package in each.raised)}"
     if not each.raised:
         raised = "never raised itself: a name to catch the others by" if each.is_base else "made from a peer's answer"
-    advice = f"\n*{ADVICE.strip()}* {_linked(each.advice)}\n" if each.advice else ""
-    return f"### `{each.code}`\n`{each.name}` ({kin}), {raised}.\n\n{_linked(each.meaning)}\n{advice}"
+    advice = "\n" + wrapped(f"*{ADVICE.strip()}* {_linked(each.advice)}") + "\n" if each.advice else ""
+    name = wrapped(f"`{each.name}` ({kin}), {raised}.")
+    return f"### `{each.code}`\n{name}\n\n{wrapped(_linked(each.meaning))}\n{advice}"
 
 
 def _linked(text: str) -> str:

@@ -9,17 +9,20 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvframework import api
-from kvframework.api import Provider, hookspecs
+from kvframework.api import hookspecs
+from kvframework.api.plugin import Provider
 from kvframework.registry import KINDS
+from tests.docs.prose import wrapped
 
 HOOKS: dict[str, Callable[[], object]] = {
     name: hook for name, hook in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("kvf_")
 }
+API = "kvframework.api."
 # The page of each kind.
 PAGES = {
     "transport": "transports.md",
     "layout": "layouts.md",
+    "memory": "memory.md",
     "tier": "tiers.md",
     "eviction": "eviction.md",
     "hasher": "hashers.md",
@@ -29,18 +32,18 @@ PAGES = {
 HEAD = """\
 # Hooks
 
-A plugin is a module with functions marked `@hookimpl`. Each hook takes no argument and returns a list of *provider
-descriptors*; what a descriptor's `create` makes is the plain object that the server or the engine calls. Hooks run
-once, at startup, and never again.
+A plugin is a module with functions marked `@hookimpl`. Each hook takes no argument and returns a
+list of *provider descriptors*; a descriptor's `create` makes the plain object that the server or
+the engine calls. Hooks run once, at startup.
 
 ```toml
 [project.entry-points."kvframework.v1"]
 "tier.mystore" = "kvf_mystore"
 ```
 
-One entry point stands for one provider and is called `<kind>.<name>`; one module may stand behind several. All offers
-are collected: two distributions that offer one name are an error that names both. A module is imported only by a
-process whose configuration or command names one of its plugins.
+One entry point names one provider, as `<kind>.<name>`; several may name the same module. All offers
+are collected: two distributions that offer one name are an error that names both. A module is
+imported only by a process whose configuration or command names one of its plugins.
 """
 
 
@@ -64,7 +67,7 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
         f"## `{name}`",
         f"`{_signature(HOOKS[name])}`",
         "",
-        f"{_joined(summary)} How to write one: [{guide}]({guide}).",
+        wrapped(f"{_joined(summary)} How to write one: [{guide}]({guide})."),
     ]
     for provider in _descriptors(providers):
         parts += [
@@ -75,26 +78,27 @@ def _hook(kind: str, name: str, providers: tuple[type[Provider[Any]], ...]) -> s
             "",
         ]
         parts.append(_fields(provider))
-    parts += ["", f"{_joined(intro)}:", "", "```python", textwrap.dedent(code).strip(), "```"]
+    parts += ["", wrapped(f"{_joined(intro)}:"), "", "```python", textwrap.dedent(code).strip(), "```"]
     return "\n".join(parts)
 
 
 def _descriptors(providers: tuple[type[Provider[Any]], ...]) -> list[type[Provider[Any]]]:
     """Those that a hook may return, with the special ones of each."""
-    special = [each for each in vars(api).values() if isinstance(each, type) and issubclass(each, Provider)]
-    return [each for base in providers for each in (base, *(one for one in special if base in one.__mro__[1:]))]
+    return [each for base in providers for each in (base, *base.__subclasses__()) if each.__module__.startswith(API)]
 
 
 def _fields(provider: type[Provider[Any]]) -> str:
     """The fields that a descriptor adds or changes."""
     base = provider.__mro__[1]
+    if base is api.AnyTransportProvider:
+        base = Provider
     known = {field.name: field for field in dataclasses.fields(base)} if issubclass(base, Provider) else {}
     lines = ["| field | type | default |", "|---|---|---|"]
     for field in dataclasses.fields(provider):
         if field.name in known and known[field.name].default is field.default:
             continue
         default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
-        if provider is api.DeviceTransportProvider and field.name == "create":
+        if provider.__name__ == "DeviceTransportProvider" and field.name == "create":
             default = "made by the core"
         kind = str(field.type).replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{kind}` | {default} |")
@@ -110,10 +114,10 @@ def _signature(hook: Callable[[], object]) -> str:
 
 
 def _doc(each: type) -> str:
-    """A docstring's paragraphs, one line each."""
+    """A docstring's paragraphs, wrapped."""
     assert each.__doc__, each
     assert not each.__doc__.startswith(f"{each.__name__}("), "dataclass wrote it: give it a docstring"
-    return "\n\n".join(map(_joined, (inspect.cleandoc(each.__doc__ or "")).split("\n\n")))
+    return "\n\n".join(map(wrapped, (inspect.cleandoc(each.__doc__ or "")).split("\n\n")))
 
 
 def _joined(text: str) -> str:

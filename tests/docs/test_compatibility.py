@@ -8,8 +8,7 @@ from runpy import run_path
 
 import pytest
 
-import kvframework.api
-from kvframework.api import Tier, TierProvider
+from kvframework.api import Tier, TierProvider, plugin
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
 from kvframework.registry import PluginRegistry, check_config, compatibility
@@ -52,7 +51,7 @@ def test_what_1_1_adds_has_a_default(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shown = tmp_path / "shown.py"
     shown.write_text(blocks(PAGE, "python")[0])
     for version, expected in (((1, 0), False), ((1, 1), True), ((1, 10), True)):
-        monkeypatch.setattr(kvframework.api, "API_VERSION", version)
+        monkeypatch.setattr(plugin, "API_VERSION", version)
         assert run_path(str(shown))["HAS_IT"] is expected
 
 

@@ -45,7 +45,7 @@ def test_what_is_said_in_words() -> None:
     assert f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}" in PAGE
     assert SCALE_VARIABLE in PAGE
     assert LOST_MANY == 3
-    assert f"Three calls of one client, lost with pauses of less than {RECENT_S:.0f} s" in PAGE
+    assert f"Three calls of one client, lost with pauses of less than {RECENT_S:.0f} s" in " ".join(PAGE.split())
     setting = PAGE.split("## One setting")[1].split("## ")[0]
     assert {name for name, *_ in ROWS} - set(SCALED) == set(re.findall(r"`(\w+_s)`", setting))
     assert "deadline_scale" in VllmOptions.__struct_fields__

@@ -119,7 +119,7 @@ def test_there_are_log_lines_and_not_everything_is_one() -> None:
 
 def test_every_error_code_is_one() -> None:
     for module in pkgutil.walk_packages(kvframework.__path__, "kvframework."):
-        if "testing" not in module.name and "bench" not in module.name:
+        if "testing" not in module.name:
             importlib.import_module(module.name)
     codes = set(re.findall(r"\[((?:config|plugin|protocol|request|run|storage|device)\.[a-z_]+)\]", PAGE))
     assert len(codes) > 8
@@ -239,5 +239,5 @@ def test_the_unit_file_is_one(tmp_path: Path) -> None:
 
 
 def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 260
+    assert len(PAGE.splitlines()) < 330
     assert "docs/operations.md" in (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from kvframework import api
+from kvframework.api import Codec, EvictionPolicy, KeyHasher, Layout, Memory, Tier
 from kvframework.cli.app import app
 from kvframework.registry import KINDS
 from tests.cli.command import run
@@ -22,11 +22,12 @@ CODE = "\n".join(re.findall(r"(?<=```bash\n).*?(?=```)|(?<=`)kvframework [^`]+(?
 COMMANDS = re.findall(r"^ *(kvframework (?!new KIND).+)$", CODE, re.MULTILINE)
 NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5}
 CONTRACTS = {
-    "tier": api.Tier,
-    "layout": api.Layout,
-    "eviction": api.EvictionPolicy,
-    "hasher": api.KeyHasher,
-    "codec": api.Codec,
+    "memory": Memory,
+    "tier": Tier,
+    "layout": Layout,
+    "eviction": EvictionPolicy,
+    "hasher": KeyHasher,
+    "codec": Codec,
 }
 
 

@@ -79,7 +79,7 @@ def test_a_configured_path_that_is_too_long_fails_too() -> None:
 def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     endpoint = f"ipc://{folder}/server.sock"
-    assert "the server makes it" in by_id(socket_findings(endpoint))["socket.directory"].fact
+    assert "the server creates it" in by_id(socket_findings(endpoint))["socket.directory"].fact
     folder.mkdir(mode=0o700)
     assert by_id(socket_findings(endpoint))["socket.directory"].level == "ok"
     folder.chmod(0o777)
@@ -130,7 +130,7 @@ def test_the_doctor_knows_the_gates_numbers() -> None:
 def test_locked_memory_is_told() -> None:
     assert in_a_child("MEMLOCK, (65536, 65536)")["limits.memlock"][:2] == (
         "ok",
-        "64.0 KiB of memory may be locked; only a device transport locks any",
+        "64.0 KiB of memory may be locked; only device transports lock memory",
     )
 
 

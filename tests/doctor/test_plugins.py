@@ -45,8 +45,10 @@ def kvf_tiers():
         tier("seen", seen), tier("raises", raises), tier("breaks", breaks), tier("dies", dies), tier("hangs", hangs),
         tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing), tier("single", single),
         tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
-        L1Provider(name="memory", summary="m", create=print, diagnose=seen),
     ]
+@hookimpl
+def kvf_memories():
+    return [MemoryProvider(name="memory", summary="m", create=print, diagnose=seen)]
 """
 NAMES = (
     "seen",
@@ -57,7 +59,6 @@ NAMES = (
     "nonsense",
     "quiet",
     "absent",
-    "memory",
     "text",
     "nothing",
     "single",
@@ -67,7 +68,8 @@ NAMES = (
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
-    entry_points = dict.fromkeys((f"tier.{name}" for name in NAMES), "acme_tiers") | {"tier.abort": "acme_abort"}
+    entry_points = dict.fromkeys((f"tier.{name}" for name in NAMES), "acme_tiers")
+    entry_points |= {"memory.memory": "acme_tiers", "tier.abort": "acme_abort"}
     install(tmp_path, "acme", entry_points, {"acme_tiers": SOURCE, "acme_abort": "import os; os.abort()"})
     return tmp_path
 
@@ -118,8 +120,8 @@ def test_what_cannot_be_used_says_why() -> None:
 
 
 def test_memory_that_a_server_has_taken_already_is_not_asked_for() -> None:
-    assert levels(ask("memory", role="L1Provider")) == {"plugin.usable": "ok", "acme.disk": "warn"}
-    assert levels(ask("memory", role="L1Provider", serving=True)) == {"plugin.usable": "ok"}
+    assert levels(ask("memory", kind="memory")) == {"plugin.usable": "ok", "acme.disk": "warn"}
+    assert levels(ask("memory", kind="memory", serving=True)) == {"plugin.usable": "ok"}
     assert levels(ask("seen", serving=True)) == {"plugin.usable": "ok", "acme.disk": "warn"}
 
 
@@ -136,8 +138,8 @@ def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
     try:
-        found = ask("gpu", role="TransportProvider")
-        assert levels(ask("cpu", role="TransportProvider")) == {"plugin.usable": "ok"}
+        found = ask("gpu", kind="transport")
+        assert levels(ask("cpu", kind="transport")) == {"plugin.usable": "ok"}
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
     assert levels(found) == {"plugin.usable": "ok", "limits.memlock": "warn"}
@@ -159,7 +161,7 @@ def test_a_device_transport_tells_of_its_devices(site: Path) -> None:
         ]
     """
     install(site, "bolt", {"transport.bolt": "bolt_dev"}, {"bolt_dev": source})
-    found = ask("bolt", role="TransportProvider", stall_s=7.0)
+    found = ask("bolt", kind="transport", stall_s=7.0)
     assert levels(found) == {"plugin.usable": "ok", "bolt.driver": "warn"}
     assert found["bolt.driver"].fact.endswith("with 7.0")
 

@@ -61,7 +61,7 @@ def test_what_is_no_folder_or_everybodys_fails(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     everybodys = ask("filesystem", path=str(tmp_path), capacity="1MiB")["filesystem.folder"]
     assert everybodys.level == "fail"
-    assert "everybody may write" in everybodys.fact
+    assert "any user may write" in everybodys.fact
 
 
 def test_the_disk_has_room_or_not(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_folder_in_use_is_ok_and_stays_in_use(tmp_path: Path) -> None:
 
 
 def test_an_arena_that_does_not_fit_fails() -> None:
-    assert ask("pinned", role="L1Provider", capacity="1MiB")["pinned.capacity"].level == "ok"
-    found = ask("pinned", role="L1Provider", capacity="900TiB")["pinned.capacity"]
+    assert ask("pinned", kind="memory", capacity="1MiB")["pinned.capacity"].level == "ok"
+    found = ask("pinned", kind="memory", capacity="900TiB")["pinned.capacity"]
     assert found.level == "fail"
     assert "lower [l1] capacity" in found.advice
-    assert levels(ask("pinned", role="L1Provider", serving=True, capacity="900TiB")) == {"plugin.usable": "ok"}
+    assert levels(ask("pinned", kind="memory", serving=True, capacity="900TiB")) == {"plugin.usable": "ok"}

@@ -83,7 +83,6 @@ def kvf_codecs():
         good("mute", summary=""),
         good("probe", probe=lambda: 7),
         good("future", requires_api="1.999"),
-        good("clever", capabilities=frozenset({"telepathy"})),
         good("no-parameters", create=no_parameters),
         good("raises", create=raises),
         good("later", create=later),
@@ -101,7 +100,6 @@ OPTIONS_TITLES = (
     "mute",
     "probe",
     "future",
-    "clever",
     "no-parameters",
     "raises",
     "later",
@@ -122,23 +120,19 @@ class Nameless(Good):
     @property
     def name(self):
         raise AttributeError("name")
-class Full(Good):
-    def scan(self, *, deadline): ...
 def declared(options, context) -> Partial:
     ...
 @hookimpl
 def kvf_tiers():
-    def good(name, made, *capabilities, **fields):
+    def good(name, made, **fields):
         create = fields.pop("create", lambda options, context: made())
-        return TierProvider(name=name, summary=name, create=create, capabilities=frozenset(capabilities), **fields)
+        return TierProvider(name=name, summary=name, create=create, **fields)
     return [
-        good("good", Good, "ttl", "shared"),
+        good("good", Good, shared=True),
         good("partial", Partial, create=Partial),
         good("awaited", Awaited),
         good("other", Other),
         good("nameless", Nameless),
-        good("false", Good, "capacity"),
-        good("modest", Full),
         good("doctor", Good, diagnose=lambda options: []),
     ]
 """
@@ -176,7 +170,6 @@ PLANTED = {
             "no-summary codec.mute": "",
             "probe-fails codec.probe": "",
             "api-version codec.future": "",
-            "unknown-capability codec.clever": "",
             "wrong-signature codec.no-parameters": "create",
             "create-fails codec.raises": "",
             "async-method codec.later": "create",
@@ -187,14 +180,12 @@ PLANTED = {
     ),
     "planted_tiers": Planted(
         _module(TIER + TIERS),
-        tuple(f"tier.{n}" for n in ("good", "partial", "awaited", "other", "nameless", "false", "modest", "doctor")),
+        tuple(f"tier.{n}" for n in ("good", "partial", "awaited", "other", "nameless", "doctor")),
         {
             "wrong-signature tier.partial": "create",
             "async-method tier.awaited": "Awaited.delete",
             "wrong-signature tier.other": "Other.put",
             "missing-attribute tier.nameless": "Nameless",
-            "false-capability tier.false": "",
-            "undeclared-capability tier.modest": "",
             "wrong-signature tier.doctor": "diagnose",
         },
     ),

@@ -136,8 +136,8 @@ def kvf_tiers():
     assert {each.id for each in report.problems} == {"missing-method"}
     assert {each.fact for each in report.problems} >= {"it has no put()", "it has no contains()"}
     (note,) = report.notes
-    assert note.startswith("tier.half: none was made here: its option path has no default, give --set path=VALUE; ")
-    assert note.endswith("; its class Half was looked at instead")
+    assert note.startswith("tier.half: none was created here: its option path has no default, give --set path=VALUE; ")
+    assert note.endswith("; its class Half was checked instead")
 
 
 NEEDS_PATH = """
@@ -156,14 +156,13 @@ def _made(path):
         def get_into(self, keys, parts, *, deadline): ...
         def put(self, keys, parts, *, deadline): ...
         def delete(self, keys, *, deadline): ...
-        def scan(self, *, deadline): ...
+        def scan(self): ...
         def close(self): ...
     return Hidden()
 @hookimpl
 def kvf_tiers():
-    claims = frozenset({"capacity"})
     create = lambda options, context: _made(options.path)
-    return [TierProvider(name="deep", summary="d", options=Where, capabilities=claims, create=create)]
+    return [TierProvider(name="deep", summary="d", options=Where, create=create)]
 """
 
 
@@ -171,13 +170,13 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
     report = inspect_plugin("tier.deep")
     assert report.problems == []
-    assert "give --set path=VALUE; the conformance kit must tell the rest" in report.notes[0]
+    assert "give --set path=VALUE; the conformance kit checks the rest" in report.notes[0]
     report = inspect_plugin("tier.deep", {"path": str(site), "depth": 2})
     assert (site / "made").exists()
     assert report.notes == []
-    assert {each.id for each in report.problems} == {"false-capability", "undeclared-capability"}
+    assert {each.id for each in report.problems} == {"wrong-signature"}
     report = inspect_plugin("tier.deep", {"path": str(site), "depht": 2})
-    assert "none was made here: unknown key 'depht' [config.field]" in report.notes[0]
+    assert "none was created here: unknown key 'depht' [config.field]" in report.notes[0]
     report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})
     fails = next(each for each in report.problems if each.id == "create-fails")
     assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")

@@ -24,12 +24,12 @@ class TestByName(TierConformance):
 class TestFromAFixture(TierConformance):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        tier = Undeclaring(Store())
+        tier = OnlyWhatMustBe(Store())
         yield tier
         tier.close()
 
 
-class Undeclaring(MemoryTier):
+class OnlyWhatMustBe(MemoryTier):
     usage = Tier.usage
     scan = Tier.scan
 

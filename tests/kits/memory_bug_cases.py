@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import L1Memory
-from kvframework.testing import L1Conformance
+from kvframework.api import Memory
+from kvframework.testing import MemoryConformance
 
 STEP = 1 << 20
 
 
-class Right(L1Memory):
+class Right(Memory):
     flags = os.MFD_CLOEXEC
     leaked: ClassVar[list[int]] = []
 
@@ -62,17 +62,17 @@ class Right(L1Memory):
             self.fd = -1
 
 
-class TestRightMemory(L1Conformance):
+class TestRightMemory(MemoryConformance):
     @pytest.fixture
     def make_memory(self) -> type[Right]:
         return Right
 
 
-class TestNoMemory(L1Conformance):
+class TestNoMemory(MemoryConformance):
     pass
 
 
-class Planted(L1Conformance):
+class Planted(MemoryConformance):
     patience_s = 1.5
     Bug: type[Right]
 

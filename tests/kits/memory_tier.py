@@ -1,4 +1,4 @@
-"""A correct tier with every capability, in memory: what the conformance kit must pass. A plugin, `tier.memory`.
+"""A correct tier with every optional method, in memory: what the conformance kit must pass. A plugin, `tier.memory`.
 
 Runs where there is no `tests` package: it is copied beside the kit's test files.
 """
@@ -15,8 +15,8 @@ from kvframework.api import (
     Options,
     Outcome,
     PackedKey,
+    TableContext,
     Tier,
-    TierContext,
     TierEntry,
     TierProvider,
     TierUsage,
@@ -151,16 +151,15 @@ class MemoryOptions(Options, frozen=True):
     why_not: str = ""
 
 
-def create(options: MemoryOptions, context: TierContext) -> MemoryTier:
+def create(options: MemoryOptions, context: TableContext) -> MemoryTier:
     assert context.where
     return MemoryTier(STORES.setdefault(options.store, Store()), ttl_s=options.ttl_s, capacity=options.capacity)
 
 
 @hookimpl
 def kvf_tiers() -> list[TierProvider[MemoryOptions]]:
-    claims = frozenset({"shared", "ttl", "capacity", "scan"})
     return [
-        TierProvider(name="memory", summary="a dict", options=MemoryOptions, capabilities=claims, create=create),
+        TierProvider(name="memory", summary="a dict", options=MemoryOptions, shared=True, create=create),
         TierProvider(
             name="elsewhere",
             summary="never here",

@@ -8,7 +8,7 @@ from tests.kits.kit_run import Results, run
 
 # The planted bug, the test that must fail for it, and what the failure says.
 KILLED_BY = {
-    "NoMemory": ("test_all_of_it_is_there_and_writable", "give a fixture `make_memory`"),
+    "NoMemory": ("test_all_of_it_is_there_and_writable", "or a fixture `make_memory`"),
     "Smaller": ("test_all_of_it_is_there_and_writable", "capacity"),
     "ReadOnlyView": ("test_all_of_it_is_there_and_writable", "readonly"),
     "ACopyForEachView": ("test_every_view_shows_the_same_bytes", "abc"),

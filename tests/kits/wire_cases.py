@@ -18,7 +18,7 @@ from kvframework.testing.tier.wire import WireFaultTests
 class OverTheWire(TierKit):
     Tier: type[LineTier] = LineTier
     unix = False
-    capabilities = frozenset({"shared"})
+    shared = True
 
     @pytest.fixture
     def server(self) -> Iterator[LineServer]:

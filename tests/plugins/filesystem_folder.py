@@ -13,7 +13,7 @@ from kvf_filesystem.form import path_of
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
 from kvf_filesystem.tier import FilesystemTier
-from kvframework.api import PACKED_KEY_BYTES, ByteSize, Outcome, Tier, TierContext
+from kvframework.api import PACKED_KEY_BYTES, ByteSize, Outcome, TableContext, Tier
 from tests.support.received import outcomes_of
 
 
@@ -25,7 +25,7 @@ def options(path: Path | str, **table: object) -> FilesystemOptions:
 def open_tier(path: Path | str, **table: object) -> FilesystemTier:
     (provider,) = kvf_tiers()
     assert provider.probe() is None
-    tier = provider.create(options(path, **table), TierContext(where="[[l2]] #1"))
+    tier = provider.create(options(path, **table), TableContext(where="[[l2]] #1"))
     assert isinstance(tier, FilesystemTier)
     return tier
 

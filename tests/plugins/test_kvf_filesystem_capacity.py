@@ -283,7 +283,7 @@ def test_a_count_that_failed_is_told_once_and_tried_again(
     thread.close(20)
     thread.close(20)
     assert [record.getMessage() for record in caplog.records] == [
-        "[[l2]] #1: what the folder holds cannot be counted: Permission denied"
+        "[[l2]] #1: the bytes in the folder cannot be counted: Permission denied"
     ]
 
 

@@ -94,7 +94,7 @@ def test_a_disk_that_became_read_only_fails_writes_until_it_is_writable(small_di
 
     with contextlib.ExitStack() as undo:
         undo.callback(tier.close)
-        marker = tier._lending._root.marker_fd  # type: ignore[union-attr]
+        marker = tier._shared_root._root.marker_fd  # type: ignore[union-attr]
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), marker)  # an open, writable file forbids a remount
         remount("ro")
@@ -237,6 +237,7 @@ def large_parts(nbytes: int) -> tuple[bytearray, list[memoryview]]:
 
 def test_the_deadline_ends_the_writing_of_a_large_value(tmp_path: Path) -> None:
     tier, key, (memory, parts) = open_tier(tmp_path), fresh_key(), large_parts(4 << 30)
+    put(tier, fresh_key(), b"")  # the folder is counted from here on
     started = time.monotonic()
     with pytest.raises(TierError, match="deadline"):
         tier.put([key], [parts], deadline=started + 0.03)

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvf_pinned import kvf_tiers, touch
+from kvf_pinned import kvf_memories, touch
 from kvf_pinned.available import available_memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api import ByteSize, L1Provider, TierContext
+from kvframework.api import ByteSize, MemoryProvider, TableContext
 from kvframework.errors import ArenaError
-from kvframework.testing import L1Conformance
+from kvframework.testing import MemoryConformance
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20
@@ -50,17 +50,15 @@ def open_fds() -> set[str]:
     }
 
 
-class TestArena(L1Conformance):
-    @pytest.fixture
-    def make_memory(self) -> type[MemfdArena]:
-        return MemfdArena
+class TestArena(MemoryConformance):
+    use = "pinned"
 
 
 def test_the_provider_makes_an_arena_of_the_configured_size() -> None:
-    (provider,) = kvf_tiers()
-    assert isinstance(provider, L1Provider)
+    (provider,) = kvf_memories()
+    assert isinstance(provider, MemoryProvider)
     assert provider.name == "pinned"
-    arena = provider.create(options({"capacity": "3MiB"}), TierContext(where="[l1]"))
+    arena = provider.create(options({"capacity": "3MiB"}), TableContext(where="[l1]"))
     assert arena.capacity == 3 * MIB == os.fstat(arena.fd).st_size
     arena.close()
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvf_pinned import kvf_tiers, placement
+from kvf_pinned import kvf_memories, placement
 from kvf_pinned.advice import diagnose
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import place
-from kvframework.api import ByteSize, Finding, TierContext
+from kvframework.api import ByteSize, Finding, TableContext
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 
@@ -43,7 +43,7 @@ NUMA_MAPS = Path("/proc/self/numa_maps")
         ("0-1", [(NETWORK, 0)], (), "no accelerator is known to be on a NUMA node"),
         ("0,2", [(GPU, 1), (GPU, 3)], (), "the accelerators are on NUMA nodes 1, 3, where there is no memory"),
         ("0", [(GPU, 0)], (), "there is one NUMA node"),
-        ("", [(GPU, 0)], (), "the kernel tells of no NUMA nodes"),
+        ("", [(GPU, 0)], (), "the kernel reports no NUMA nodes"),
     ],
 )
 def test_auto_follows_the_accelerators(
@@ -105,8 +105,8 @@ def policies(numa_maps: str) -> list[str]:
 @contextmanager
 def made(numa: Numa) -> Iterator[MemfdArena]:
     """By the provider, as the server does it."""
-    (provider,) = kvf_tiers()
-    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa), TierContext(where="[l1]"))
+    (provider,) = kvf_memories()
+    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa), TableContext(where="[l1]"))
     assert isinstance(arena, MemfdArena)
     with closing(arena):
         yield arena

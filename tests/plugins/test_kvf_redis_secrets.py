@@ -19,8 +19,9 @@ from rich.pretty import pretty_repr
 
 from kvf_redis.options import RedisOptions
 from kvf_redis.tier import RedisTier, open_tier
-from kvframework.api import ByteSize, Outcome, masked_url
+from kvframework.api import ByteSize, Outcome
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
+from kvframework.masking import masked_url
 from tests.support.redis_server import RedisServer
 from tests.support.resp_peer import RespPeer
 

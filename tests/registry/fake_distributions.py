@@ -8,7 +8,11 @@ from pathlib import Path
 
 from kvframework.registry import PluginInfo, PluginRegistry
 
-HOOKS = "from kvframework.api import CodecProvider, EvictionProvider, TierProvider, hookimpl\n"
+HOOKS = (
+    "from kvframework.api.codec import CodecProvider, hookimpl\n"
+    "from kvframework.api.eviction import EvictionProvider\n"
+    "from kvframework.api.tier import TierProvider\n"
+)
 
 
 def install(

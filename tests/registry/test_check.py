@@ -11,8 +11,8 @@ from kvframework.api import (
     CodecProvider,
     EvictionProvider,
     HasherProvider,
-    L1Provider,
     LayoutProvider,
+    MemoryProvider,
     Options,
     TierProvider,
     TransportProvider,
@@ -39,11 +39,12 @@ class Everything:
     """All kinds that the embedded default names, and an L2 store."""
 
     @hookimpl
+    def kvf_memories(self) -> list[object]:
+        return [MemoryProvider(name="pinned", summary="", create=never, options=Memory)]
+
+    @hookimpl
     def kvf_tiers(self) -> list[object]:
-        return [
-            L1Provider(name="pinned", summary="", create=never, options=Memory),
-            TierProvider(name="store", summary="", create=never, options=Store),
-        ]
+        return [TierProvider(name="store", summary="", create=never, options=Store)]
 
     @hookimpl
     def kvf_eviction_policies(self) -> list[object]:
@@ -78,7 +79,7 @@ def test_the_embedded_default_passes(registry: PluginRegistry) -> None:
 
 
 def test_the_options_of_a_table_come_back_validated(registry: PluginRegistry) -> None:
-    provider, options = resolve_table(registry, load_config(environ={}).l1.memory, L1Provider)
+    provider, options = resolve_table(registry, load_config(environ={}).l1.memory, MemoryProvider)
     assert provider.name == "pinned"
     assert options == Memory(ByteSize(1 << 30))
 

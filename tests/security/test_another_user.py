@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvframework.api import TierContext
+from kvframework.api import TableContext
 from kvframework.client import KVClient
 from kvframework.errors import ConfigFieldError, EndpointError, ServerGone
 from kvframework.wire import messages as m
@@ -170,13 +170,13 @@ def test_a_folder_that_everybody_may_write_to_is_no_tier(tmp_path: Path, caplog:
     folder.mkdir()
     for mode in (0o777, 0o1777, 0o703):
         os.chmod(folder, mode)
-        with pytest.raises(ConfigFieldError, match="everybody may write") as caught:
-            provider.create(FilesystemOptions(path=str(folder)), TierContext("[[l2]] #1"))
+        with pytest.raises(ConfigFieldError, match="any user may write") as caught:
+            provider.create(FilesystemOptions(path=str(folder)), TableContext("[[l2]] #1"))
         assert "name a folder in it" in caught.value.hint
     inside = folder / "tier"
-    provider.create(FilesystemOptions(path=str(inside)), TierContext("[[l2]] #1")).close()
+    provider.create(FilesystemOptions(path=str(inside)), TableContext("[[l2]] #1")).close()
     assert stat.S_IMODE(inside.stat().st_mode) == 0o700
     if os.geteuid() == 0:
         os.chown(inside, NOBODY, NOBODY)
-        provider.create(FilesystemOptions(path=str(inside)), TierContext("[[l2]] #1")).close()
+        provider.create(FilesystemOptions(path=str(inside)), TableContext("[[l2]] #1")).close()
         assert f"uid {NOBODY} owns the folder" in caplog.text

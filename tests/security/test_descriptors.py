@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
-from kvframework.messaging import gate as gates
+from kvframework.messaging.server import gate as gates
 from kvframework.messaging.server.gate import Doors, Gate
 from kvframework.messaging.server.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m
@@ -111,7 +111,7 @@ def test_strangers_from_everywhere_leave_room_for_those_of_this_machine(server: 
         with server.connect() as late:
             assert late.wait_up(20)
     assert "descriptors are in use: new TCP connections wait" in server.process.log
-    assert "descriptors are in use: everybody may come in again" in server.process.log
+    assert "descriptors are in use: new connections are accepted again" in server.process.log
 
 
 def test_one_address_keeps_no_other_out(server: RemoteServer) -> None:

@@ -61,12 +61,12 @@ def test_what_a_stalled_client_is_sent_is_kept_for_it(server: RemoteServer) -> N
             assert slow.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease)).held is False
             slow.call("GOODBYE", m.Empty())
         owner.call("END_SESSION", m.EndSession())
-        wait_until(lambda: held(owner) == (0, 0, 0, 0), what="the end of the loan")
+        wait_until(lambda: held(owner) == (0, 0, 0, 0), what="the end of the send")
         assert owner.call("CLEAR", m.Clear()).in_use == 0
 
 
 def test_what_one_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.service.over_wire.MAX_LENT_BYTES", 60 << 20)
+    monkeypatch.setattr("kvframework.service.over_wire.MAX_UNSENT_BYTES", 60 << 20)
     port = free_port()
     with (
         serving(f"server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true", capacity="32MiB") as running,
@@ -97,7 +97,7 @@ def test_what_one_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatc
                     answers.append(0)
             assert answers.count(CHUNKS) == 2
             slow.call("GOODBYE", m.Empty())
-        wait_until(lambda: held(owner) == (0, 0, 0, 0), what="the end of the loan")
+        wait_until(lambda: held(owner) == (0, 0, 0, 0), what="the end of the send")
 
 
 def received_or_error(client: WireClient) -> list[memoryview]:

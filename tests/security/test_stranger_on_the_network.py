@@ -51,7 +51,7 @@ def test_an_admitted_client_maps_nothing_and_manages_nothing(server: RemoteServe
     with pytest.raises(errors.TransportMismatch, match="does not map the arena"):
         remote.prepare_store(key)
     for l2 in (False, True):
-        with pytest.raises(errors.RequestError, match="not cleared from elsewhere"):
+        with pytest.raises(errors.RequestError, match="only a client on this node may clear"):
             remote.call("CLEAR", m.Clear(l2=l2))
     layout = KVLayout("paged", (LayerGroup(2, 16, 1, 8, "float32"),), num_blocks=4)
     with pytest.raises(errors.TransportMismatch):

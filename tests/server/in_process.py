@@ -31,7 +31,7 @@ def serving(
         server.bind()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        storage = server.engine.storage
+        storage = server.service.storage
         try:
             wait_until(lambda: storage.ready_bytes == storage.capacity, what="the arena")
             yield server

@@ -27,7 +27,7 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
         registered = client.register()
         first, last = (key_for(registered, [token] * 256, request_id="r") for token in (1, 2))
         client.store(first, b"a")
-        storage = server.engine.storage
+        storage = server.service.storage
         lease = storage.reserve(
             [(packed_key(number), ALIGNMENT) for number in range(OTHERS)], owner=0, request_id="", lease_s=None
         ).lease
@@ -53,7 +53,7 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
 def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also under the name of something that was dropped."""
     with serving(capacity="64MiB") as server:
-        storage = server.engine.storage
+        storage = server.service.storage
         keys = [packed_key(number) for number in range(OTHERS)]
 
         def store(chosen: list[bytes]) -> None:

@@ -42,8 +42,10 @@ def made(provider, **fields):
 def kvf_tiers():
     others = [TierProvider(name=f.__name__, summary="", create=f) for f in (refuses, refuses_here)]
     nameless = TierProvider(name="nameless", summary="", create=lambda options, context: Nameless())
-    l1 = [L1Provider(name=f"l1_{f.__name__}", summary="", create=f, options=Size) for f in (raises, returns)]
-    return made(TierProvider) + others + l1 + [nameless]
+    return made(TierProvider) + others + [nameless]
+@hookimpl
+def kvf_memories():
+    return [MemoryProvider(name=f.__name__, summary="", create=f, options=Size) for f in (raises, returns)]
 @hookimpl
 def kvf_eviction_policies():
     return made(EvictionProvider)
@@ -67,7 +69,9 @@ def kvf_request_handlers():
 BY_THREE = ("eviction", "layout", "hasher", "codec", "requests", "tier")
 NAMES = [
     *(f"{kind}.{name}" for kind in BY_THREE for name in ("raises", "exits", "returns")),
-    *(f"tier.{name}" for name in ("refuses", "refuses_here", "nameless", "l1_raises", "l1_returns")),
+    *(f"tier.{name}" for name in ("refuses", "refuses_here", "nameless")),
+    "memory.raises",
+    "memory.returns",
     "transport.raises",
     "transport.returns",
     "requests.listed",
@@ -86,7 +90,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("setting", "place", "name"),
     [
         ("l2.0.use={}", "[[l2]] #1", "tier.{}"),
-        ("l1.use=l1_{}", "[l1]", "tier.l1_{}"),
+        ("l1.use={}", "[l1]", "memory.{}"),
         ("l1.eviction.use={}", "[l1.eviction]", "eviction.{}"),
         ("hasher.use={}", "[hasher]", "hasher.{}"),
         ("layout.0.use={}", "[[layout]] #1", "layout.{}"),

@@ -55,7 +55,7 @@ def store(server: ServerProcess) -> m.Registered:
     with server.client() as client:
         registered = client.register()
         client.store(key_for(registered, TOKENS), b"kept on restart!")
-        wait_until(lambda: written(client), what="the write-back")
+        wait_until(lambda: written(client), what="the write to L2")
     return registered
 
 
@@ -179,7 +179,7 @@ def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -
         assert settled(client, client.lookup(key_for(registered, [1] * 256))).hit_tokens == 0
         wait_until(lambda: client.status()["l2"][0]["state"] != "closed", what="the circuit to open")
         redis.restart()
-        wait_until(lambda: written(client), what="the write-back to go on")
+        wait_until(lambda: written(client), what="the write to L2 to go on")
         client.call("CLEAR", m.Clear())
         assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
 
@@ -189,7 +189,7 @@ def test_a_stalled_redis_does_not_delay_what_l1_answers(server: ServerProcess, r
         registered = client.register()
         key = key_for(registered, TOKENS)
         client.store(key, b"here")
-        wait_until(lambda: written(client), what="the write-back")
+        wait_until(lambda: written(client), what="the write to L2")
         redis.sigstop()
         try:
             for token in range(20):

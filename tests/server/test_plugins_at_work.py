@@ -96,5 +96,5 @@ def test_hooks_run_at_startup_only() -> None:
             reply = client.lookup(key)
             assert client.retrieve(key) is not None
             client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
-        assert server.engine.storage.status()["l1"]["counters"]["stored"] == 250  # type: ignore[index]
+        assert server.service.storage.status()["l1"]["counters"]["stored"] == 250  # type: ignore[index]
         assert len(calls) == startup

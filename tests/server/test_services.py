@@ -1,4 +1,4 @@
-"""What the engine does for handlers of plugins: instances, presence, pins under tickets, loads with an end."""
+"""What the service does for handlers of plugins: instances, presence, pins under tickets, loads with an end."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def stored() -> Iterator[Stored]:
     with serving("l2.0.use=memory", plugins=(plugin,)) as server, WireClient(server.endpoint) as wire:
         key = key_for(wire.register(), range(1024))
         wire.store(key, b"x")
-        wait_until(lambda: not wire.status()["l2"][0]["write_pending"], what="the write-back")
-        (keys,) = server.engine.resolve_keys(key).values()
-        yield Stored(server, server.engine, wire, plugin.tier, keys)
+        wait_until(lambda: not wire.status()["l2"][0]["write_pending"], what="the write to L2")
+        (keys,) = server.service.resolve_keys(key).values()
+        yield Stored(server, server.service, wire, plugin.tier, keys)
 
 
 def test_an_instance_is_the_registered_one(stored: Stored) -> None:
     instance = stored.services.instance(1)
-    assert instance is stored.services.instance(1, stored.client) is stored.server.engine.contexts[1]
+    assert instance is stored.services.instance(1, stored.client) is stored.server.service.contexts[1]
     assert (instance.model_name, instance.world_size, instance.rank) == ("tiny", 1, None)
     instance.attached["mine"] = 1
     with WireClient(stored.server.endpoint):
@@ -116,8 +116,8 @@ def test_its_time_ends_it() -> None:
     with serving("server.ticket_s=0.3") as server, WireClient(server.endpoint) as wire:
         key = key_for(wire.register(), range(256))
         wire.store(key, b"x")
-        (keys,) = server.engine.resolve_keys(key).values()
-        assert server.engine.pin(server._messages.sessions[0], keys)
+        (keys,) = server.service.resolve_keys(key).values()
+        assert server.service.pin(server._messages.sessions[0], keys)
         wait_until(lambda: wire.status()["tickets"] == 0, what="the end of the ticket")
         wait_until(lambda: wire.status()["l1"]["pins"] == 0, what="the end of the pins")
 
@@ -134,7 +134,7 @@ def test_a_load_tells_its_end_while_it_still_pins(stored: Stored) -> None:
     ended = threading.Event()
 
     def end() -> None:
-        told.append((threading.current_thread().name[:4], stored.server.engine.storage.status()["l1"]["pins"]))  # type: ignore[index]
+        told.append((threading.current_thread().name[:4], stored.server.service.storage.status()["l1"]["pins"]))  # type: ignore[index]
         told.append(stored.services.pin(stored.client, stored.keys[:3]))
         ended.set()
         raise RuntimeError("a bug of the plugin")

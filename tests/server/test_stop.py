@@ -12,8 +12,8 @@ from tests.server.in_process import serving
 
 def test_an_arena_that_a_copy_still_uses_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
-        held = server.engine.storage.arena[:16]
-    assert "a transport holds the arena" in caplog.text
+        held = server.service.storage.arena[:16]
+    assert "a transport keeps views of the arena" in caplog.text
     held.release()
 
 

@@ -27,10 +27,10 @@ def test_as_many_as_the_table_or_the_provider_says(
 ) -> None:
     disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
     with serving(*disk, *settings) as server:
-        (tier,) = server.engine.storage.status()["l2"]  # type: ignore[misc]
+        (tier,) = server.service.storage.status()["l2"]  # type: ignore[misc]
         assert (tier["loads"], tier["writes"]) == (loads, writes)
-        assert (threads("prefetch"), threads("writeback")) == (loads, writes)
-    assert (threads("prefetch"), threads("writeback")) == (0, 0)
+        assert (threads("prefetch"), threads("writer")) == (loads, writes)
+    assert (threads("prefetch"), threads("writer")) == (0, 0)
 
 
 @pytest.mark.parametrize("value", [0, -1, 65])

@@ -1,35 +1,35 @@
-"""What became of every object that one tier was to get, counted beside the write-back."""
+"""What became of every object that one tier was to get, counted beside the writer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from kvframework.api import PackedKey
-from kvframework.storage.l2.write_policy import OnEviction
-from kvframework.storage.l2.writeback import WriteBack
+from kvframework.storage.l2.write_policy import WriteBack
+from kvframework.storage.l2.writer import TierWriter
 from tests.simulation.model import must
 from tests.simulation.tier import SimTier
 
 
 class Ledger:
-    """Listens to the write-back's queue from outside."""
+    """Listens to the writer's queue from outside."""
 
-    def __init__(self, writeback: WriteBack, tier: SimTier) -> None:
+    def __init__(self, writer: TierWriter, tier: SimTier) -> None:
         self.taken = 0
         self.written = 0
         self.entered = 0
-        self._writeback = writeback
+        self._writer = writer
         self._tier = tier
-        self._counters = writeback.store.counters
-        self._queue = writeback._queue
-        self._policy = writeback._policy
+        self._counters = writer.store.counters
+        self._queue = writer._queue
+        self._policy = writer._policy
         tier.told.clear()
         self._listen()
 
     def check(self) -> None:
-        counters, pending = self._counters, self._writeback.pending
+        counters, pending = self._counters, self._writer.pending
         ended = self.written + counters["write_lost"] + counters["write_given_up"]
-        if isinstance(self._policy, OnEviction):
+        if isinstance(self._policy, WriteBack):
             unwritten = len(self._policy._unwritten)
             must(self.entered == ended + unwritten, f"{self.entered} entered, {ended} ended, {unwritten} unwritten")
         else:
@@ -65,7 +65,7 @@ class Ledger:
             self.written += sum(stored)
 
         def enter(keys: Sequence[PackedKey]) -> None:
-            if isinstance(policy, OnEviction):
+            if isinstance(policy, WriteBack):
                 self.entered += len(set(keys) - policy._unwritten)
 
         def on_commit(keys: Sequence[PackedKey]) -> Sequence[PackedKey]:

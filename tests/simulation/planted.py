@@ -211,7 +211,7 @@ def a_failure_is_taken_for_damage(
     return original(store, key, header, place, Outcome.DAMAGED if outcome is Outcome.FAILED else outcome)
 
 
-# the write-back
+# the writer
 
 
 @plant(WriteQueue, "put_back")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from kvframework.storage import loading, prefetch, write_queue, writeback
+from kvframework.storage.l2 import loading, prefetch, write_queue, writer
 from tests.simulation.actions import ACTIONS, WEIGHTS, rest
 from tests.simulation.checks import check, glance
 from tests.simulation.dice import Dice
@@ -159,8 +159,8 @@ def surroundings() -> Iterator[list[str]]:
         stack.callback(setattr, log, "propagate", propagate)
         for module, name, value in (
             (write_queue, "BATCH_OBJECTS", 4),
-            (writeback, "BATCH_BYTES", 20_000),
-            (writeback, "TOUCH_AT_ONCE", 3),
+            (writer, "BATCH_BYTES", 20_000),
+            (writer, "TOUCH_AT_ONCE", 3),
             (loading, "BATCH_OBJECTS", 3),
             (loading, "BATCH_BYTES", 25_000),
             (prefetch, "MAX_TASKS", 5),

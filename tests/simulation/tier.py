@@ -27,7 +27,7 @@ class SimTier(Tier):
 
     def __init__(self, number: int, capacity: int | None, clock: Callable[[], float]) -> None:
         self.name = f"tier{number}"
-        self.capabilities = frozenset({"capacity", "scan"} if capacity else {"ttl"})
+        self._has = frozenset({"scan", "usage"} if capacity else {"touch"})
         self.values: dict[PackedKey, bytes] = {}
         self.used_at: dict[PackedKey, float] = {}
         self.mode = "well"
@@ -40,6 +40,9 @@ class SimTier(Tier):
         self.closed = False
         self._capacity = capacity or 0
         self._clock = clock
+
+    def capabilities(self) -> frozenset[str]:
+        return self._has
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         self._begin(deadline)

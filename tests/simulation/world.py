@@ -89,7 +89,6 @@ class World:
                 tier,
                 timeout_s=TIMEOUT_S,
                 breaker=WatchedBreaker(),
-                capabilities=tier.capabilities,
                 layout_of=records.layout_of,
                 watermarks=Watermarks(0.9, 0.6),
                 clock=self.clock,
@@ -114,8 +113,8 @@ class World:
             threads=False,
         )
         self.lookups = Lookups(self.manager, KeyResolver(None), ticket_s=TICKET_S)  # type: ignore[arg-type]
-        self.writebacks = self.manager._tiers.writebacks
-        self.ledgers = [Ledger(writeback, tier) for writeback, tier in zip(self.writebacks, self.tiers, strict=True)]
+        self.writers = self.manager._tiers.writers
+        self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         self.jobs: list[Job] = []
         self.copies = Client(Session(INTERNAL_OWNER))
         self.clients = [self.fresh_client() for _ in range(CLIENTS)]
@@ -178,7 +177,7 @@ class World:
 
     @property
     def idle(self) -> bool:
-        pending = sum(writeback.pending for writeback in self.writebacks)
+        pending = sum(writer.pending for writer in self.writers)
         broken = any(store.state != "closed" for store in self.stores)
         return not pending and not broken and not self.manager._prefetcher.in_flight
 

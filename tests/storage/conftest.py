@@ -35,4 +35,4 @@ def node(make_node: Callable[..., Node]) -> Node:
 
 def storage_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(("kvf-writeback", "kvf-prefetch"))]
+    return [name for name in names if name.startswith(("kvf-writer", "kvf-prefetch"))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from kvframework.api import EvictionPolicy, L1Memory, ObjectKey, PackedKey
+from kvframework.api import EvictionPolicy, Memory, ObjectKey, PackedKey
 
 NAMESPACE = bytes(range(16))
 
 
-class PlainMemory(L1Memory):
+class PlainMemory(Memory):
     """Ready at once. `close` raises `BufferError` while a view is left over, as a mapping does."""
 
     fd = -1

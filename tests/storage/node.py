@@ -34,7 +34,7 @@ class Node:
         write_queue: int = 256,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
-        write_policy: str = "at_once",
+        write_policy: str = "write_through",
         promote: bool = True,
         loads: int = 2,
         writes: int = 1,
@@ -49,7 +49,6 @@ class Node:
                 tier,
                 timeout_s=timeout_s,
                 breaker=Breaker(threshold=3, backoff_s=0.01, max_backoff_s=0.05),
-                capabilities=tier.capabilities,
                 layout_of=records.layout_of,
             )
             for tier in self.tiers
@@ -119,7 +118,7 @@ class Node:
         return task
 
     def forget(self) -> None:
-        """Empties L1, once the write-back has let go of it."""
+        """Empties L1, once the writers hold no pin on it."""
         wait_until(lambda: self.manager.clear()[1] == 0, what="an empty L1")
 
     def wait_stalled(self) -> None:

@@ -42,7 +42,7 @@ class Zlib(Codec):
 
 def store_of(tier: MemoryTier, codec: str = "none", *, allow: Sequence[str] = (), **options: object) -> L2Store:
     codecs = CodecTable(dict.fromkeys([*allow, codec], Zlib) if codec != "none" or allow else {})
-    return L2Store(tier, timeout_s=5.0, codec=codec, codecs=codecs, capabilities=tier.capabilities, **options)  # type: ignore[arg-type]
+    return L2Store(tier, timeout_s=5.0, codec=codec, codecs=codecs, **options)  # type: ignore[arg-type]
 
 
 def read(store: L2Store, key: PackedKey, nbytes: int) -> bytes | None:
@@ -170,7 +170,7 @@ def test_two_writers_do_not_take_the_same_room() -> None:
     """Each asks how full the tier is before either has written."""
 
     class Small(MemoryTier):
-        capabilities = frozenset({"capacity", "scan"})
+        has = frozenset({"scan", "usage"})
 
         def usage(self, *, deadline: float) -> TierUsage:
             return TierUsage(sum(map(len, self.values.values())), 10_000)
@@ -266,7 +266,7 @@ def test_a_codec_that_fails_costs_nothing_but_its_own_value(caplog: pytest.LogCa
 class Disk(MemoryTier):
     """Knows its capacity, and what was used when."""
 
-    capabilities = frozenset({"capacity", "scan"})
+    has = frozenset({"scan", "usage"})
 
     def __init__(self, capacity: int) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def test_right_bytes_or_a_miss(make_node: Callable[..., Node]) -> None:
     assert not errors, errors
     wait_until(lambda: all(task.done for task in accepted), what="all loads")  # type: ignore[attr-defined]
     assert len(answered) == len(accepted)
-    wait_until(lambda: all(x["write_pending"] == 0 for x in node.manager.status()["l2"]), what="the write-back")  # type: ignore[attr-defined]
+    wait_until(lambda: all(x["write_pending"] == 0 for x in node.manager.status()["l2"]), what="the write to L2")  # type: ignore[attr-defined]
     counters = node.l1("counters")
     assert isinstance(counters, dict)
     assert counters["stored"], "nothing was tested"

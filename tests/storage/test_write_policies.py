@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api import Outcome, PackedKey
-from kvframework.storage.l2.write_policy import MAX_GHOSTS, OnEviction, OnSecondUse
+from kvframework.storage.l2.write_policy import MAX_GHOSTS, WriteBack, WriteThroughSelective
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.test_prefetch import filled
@@ -21,12 +21,12 @@ K = [packed_key(number) for number in range(200)]
 
 def written(node: Node) -> set[bytes]:
     """What the tier holds once nothing is on its way."""
-    wait_until(lambda: all(tier["write_pending"] == 0 for tier in node.manager.status()["l2"]), what="the write-back")  # type: ignore[attr-defined]
+    wait_until(lambda: all(tier["write_pending"] == 0 for tier in node.manager.status()["l2"]), what="the write to L2")  # type: ignore[attr-defined]
     return set(node.tier.values)
 
 
-def test_second_use_is_asking_again_or_storing_again_after_it_left() -> None:
-    policy = OnSecondUse()
+def test_write_through_selective_is_asking_again_or_storing_again_after_it_left() -> None:
+    policy = WriteThroughSelective()
     assert policy.committed(K[:4]) == []
     assert policy.used(K[2:6]) == K[2:4], "what it never saw committed is another's"
     assert policy.used(K[:4]) == K[:2]
@@ -36,8 +36,8 @@ def test_second_use_is_asking_again_or_storing_again_after_it_left() -> None:
     assert policy.committed(K[4:7]) == [K[4]]
 
 
-def test_second_use_remembers_a_bounded_number_of_what_left() -> None:
-    policy = OnSecondUse()
+def test_write_through_selective_remembers_a_bounded_number_of_what_left() -> None:
+    policy = WriteThroughSelective()
     keys = [number.to_bytes(72, "big") for number in range(MAX_GHOSTS + 1)]
     policy.committed(keys)
     for key in keys:
@@ -45,8 +45,8 @@ def test_second_use_remembers_a_bounded_number_of_what_left() -> None:
     assert policy.committed(keys) == keys[1:]
 
 
-def test_on_eviction_names_what_is_not_written_yet() -> None:
-    policy = OnEviction()
+def test_write_back_names_what_is_not_written_yet() -> None:
+    policy = WriteBack()
     assert policy.committed(K[:4]) == ()
     assert policy.leaving([K[0], K[2], K[9]]) == [K[0], K[2]]
     policy.written([K[0]])
@@ -57,8 +57,8 @@ def test_on_eviction_names_what_is_not_written_yet() -> None:
 
 
 @pytest.mark.parametrize("use", ["read", "write"])
-def test_what_is_used_once_never_goes_to_a_tier_of_second_use(make_node: Callable[..., Node], use: str) -> None:
-    node = make_node(write_policy="second_use")
+def test_write_through_selective_never_writes_what_is_used_once(make_node: Callable[..., Node], use: str) -> None:
+    node = make_node(write_policy="write_through_selective")
     node.write(K[:8])
     assert written(node) == set()
     getattr(node, use)(K[:3])
@@ -68,7 +68,7 @@ def test_what_is_used_once_never_goes_to_a_tier_of_second_use(make_node: Callabl
 
 
 def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[..., Node]) -> None:
-    for policy in ("second_use", "on_eviction"):
+    for policy in ("write_through_selective", "write_back"):
         node = make_node(tiers=[filled(K[:4])], write_policy=policy)
         node.load(K[:4])
         node.read(K[:4])
@@ -77,8 +77,8 @@ def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[...,
         assert node.tier.asked("put") == []
 
 
-def test_on_eviction_what_leaves_above_the_watermark_is_written_first(make_node: Callable[..., Node]) -> None:
-    node = make_node(units=100, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.25)
+def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:50])
     node.manager.tick()
     assert written(node) == set(), "there is room"
@@ -94,10 +94,10 @@ def test_on_eviction_what_leaves_above_the_watermark_is_written_first(make_node:
     assert node.l1("evictions") == 35
 
 
-def test_on_eviction_what_goes_beyond_the_watermark_is_written_before_the_next_tick(
+def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_tick(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node(units=20, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.25)
+    node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:10])
     assert written(node) == set()
     node.write(K[10:11])
@@ -108,8 +108,8 @@ def test_on_eviction_what_goes_beyond_the_watermark_is_written_before_the_next_t
     assert node.store_counters["write_lost"] == 0
 
 
-def test_on_eviction_a_tier_that_is_down_keeps_nobody_from_storing(make_node: Callable[..., Node]) -> None:
-    node = make_node(units=20, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.25)
+def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(make_node: Callable[..., Node]) -> None:
+    node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.tier.down = True
     for number in range(60):
         assert node.write(K[number : number + 1]) == 1
@@ -140,7 +140,7 @@ def test_without_promotion_it_stays_where_it_was(make_node: Callable[..., Node])
 
 
 class Forgetful(MemoryTier):
-    capabilities = frozenset({"ttl"})
+    has = frozenset({"touch"})
 
 
 def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..., Node]) -> None:
@@ -148,7 +148,7 @@ def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..
     node.write(K[:4])
     written(node)
     node.read(K[:2])
-    node.manager._tiers.writebacks[0]._idle_work_at = 0.0  # it is done every few seconds
+    node.manager._tiers.writers[0]._idle_work_at = 0.0  # it is done every few seconds
     node.write(K[9:10])
     wait_until(lambda: set(K[:2]) <= set(node.tiers[0].asked("touch")), what="the touch")
     assert not set(K[2:4]) & set(node.tiers[0].asked("touch"))
@@ -172,13 +172,13 @@ class Stepped(Forgetful):
         return super()._answer(operation, keys, deadline, one)
 
 
-def test_on_eviction_what_is_written_is_not_sent_again_with_its_batch_under_way(
+def test_write_back_what_is_written_is_not_sent_again_with_its_batch_under_way(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.l2.writeback.BATCH_BYTES", 1)
+    monkeypatch.setattr("kvframework.storage.l2.writer.BATCH_BYTES", 1)
     tier = Stepped("put")
     node = make_node(
-        tiers=[tier], units=100, write_policy="on_eviction", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
+        tiers=[tier], units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
     )
     node.write(K[:55])
     node.manager.tick()
@@ -194,13 +194,13 @@ def test_on_eviction_what_is_written_is_not_sent_again_with_its_batch_under_way(
 def test_many_touches_keep_nothing_from_being_written(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.l2.writeback.TOUCH_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.l2.writer.TOUCH_AT_ONCE", 2)
     tier = Stepped("touch")
     node = make_node(tiers=[tier], timeout_s=60.0)
     node.write(K[:8])
     written(node)
     node.read(K[:8])
-    node.manager._tiers.writebacks[0]._idle_work_at = 0.0
+    node.manager._tiers.writers[0]._idle_work_at = 0.0
     node.write(K[9:10])
     wait_until(lambda: tier.asked("touch waits"), what="the first touch")
     node.write(K[10:11])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api import PackedKey
-from kvframework.storage.l2.write_policy import AtOnce
+from kvframework.storage.l2.write_policy import WriteThrough
 from kvframework.storage.l2.write_queue import BATCH_OBJECTS, Batch, WriteQueue
 from tests.storage.memory import packed_key
 
@@ -18,7 +18,7 @@ K = [packed_key(number) for number in range(40)]
 BOUND, WRITERS = 20, 3
 
 
-class Watching(AtOnce):
+class Watching(WriteThrough):
     """Notes what left L1 while it waited."""
 
     watches_l1 = True

@@ -26,7 +26,7 @@ class MemoryTier(Tier):
     """
 
     name = "memory"
-    capabilities: frozenset[str] = frozenset()
+    has: frozenset[str] = frozenset()
 
     def __init__(self, values: dict[PackedKey, bytes] | None = None) -> None:
         self.values: dict[PackedKey, bytes] = {} if values is None else values
@@ -43,6 +43,9 @@ class MemoryTier(Tier):
         self.closed = False
         self._stalling: set[str] = set()
         self._changed = threading.Condition()
+
+    def capabilities(self) -> frozenset[str]:
+        return self.has
 
     def stall(self, *operations: str) -> None:
         """From now on calls of these operations wait until `resume`, their deadline, or `close`."""

@@ -11,7 +11,7 @@ import msgspec
 from kvf_redis import kvf_tiers
 from kvf_redis.options import RedisOptions
 from kvf_redis.slots import slot_of
-from kvframework.api import ByteSize, Outcome, Tier, TierContext
+from kvframework.api import ByteSize, Outcome, TableContext, Tier
 from tests.support.received import outcomes_of
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer
@@ -29,7 +29,7 @@ def open_redis_tier(url: str, **options: object) -> Tier:
     """As a server makes it; connects on first use."""
     (provider,) = kvf_tiers()
     assert provider.probe() is None
-    return provider.create(redis_options(url, **options), TierContext(where=WHERE))
+    return provider.create(redis_options(url, **options), TableContext(where=WHERE))
 
 
 def soon(seconds: float = 20.0) -> float:

@@ -147,7 +147,7 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: st
                 break
         assert len({tuple(sorted(each.items())) for each in ranges}) == 1, f"arena ranges: {ranges}"
         for who, seen in looks.items():
-            assert len(seen) == LOOKS + 1, f"{who} was started anew"
+            assert len(seen) == LOOKS + 1, f"{who} was restarted"
             assert max(each.descriptors for each in seen[1:]) <= seen[0].descriptors + 1, (who, told)
             assert max(each.threads for each in seen[1:]) <= seen[0].threads + 1, (who, told)
             assert told[who]["objects_a_turn"] < OBJECTS_LIMIT[size], (who, told)

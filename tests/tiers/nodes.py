@@ -21,7 +21,7 @@ def count(client: WireClient, name: str, index: int = 0) -> int:
 
 
 def await_written(client: WireClient, index: int = 0) -> None:
-    wait_until(lambda: tier(client, index)["write_pending"] == 0, _PATIENCE_S, "the write-back")
+    wait_until(lambda: tier(client, index)["write_pending"] == 0, _PATIENCE_S, "the write to L2")
 
 
 def await_count(client: WireClient, name: str, least: int, index: int = 0) -> None:

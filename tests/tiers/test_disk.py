@@ -37,9 +37,7 @@ def values_in(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("kills", [2, pytest.param(40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("hidden", [8, WIDE])
-def test_a_server_killed_in_mid_write_back_finds_what_it_wrote(
-    tmp_path: Path, seed: int, kills: int, hidden: int
-) -> None:
+def test_a_server_killed_in_mid_write_finds_what_it_wrote(tmp_path: Path, seed: int, kills: int, hidden: int) -> None:
     chance = random.Random(f"{seed}/kills")
     folder, prompts = tmp_path / "kv", [prompt([number]) for number in range(128)]
     with ServerProcess(*settings(folder, timeout_s=20), capacity="192MiB") as server:

@@ -14,8 +14,8 @@ from tests.tiers.prompts import object_key, prompt
 pytestmark = pytest.mark.redis
 
 
-def test_second_use_writes_what_is_asked_for_again(redis: RedisServer) -> None:
-    settings = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.write_policy=second_use")
+def test_write_through_selective_writes_what_is_asked_for_again(redis: RedisServer) -> None:
+    settings = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.write_policy=write_through_selective")
     once, twice, again = (prompt(range(first, first + 8)) for first in (0, 100, 200))
     with ServerProcess(*settings) as server, Engine(server.endpoint) as engine, redis.client() as client:
 
@@ -34,7 +34,7 @@ def test_second_use_writes_what_is_asked_for_again(redis: RedisServer) -> None:
         assert engine.store(again).present == len(again)
         await_written(engine.client)
         assert in_redis() == [0, 8, 8]
-        assert tier(engine.client)["write_policy"] == "second_use"
+        assert tier(engine.client)["write_policy"] == "write_through_selective"
 
         engine.clear()
         assert [engine.load(each) for each in (once, twice, again)] == [0, 8, 8]
@@ -44,8 +44,8 @@ def test_second_use_writes_what_is_asked_for_again(redis: RedisServer) -> None:
         await_rest(engine.client)
 
 
-def test_on_eviction_writes_what_l1_has_no_room_for_and_loses_nothing(redis: RedisServer) -> None:
-    settings = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.write_policy=on_eviction")
+def test_write_back_writes_what_l1_has_no_room_for_and_loses_nothing(redis: RedisServer) -> None:
+    settings = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.write_policy=write_back")
     watermarks = ("l1.high_watermark=0.5", "l1.low_watermark=0.25")  # 64 and 32 objects
     prompts = [prompt(range(100 * number, 100 * number + 8)) for number in range(40)]
     with ServerProcess(*settings, *watermarks, capacity="4MiB") as server, Engine(server.endpoint) as engine:

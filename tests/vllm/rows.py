@@ -151,7 +151,7 @@ def server_for(*settings: str, capacity: str = "1GiB") -> ServerProcess:
 def written_back(server: ServerProcess) -> None:
     """Returns once all that L1 holds is in L2."""
     with server.client() as client:
-        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, 60, "the write-back")
+        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, 60, "the write to L2")
 
 
 def digest_of(tokens: list[int], chunk: int) -> bytes:

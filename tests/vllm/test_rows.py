@@ -110,7 +110,7 @@ def test_an_engine_outlives_a_connector_that_raises_everywhere(bench: Bench, col
     assert first.tokens == again.tokens == cold.tokens
     assert again.computed == TOKENS
     for call in ("get_num_new_matched_tokens", "build_connector_meta", "start_load_kv", "wait_for_save"):
-        assert first.log.count(f"{call} failed, the engine goes on") == 1
+        assert first.log.count(f"{call} failed, the engine continues") == 1
 
 
 def test_kv_that_is_wrong_would_be_seen(bench: Bench, cold: Answer) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError, UnknownRequest
-from kvframework.messaging.server import inflight, replies
+from kvframework.messaging.server import inflight
+from kvframework.messaging.server import sockets as replies
 from kvframework.wire import frames, handshake, messages
 
 VARIABLE = "KVF_TEST_RELEASE"
@@ -71,4 +72,4 @@ def _forget(names: tuple[str, ...]) -> None:
 
 
 def _unknown(name: str) -> KVFrameworkError:
-    return UnknownRequest(f"there is no request {name!r}", hint="is its plugin configured?")
+    return UnknownRequest(f"there is no request {name!r}", hint="configure the plugin that serves it")

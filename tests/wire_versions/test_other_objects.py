@@ -17,7 +17,7 @@ from tests.wire_path.engine import Engine
 
 def test_the_instance_is_not_registered() -> None:
     with OtherServer(Release(other_objects=True)) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
-        with pytest.raises(VersionMismatch, match="makes other objects of this layout"):
+        with pytest.raises(VersionMismatch, match="computes another object layout"):
             Engine(client)
         wait_until(lambda: not server.status()["instances"], what="the end of the instance")
         assert client.usable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvf_llamacpp.options import LlamaCppOptions
-from kvframework.api import Layout, LayoutProvider, hookimpl
+from kvframework.api.layout import Layout, LayoutProvider, hookimpl
 
 
 def _create(options: LlamaCppOptions) -> Layout:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvframework.api import KVLayout, LayerGroup, LayerTensors, Layout, validate_layout
+from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors, Layout, validate_layout
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

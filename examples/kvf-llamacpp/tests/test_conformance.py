@@ -6,7 +6,8 @@ import pytest
 import torch
 from kvf_llamacpp.layout import LlamaCppLayout
 
-from kvframework.api import EngineView, KVLayout
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import KVLayout
 from kvframework.errors import BadLayout
 from kvframework.testing import LayoutConformance
 from kvframework.testing.layout import LayoutSubject

@@ -10,7 +10,7 @@ import pytest
 from kvf_s3fifo import S3Fifo, S3FifoOptions
 
 from kvf_eviction import Lru
-from kvframework.api import EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy
 
 
 class Cache:

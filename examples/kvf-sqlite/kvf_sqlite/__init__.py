@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_sqlite.options import SqliteOptions
-from kvframework.api import Tier, TierContext, TierProvider, hookimpl
+from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
@@ -14,7 +14,7 @@ def _probe() -> str | None:
     return None
 
 
-def _create(options: SqliteOptions, context: TierContext) -> Tier:
+def _create(options: SqliteOptions, context: TableContext) -> Tier:
     from kvf_sqlite.tier import open_tier
 
     return open_tier(options, where=context.where)
@@ -28,7 +28,7 @@ def kvf_tiers() -> list[TierProvider[SqliteOptions]]:
             name="sqlite",
             summary="all values in one SQLite file, which servers of one machine may share",
             options=SqliteOptions,
-            capabilities=frozenset({"capacity", "scan", "shared"}),
+            shared=True,
             probe=_probe,
             create=_create,
         )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from kvf_sqlite.limit import Limit
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 
 
 def look(connection: sqlite3.Connection, key: PackedKey, limit: Limit) -> Outcome:

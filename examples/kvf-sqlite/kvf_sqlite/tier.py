@@ -12,7 +12,7 @@ from kvf_sqlite.limit import Limit
 from kvf_sqlite.options import SqliteOptions
 from kvf_sqlite.rows import insert, load, look, make_room, remove, total
 from kvf_sqlite.schema import is_full, prepare
-from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
 T = TypeVar("T")

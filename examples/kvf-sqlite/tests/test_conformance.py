@@ -1,4 +1,4 @@
-"""The tier does what every tier must, and what its capabilities promise."""
+"""The tier does what every tier must, and what its optional methods promise."""
 
 from collections.abc import Mapping
 from pathlib import Path

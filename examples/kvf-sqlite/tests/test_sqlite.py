@@ -17,7 +17,9 @@ from kvf_sqlite.options import SqliteOptions
 from kvf_sqlite.schema import connect
 from kvf_sqlite.tier import open_tier
 
-from kvframework.api import PACKED_KEY_BYTES, ByteSize, Outcome, Tier
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.options import ByteSize
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
 
 PROGRAM = Path(__file__).with_name("writer_program.py")

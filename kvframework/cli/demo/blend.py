@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.prefix import ENGINE_TIMEOUT_S
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.result import BlendResult, WayResult
@@ -88,7 +88,7 @@ def _ask(result: BlendResult, arguments: list[str], directory: Path, view: DemoV
         for way, title in _TITLES.items():
             with view.step(f"engine B: {title}") as step:
                 result.ways[way] = done = msgspec.convert(next(events), WayResult)
-                step.done(f"first token after {done.ttft_s:.2f} s")
+                step.done(f"TTFT {done.ttft_s:.2f} s")
         for _ in events:
             pass
 

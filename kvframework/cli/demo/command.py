@@ -118,7 +118,7 @@ def blend(
             show_default=False,
         ),
     ] = SHIPPED_TEXT,
-    question: Annotated[str, typer.Option(help="What is asked over the four of them.")] = _QUESTION,
+    question: Annotated[str, typer.Option(help="The question about the four documents.")] = _QUESTION,
     model: Model = None,
     share: Annotated[float, typer.Option(min=0.0, max=1.0, help="How much of the documents is computed again.")] = 0.15,
     l2: L2 = "",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts
@@ -83,7 +83,7 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
                 run.take(event)
                 if event["event"] == "first_token":
                     break
-            step.done(f"first token after {run.ttft_s:.2f} s in all")
+            step.done(f"TTFT {run.ttft_s:.2f} s in all")
         with view.step(f"{name}: generates and stores") as step:
             for event in events:
                 run.take(event)

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from kvframework.child import Child
+from kvframework.cli.demo.child import Child
+from kvframework.cli.demo.redis_server import redis_command
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
-from kvframework.redis_server import redis_command
 from kvframework.wire import messages as m
 
 START_TIMEOUT_S = 30.0

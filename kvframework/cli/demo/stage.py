@@ -14,14 +14,14 @@ from types import TracebackType
 
 import msgspec
 
-from kvframework.child import uninterrupted
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, RedisProcess, ServerProcess
+from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.view import DemoView
 from kvframework.config import apply_override, toml_value
-from kvframework.redis_server import redis_binary
 from kvframework.registry import PluginRegistry
 
-_WRITE_BACK_TIMEOUT_S = 120.0
+_WRITE_TIMEOUT_S = 120.0
 _TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
 
 
@@ -61,7 +61,7 @@ class DemoStage:
         """Waits until the tier has all that was stored, kills the server as a crash would, and starts a new one."""
         title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
         with self._view.step(f"waiting for {title} to have it all") as step:
-            step.done(f"{self._server.await_written(_WRITE_BACK_TIMEOUT_S)} values")
+            step.done(f"{self._server.await_written(_WRITE_TIMEOUT_S)} values")
         with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
             self._server.kill()
             self._start_server()

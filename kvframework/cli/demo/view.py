@@ -38,7 +38,7 @@ def show_blend(result: BlendResult, console: Console) -> None:
     console.print()
     console.print(table, soft_wrap=False)
     console.print()
-    sooner = f"with blend the first token came {result.ttft_ratio:.1f} times sooner."
+    sooner = f"with blend the TTFT is {result.ttft_ratio:.1f} times shorter."
     console.print(Text(f"{len(result.documents)} documents in another order: {sooner}"))
     legend = [*_LEGEND, _OWN_MODEL] if result.model.startswith(OWN_MODEL) else _LEGEND
     for line in legend:
@@ -83,7 +83,7 @@ class DemoView:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """Shows `title` with a spinner and the time; behind it stands a line with what `Step.done` was told."""
+        """Shows `title` with a spinner and the time; afterwards a line with the text of `Step.done`."""
         started = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         # Before rich 14.3 even a disabled Progress writes an empty line where there is no terminal.
@@ -105,11 +105,11 @@ class DemoView:
         table.add_row("hit tokens", f"{a.hit_tokens} of {a.prompt_tokens}", f"{b.hit_tokens} of {b.prompt_tokens}")
         table.add_row("KV stored", *(_moved(run.stored_bytes, run.stored_s) for run in (a, b)))
         table.add_row("KV restored", *(_moved(run.restored_bytes, run.restored_s) for run in (a, b)))
-        table.add_row("time to first token", *(f"{run.ttft_s:.2f} s" for run in (a, b)))
+        table.add_row("TTFT", *(f"{run.ttft_s:.2f} s" for run in (a, b)))
         self._console.print()
         self._console.print(table, soft_wrap=False)
         self._console.print()
-        self._console.print(Text(f"B's first token came {result.ttft_ratio:.1f} times sooner than A's.", style="bold"))
+        self._console.print(Text(f"B's TTFT is {result.ttft_ratio:.1f} times shorter than A's.", style="bold"))
         verdict = f"B's {len(b.tokens)} greedy tokens are {{}} those of the run without a cache."
         if not result.tokens_equal:
             self._console.print(Text(verdict.format("NOT equal to"), style="bold red"))

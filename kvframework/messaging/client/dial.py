@@ -95,10 +95,10 @@ def dial(
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
     if address is None:
-        return "something listens there: is its process stopped, or held by something?"
+        return "a process listens there but does not answer: is it stopped or blocked?"
     if keys is None:
-        return "a server with CURVE keys answers nobody without them: see `kvframework keys new --help`"
-    return "is it this server's public key, and is this client's public key among those that the server admits?"
+        return "a server with CURVE keys does not answer clients without keys: see `kvframework keys new --help`"
+    return "check that it is this server's public key, and that the server admits this client's public key"
 
 
 def _check_directory(endpoint: str) -> None:
@@ -106,13 +106,13 @@ def _check_directory(endpoint: str) -> None:
     try:
         check_private_directory(Path(ipc_path(endpoint)).parent)
     except OSError as error:
-        raise ServerGone(f"nobody serves: {error.strerror}", where=endpoint) from None
+        raise ServerGone(f"no server listens: {error.strerror}", where=endpoint) from None
 
 
 def _check_not_full(endpoint: str) -> None:
     path = ipc_path(endpoint)
     if os.path.exists(path + FULL_SUFFIX) and not os.path.exists(path):
-        raise ServerFull("the server takes no client for now: its descriptors run low", where=endpoint)
+        raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
 
 
 def _probe_tcp(address: Endpoint, endpoint: str, timeout: float) -> None:
@@ -130,7 +130,7 @@ def _probe(family: socket.AddressFamily, place: Any, endpoint: str, timeout: flo
         try:
             probe.connect(place)
         except OSError as error:
-            raise ServerGone(f"nobody serves: {error.strerror or error}", where=endpoint) from None
+            raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
 
 
 def _answer(dealer: frames_io.Socket) -> Envelope:

@@ -347,7 +347,7 @@ class Link:
         self._take_over()
         if self._liveness is not None and self._liveness.fd in ready:
             self._receive()  # what the server said before it went
-            raise _EndOfLink(ServerGone("the server is gone"))
+            raise _EndOfLink(ServerGone("the server has ended"))
         now = self._clock()
         if now >= wake_at:
             self._receive()  # this process may have been stopped: what is here by now was not late
@@ -378,7 +378,7 @@ class Link:
 
     def _full(self, item: Outgoing) -> KVFrameworkError:
         self._set_suspect(True)
-        return ServerGone("the server takes no more messages", where=item.spec.name)
+        return ServerGone("the server accepts no more messages", where=item.spec.name)
 
     def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
         try:
@@ -409,7 +409,7 @@ class Link:
                 if isinstance(error, HelloRequired):
                     raise _EndOfLink(error)
             elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
-                raise _EndOfLink(ServerGone("the server was started anew"))
+                raise _EndOfLink(ServerGone("the server was restarted"))
             else:
                 self._losses.told(told)
         except InvalidPayload as error:
@@ -458,7 +458,7 @@ class Link:
             self._silence_logged = False
             logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
         else:
-            logger.debug("one answer was late, the server is there")
+            logger.debug("one answer was late, the server answers")
         self._changed()
 
     def _log_silence(self, now: float) -> None:

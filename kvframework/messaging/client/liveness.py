@@ -16,7 +16,7 @@ from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA, peer_uid
 
 
 class LivenessLink:
-    """A connected liveness socket. Poll `fd` for reading: it becomes readable when the server is gone, never else.
+    """A connected liveness socket. Poll `fd` for reading: it becomes readable when the server has ended, never else.
 
     A forked child closes its copy by itself, so the server sees the end of the process that connected.
     """
@@ -79,4 +79,6 @@ def _receive_arena(sock: socket.socket, path: str) -> int | None:
         os.close(fd)
     if data == WITHOUT_ARENA:
         return None
-    raise ProtocolError("the liveness socket brought no descriptor", where=path, hint="is the limit of open files hit?")
+    raise ProtocolError(
+        "the liveness socket delivered no descriptor", where=path, hint="is the limit of open files reached?"
+    )

@@ -197,4 +197,4 @@ class LateAnswers:
         try:
             item.on_late(decode(envelope.payload, item.spec.response, where=f"response of {item.spec.name}"))
         except Exception:
-            logger.exception("a late answer to %s could not be given back", item.spec.name)
+            logger.exception("what a late answer to %s granted could not be released", item.spec.name)

@@ -131,7 +131,7 @@ class Gate:
                 self._failing = False
             except Exception:
                 if not self._failing:  # one line, not ten a second
-                    logger.exception("the gate goes on after an error of its own")
+                    logger.exception("the gate continues after an internal error")
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
@@ -170,7 +170,7 @@ class Gate:
             for listener in self._tcp:
                 syn_filter.drop_newcomers(listener, everybody=everybody, networks=networks)
         except OSError as error:
-            logger.error("the kernel does not hold off TCP connections for this process: %s", error.strerror)
+            logger.error("the kernel cannot defer TCP connections for this process: %s", error.strerror)
 
     def _show(self, shown: bool) -> None:
         try:
@@ -183,13 +183,13 @@ class Gate:
         now = self.doors
         for network, count in now.shut_out:
             if network in fresh:
-                logger.warning("%s holds %d TCP connections: further ones of it wait", shown(network), count)
+                logger.warning("%s holds %d TCP connections: further ones from it wait", shown(network), count)
         if before.tcp and not now.tcp:
             logger.warning("%d of %d descriptors are in use: new TCP connections wait", in_use, limit)
         if before.sessions and not now.sessions:
             logger.warning("%d of %d descriptors are in use: new clients are refused", in_use, limit)
         if before != Doors() and now == Doors():
-            logger.info("%d of %d descriptors are in use: everybody may come in again", in_use, limit)
+            logger.info("%d of %d descriptors are in use: new connections are accepted again", in_use, limit)
 
     def _peers(self) -> Counter[bytes] | None:
         """The accepted TCP connections of each peer, by the descriptors of this process; None if they cannot be

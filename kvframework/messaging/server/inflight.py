@@ -80,7 +80,7 @@ class InFlight:
         for one that was not taken."""
         handler = self._handlers.get(envelope.type)
         if handler is None:
-            raise UnknownRequest(f"there is no request {envelope.type!r}", hint="is its plugin configured?")
+            raise UnknownRequest(f"there is no request {envelope.type!r}", hint="configure the plugin that serves it")
         spec = handler.spec
         if (session.session_id, envelope.request_id) in self._calls:
             raise MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
@@ -107,7 +107,7 @@ class InFlight:
         size = sum(buffer.nbytes for buffer in envelope.buffers)
         if self._bytes[session.session_id] + size > MAX_BYTES_IN_FLIGHT:
             raise MessageTooLarge(
-                f"{self._bytes[session.session_id]} bytes of this client are in flight, {size} more came",
+                f"{self._bytes[session.session_id]} bytes of this client are in flight, {size} more arrived",
                 where=envelope.type,
                 available=f"at most {MAX_BYTES_IN_FLIGHT}",
                 hint="wait for answers before sending more",

@@ -248,7 +248,7 @@ class MessageServer:
             self._round(bound, until)
         except Exception:
             self.counters["loop_errors"] += 1
-            logger.exception("the serving loop goes on after an error of its own")
+            logger.exception("the serving loop continues after an internal error")
             time.sleep(0.01)
 
     def _round(self, bound: _Bound, until: float) -> None:
@@ -311,4 +311,4 @@ class MessageServer:
         while sessions and self._clock() < until:
             bound.dispatcher.end(sessions.pop())
         if sessions:
-            logger.warning("%d sessions end with the server, without a farewell of their own", len(sessions))
+            logger.warning("%d sessions end with the server, without a GOODBYE", len(sessions))

@@ -71,7 +71,7 @@ class SessionTable:
         """A new session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
         full; half of it is kept for local clients."""
         if identity in self._by_identity:
-            raise ProtocolError("this connection has said HELLO already")
+            raise ProtocolError("this connection has already sent HELLO")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
         if taken >= most or len(self._by_token) >= self._max:
             raise ServerFull(
@@ -93,7 +93,7 @@ class SessionTable:
         routing id belongs to another session or there are too many."""
         session = self._by_token.get(token)
         if session is None:
-            raise HelloRequired("there is no such session to join", hint="say HELLO without a session")
+            raise HelloRequired("there is no such session to join", hint="send HELLO without a session")
         if self._by_identity.get(identity, session) is not session:
             raise ProtocolError("this connection belongs to another session")
         if identity not in session.identities and len(session.identities) >= MAX_IDENTITIES:

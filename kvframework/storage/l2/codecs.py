@@ -29,7 +29,7 @@ class CodecTable:
                 try:
                     self._codecs[name] = self._makers[name]()
                 except Exception as error:  # noqa: BLE001  whatever a plugin raises, its values are misses
-                    log.error("codec %s is of no use: %s", name, error)
+                    log.error("codec %s cannot be used: %s", name, error)
                     self._codecs[name] = None
             return self._codecs[name]
 

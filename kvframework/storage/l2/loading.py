@@ -247,7 +247,7 @@ def _call(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
-        log.exception("what was to follow a load failed")
+        log.exception("the callback of a load failed")
 
 
 def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[int]) -> list[list[int]]:

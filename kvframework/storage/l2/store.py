@@ -1,6 +1,6 @@
 """Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
 
-Called from the storage threads (write-back, prefetch), never from the serving thread. Each operation comes twice: as
+Called from the storage threads (writes, prefetch), never from the serving thread. Each operation comes twice: as
 steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
 tier to make room, which may take `SCAN_S`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvframework.api import Outcome, PackedKey, Tier, TierUsage
@@ -37,8 +37,8 @@ class L2Store:
     it is closed.
 
     `codec` packs what is written; what is read may have been packed by any of `codecs`. `layout_of` gives the
-    fingerprint of a namespace's object layout. `capabilities` are what the tier's provider declares. `breaker` is the
-    model of the tier's circuits, `clock` another one than the tier's own only in a simulation.
+    fingerprint of a namespace's object layout. `breaker` is the model of the tier's circuits, `clock` another one than
+    the tier's own only in a simulation.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class L2Store:
         *,
         timeout_s: float,
         breaker: Breaker | None = None,
-        capabilities: Iterable[str] = (),
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
@@ -56,7 +55,7 @@ class L2Store:
     ) -> None:
         self.name = tier.name
         self.timeout_s = timeout_s
-        self.capabilities = frozenset(capabilities)
+        self.capabilities = frozenset(tier.capabilities())
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -80,7 +79,7 @@ class L2Store:
     @property
     def wants_touches(self) -> bool:
         """Whether the tier forgets what is not used."""
-        return bool(self.capabilities & {"ttl", "scan"})
+        return "touch" in self.capabilities
 
     def wait_s(self, *calls: str) -> float:
         """Seconds until the circuits let these calls through; without any, those that `put` makes."""
@@ -112,7 +111,7 @@ class L2Store:
         self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it is none that was stored here")
+                yield from self._discard(key, "it was not stored by this framework")
         return [outcome is Outcome.FOUND for outcome in outcomes]
 
     def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
@@ -127,7 +126,7 @@ class L2Store:
         def receive(deadline: float) -> list[int | Outcome]:
             answers = self._tier.get_into(keys, parts, deadline=deadline)
             if Outcome.FOUND in answers:
-                raise TierError("the tier does not tell how many bytes it received", where=self.name)
+                raise TierError("the tier does not report how many bytes it received", where=self.name)
             return answers
 
         outcomes = yield from self._each("get_into", keys, receive)
@@ -196,10 +195,10 @@ class L2Store:
             if stale and not (yield from self.answers_steps()):
                 return
             self._calls.presume_writable()
-            if "capacity" in self.capabilities:
+            if "usage" in self.capabilities:
                 yield from self._ask_usage()
         except TierError:
-            log.debug("tier %s: it does not work now", self.name)
+            log.debug("tier %s: it does not work at the moment", self.name)
 
     def close(self) -> None:
         """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
@@ -223,7 +222,7 @@ class L2Store:
     def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> Steps[bool]:
         if isinstance(outcome, Outcome):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it is none that was stored here")
+                yield from self._discard(key, "it was not stored by this framework")
             return False
         try:
             name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
@@ -259,7 +258,7 @@ class L2Store:
 
     @property
     def _keeps_room(self) -> bool:
-        return self.capabilities >= {"capacity", "scan"}
+        return self.capabilities >= {"scan", "usage"}
 
     def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
         """Deletes what was used longest ago, if values of `sizes`, and what other writers are writing, would fill the

@@ -1,4 +1,4 @@
-"""The storage threads: each tier's, for its write-back and for its loads. Each takes its controller's steps, one after
+"""The storage threads: each tier's, for its writes and for its loads. Each takes its controller's steps, one after
 the other; all decisions are the controllers'."""
 
 from __future__ import annotations

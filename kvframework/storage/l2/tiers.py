@@ -1,4 +1,4 @@
-"""All L2 tiers in their order: tells each one's write-back what happens in L1, and gives prefetch the stores.
+"""All L2 tiers in their order: each tier's writer hears what happens in L1, and prefetch gets the stores.
 
 Events come from the serving thread and the storage threads; none of them blocks but `delete` and `drain`.
 """
@@ -14,8 +14,8 @@ from kvframework.api import PackedKey
 from kvframework.bounded import call_within
 from kvframework.errors import TierError
 from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.write_policy import AtOnce, WritePolicy
-from kvframework.storage.l2.writeback import PinnedSource, WriteBack
+from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
+from kvframework.storage.l2.writer import PinnedSource, TierWriter
 from kvframework.storage.namespaces import NamespaceRecords
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and how it is written to and read. `promote`: it also gets what a later tier had. `loads`
-    and `writes` are how many loads and batches of the write-back call it at once."""
+    and `writes` are how many loads and batches of writes call it at once."""
 
     store: L2Store
-    policy: WritePolicy = field(default_factory=AtOnce)
+    policy: WritePolicy = field(default_factory=WriteThrough)
     write_queue: int = 1024
     promote: bool = True
     loads: int = 2
@@ -46,8 +46,8 @@ class Tiers:
     ) -> None:
         self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
-        self.writebacks = [
-            WriteBack(
+        self.writers = [
+            TierWriter(
                 source,
                 tier.store,
                 records,
@@ -58,8 +58,8 @@ class Tiers:
             )
             for tier in attached
         ]
-        self._watching_uses = [writeback for writeback in self.writebacks if writeback.watches_uses]
-        self._watching_l1 = [writeback for writeback in self.writebacks if writeback.watches_removals]
+        self._watching_uses = [writer for writer in self.writers if writer.watches_uses]
+        self._watching_l1 = [writer for writer in self.writers if writer.watches_removals]
 
     @property
     def watches_uses(self) -> bool:
@@ -67,28 +67,28 @@ class Tiers:
         return bool(self._watching_uses)
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
-        for writeback in self.writebacks:
-            writeback.committed(keys)
+        for writer in self.writers:
+            writer.committed(keys)
 
     def used(self, keys: Sequence[PackedKey]) -> None:
-        for writeback in self._watching_uses:
-            writeback.used(keys)
+        for writer in self._watching_uses:
+            writer.used(keys)
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
         """Objects that came from `source`: a use there, and worth having in the tiers before it."""
-        for writeback in self.writebacks:
-            if writeback.store is source:
-                writeback.used(keys)
+        for writer in self.writers:
+            if writer.store is source:
+                writer.used(keys)
                 return
-            writeback.promoted(keys)
+            writer.promoted(keys)
 
     def leaving(self, keys: Sequence[PackedKey]) -> set[PackedKey]:
         """Those of `keys` that L1 is to keep until they are written."""
-        return {key for writeback in self._watching_l1 for key in writeback.leaving(keys)}
+        return {key for writer in self._watching_l1 for key in writer.leaving(keys)}
 
     def removed(self, key: PackedKey) -> None:
-        for writeback in self._watching_l1:
-            writeback.removed(key)
+        for writer in self._watching_l1:
+            writer.removed(key)
 
     def delete(self, keys: Sequence[PackedKey]) -> None:
         """Deletes everywhere. Blocking; raises `TierError`, after all were asked, if one failed."""
@@ -104,24 +104,24 @@ class Tiers:
 
     def status(self) -> list[dict[str, object]]:
         return [
-            {**tier.store.status(), **writeback.status(), "loads": tier.loads, "writes": tier.writes}
-            for tier, writeback in zip(self.attached, self.writebacks, strict=True)
+            {**tier.store.status(), **writer.status(), "loads": tier.loads, "writes": tier.writes}
+            for tier, writer in zip(self.attached, self.writers, strict=True)
         ]
 
     def drain(self, timeout_s: float) -> None:
         """Waits for what is on its way, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for writeback in self.writebacks:
-            if not writeback.drain(max(deadline - time.monotonic(), 0.0)):
-                log.warning("%d objects never came to %s", writeback.pending, writeback.store.name)
+        for writer in self.writers:
+            if not writer.drain(max(deadline - time.monotonic(), 0.0)):
+                log.warning("%d objects were not written to %s", writer.pending, writer.store.name)
 
     def stop(self) -> None:
         """Nothing more is written after the calls in flight. Does not wait."""
-        for writeback in self.writebacks:
-            writeback.stop()
+        for writer in self.writers:
+            writer.stop()
 
     def close(self, timeout_s: float) -> None:
         """Closes the tiers, which ends their calls in flight; waits for that up to `timeout_s`."""
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
-            log.error("the end of %s takes too long", " and ".join(late))
+            log.error("closing %s takes too long", " and ".join(late))

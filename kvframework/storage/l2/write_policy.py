@@ -1,6 +1,6 @@
-"""Owns the write policies: which objects go to an L2 tier, and when. Pure: no I/O, no lock, no clock.
+"""The write policies: which objects go to an L2 tier, and when. Pure: no I/O, no lock, no clock.
 
-The write-back of one tier asks its policy on every event and queues what the answer names.
+The writer of one tier asks its policy on every event and queues what the answer names.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class WritePolicy(ABC):
         return False
 
 
-class AtOnce(WritePolicy):
-    """Every object, as soon as it is committed."""
+class WriteThrough(WritePolicy):
+    """Every object, as soon as it is committed: `write_through`."""
 
-    name = "at_once"
+    name = "write_through"
     watches_l1 = False
 
     def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
@@ -60,10 +60,10 @@ class AtOnce(WritePolicy):
         return keys
 
 
-class OnSecondUse(WritePolicy):
-    """What is used a second time: what is asked for once costs the tier nothing."""
+class WriteThroughSelective(WritePolicy):
+    """An object at its second use: `write_through_selective`. What is used once costs the tier nothing."""
 
-    name = "second_use"
+    name = "write_through_selective"
 
     def __init__(self) -> None:
         self._once: set[PackedKey] = set()
@@ -93,10 +93,10 @@ class OnSecondUse(WritePolicy):
         return False
 
 
-class OnEviction(WritePolicy):
-    """What L1 has no room for any more: the tier holds what L1 does not."""
+class WriteBack(WritePolicy):
+    """An object at its eviction from L1: `write_back`. The tier holds what L1 does not."""
 
-    name = "on_eviction"
+    name = "write_back"
 
     def __init__(self) -> None:
         self._unwritten: set[PackedKey] = set()
@@ -119,4 +119,6 @@ class OnEviction(WritePolicy):
         return lost
 
 
-WRITE_POLICIES: dict[str, type[WritePolicy]] = {policy.name: policy for policy in (AtOnce, OnSecondUse, OnEviction)}
+WRITE_POLICIES: dict[str, type[WritePolicy]] = {
+    policy.name: policy for policy in (WriteThrough, WriteThroughSelective, WriteBack)
+}

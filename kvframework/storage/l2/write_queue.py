@@ -1,5 +1,5 @@
 """What is on its way to one L2 tier: which objects wait, are being sent, or were refused and wait to be tried again. A
-pure state machine: no I/O, no clock, no lock (the write-back serialises calls).
+pure state machine: no I/O, no clock, no lock (the writer serialises calls).
 
 Each object that was taken on ends in one way: written, lost (it left L1 before), or given up. What is offered beyond
 the bound is dropped. Several batches may be under way; an object is in one of them at most, so that no two writers

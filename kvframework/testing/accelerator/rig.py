@@ -19,6 +19,8 @@ from kvframework.testing.transport.rig import TransportRig
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["SimulatedRig"]
+
 LATER_S = 0.2
 LEAD_BYTES = 1280
 

@@ -33,7 +33,7 @@ CONTENTS = {
 class CodecKit(NamedKit):
     """What an author may give. Required is either `use` or a `make_codec` fixture."""
 
-    role = CodecProvider
+    descriptor = CodecProvider
 
     examples: ClassVar[int] = 60
     """How many made-up objects, and kinds of damage, are tried."""

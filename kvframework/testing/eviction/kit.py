@@ -19,7 +19,7 @@ MIB = 1 << 20
 class EvictionKit(NamedKit):
     """What an author may give. Required is either `use` or a `make_policy` fixture."""
 
-    role = EvictionProvider
+    descriptor = EvictionProvider
 
     examples: ClassVar[int] = 60
     """How many sequences of calls are compared with a set."""

@@ -97,6 +97,9 @@ class FaultyTier(Tier):
         self._call()
         return self._inner.scan(deadline=deadline)
 
+    def capabilities(self) -> frozenset[str]:
+        return self._inner.capabilities()
+
     def ping(self, *, deadline: float) -> None:
         self._call()
         self._inner.ping(deadline=deadline)

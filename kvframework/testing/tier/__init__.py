@@ -8,10 +8,10 @@ Either name the plugin, which is found, checked and created as a server does it:
         use = "mystore"                             # the entry point `tier.mystore`
         options = {"url": "mystore://127.0.0.1"}    # or a fixture `tier_options`
 
-or give a fixture, and say what the tier can do:
+or give a fixture:
 
     class TestMyStore(TierConformance):
-        capabilities = frozenset({"shared"})
+        shared = True                               # several nodes may use one store
 
         @pytest.fixture
         def tier(self):
@@ -64,7 +64,7 @@ class TierConformance(
 ):
     """Subclass it; see the module.
 
-    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `capabilities`, `persistent`, `patience_s`,
+    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`,
     `grace_s`, `time_step_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
     the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their texts.
 

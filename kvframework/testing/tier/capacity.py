@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `capacity`: `usage` follows what is stored, and a full tier says so."""
+"""Tests of tiers that have `usage`: it follows what is stored, and a full tier says so."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ LARGEST = 64 << 20
 
 
 class CapacityTests(TierKit):
-    """For tiers that declare `capacity`."""
+    """For tiers that have `usage`."""
 
     @pytest.fixture
-    def measured(self, tier: Tier, declared: frozenset[str]) -> Tier:
-        if "capacity" not in declared:
-            pytest.skip("the tier does not declare capacity")
+    def measured(self, tier: Tier) -> Tier:
+        if "usage" not in tier.capabilities():
+            pytest.skip("the tier has no usage")
         return tier
 
     @pytest.fixture
-    def fillable(self, declared: frozenset[str], request: pytest.FixtureRequest) -> Tier:
-        if "capacity" not in declared:
-            pytest.skip("the tier does not declare capacity")
+    def fillable(self, measured: Tier, request: pytest.FixtureRequest) -> Tier:
         tier: Tier = request.getfixturevalue("small_tier")
         assert 0 < self.capacity_of(tier) <= LARGEST, "it holds more than 64 MiB"
         return tier

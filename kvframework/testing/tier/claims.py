@@ -1,30 +1,19 @@
-"""Owns the tests of what a tier says of itself: its capabilities exist, and what it does not declare it refuses."""
+"""Tests of what a tier says of itself: its name, and which optional methods it has."""
 
 from __future__ import annotations
 
-import pytest
-
-from kvframework.api import TIER_CAPABILITIES, Tier
+from kvframework.api import Tier
+from kvframework.api.tier import OPTIONAL_METHODS
 from kvframework.testing.tier.kit import TierKit
 
 
 class ClaimTests(TierKit):
-    """A capability that is declared is tested with what it promises, in the tests of its own name."""
-
-    def test_every_declared_capability_exists(self, declared: frozenset[str]) -> None:
-        unknown = sorted(declared - TIER_CAPABILITIES.keys())
-        assert not unknown, f"unknown: {', '.join(unknown)}; there are {', '.join(TIER_CAPABILITIES)}"
+    """Each optional method that a tier has is tested with what it promises, in the tests of its own name."""
 
     def test_it_has_a_name(self, tier: Tier) -> None:
         assert isinstance(tier.name, str)
         assert tier.name
 
-    def test_an_undeclared_usage_is_refused(self, tier: Tier, declared: frozenset[str]) -> None:
-        if "capacity" in declared:
-            pytest.skip("the tier declares capacity")
-        self.must_raise("usage", lambda: tier.usage(deadline=self.soon()), "capacity is not declared")
-
-    def test_an_undeclared_scan_is_refused(self, tier: Tier, declared: frozenset[str]) -> None:
-        if "scan" in declared:
-            pytest.skip("the tier declares scan")
-        self.must_raise("scan", lambda: list(tier.scan(deadline=self.soon())), "scan is not declared")
+    def test_its_capabilities_are_optional_methods(self, tier: Tier) -> None:
+        unknown = sorted(tier.capabilities() - set(OPTIONAL_METHODS))
+        assert not unknown, f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIONAL_METHODS)}"

@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `ttl`: values expire, and being stored or touched prolongs their life."""
+"""Tests of tiers whose values expire: being stored or touched prolongs their life."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
 
 
 class ExpiryTests(TierKit):
-    """For tiers that declare `ttl`. No time to live is known to the kit: one value is kept alive while another goes."""
-
-    @pytest.fixture
-    def expiring(self, declared: frozenset[str], request: pytest.FixtureRequest) -> Tier:
-        """A tier whose values expire within `patience_s`."""
-        if "ttl" not in declared:
-            pytest.skip("the tier does not declare ttl")
-        tier: Tier = request.getfixturevalue("ttl_tier")
-        return tier
+    """For a `ttl_tier`. No time to live is known to the kit: one value is kept alive while another goes."""
 
     def until_it_expires(self, tier: Tier, key: bytes, meanwhile: Callable[[], None]) -> None:
         deadline = self.soon()
@@ -29,28 +21,30 @@ class ExpiryTests(TierKit):
             meanwhile()
             time.sleep(0.02)
 
-    def test_a_value_expires(self, expiring: Tier) -> None:
+    def test_a_value_expires(self, ttl_tier: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(expiring, key, b"value")
-        self.must_load(expiring, key, b"value")
-        self.until_it_expires(expiring, key, lambda: None)
-        assert self.load(expiring, key, 5)[0] is MISSING
-        assert expiring.delete([key], deadline=self.soon()) == [MISSING]
-        self.store(expiring, key, b"again")
-        self.must_load(expiring, key, b"again")
+        self.store(ttl_tier, key, b"value")
+        self.must_load(ttl_tier, key, b"value")
+        self.until_it_expires(ttl_tier, key, lambda: None)
+        assert self.load(ttl_tier, key, 5)[0] is MISSING
+        assert ttl_tier.delete([key], deadline=self.soon()) == [MISSING]
+        self.store(ttl_tier, key, b"again")
+        self.must_load(ttl_tier, key, b"again")
 
-    def test_a_touched_value_lives_longer(self, expiring: Tier) -> None:
+    def test_a_touched_value_lives_longer(self, ttl_tier: Tier) -> None:
+        if "touch" not in ttl_tier.capabilities():
+            pytest.skip("the tier has no touch")
         touched, left = self.fresh_keys(2)
-        self.store(expiring, touched, b"touched")
-        self.store(expiring, left, b"left")
-        self.until_it_expires(expiring, left, lambda: expiring.touch([touched], deadline=self.soon()))
-        self.must_load(expiring, touched, b"touched")
-        self.until_it_expires(expiring, touched, lambda: None)
+        self.store(ttl_tier, touched, b"touched")
+        self.store(ttl_tier, left, b"left")
+        self.until_it_expires(ttl_tier, left, lambda: ttl_tier.touch([touched], deadline=self.soon()))
+        self.must_load(ttl_tier, touched, b"touched")
+        self.until_it_expires(ttl_tier, touched, lambda: None)
 
-    def test_a_value_that_is_stored_again_lives_longer(self, expiring: Tier) -> None:
+    def test_a_value_that_is_stored_again_lives_longer(self, ttl_tier: Tier) -> None:
         stored, left = self.fresh_keys(2)
-        self.store(expiring, stored, b"stored")
-        self.store(expiring, left, b"left")
-        self.until_it_expires(expiring, left, lambda: self.store(expiring, stored, b"again!"))
-        self.must_load(expiring, stored, b"again!")
-        assert expiring.delete([stored], deadline=self.soon()) == [DELETED]
+        self.store(ttl_tier, stored, b"stored")
+        self.store(ttl_tier, left, b"left")
+        self.until_it_expires(ttl_tier, left, lambda: self.store(ttl_tier, stored, b"again!"))
+        self.must_load(ttl_tier, stored, b"again!")
+        assert ttl_tier.delete([stored], deadline=self.soon()) == [DELETED]

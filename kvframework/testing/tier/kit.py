@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvframework.api import PACKED_KEY_BYTES, Buffer, Options, Outcome, PackedKey, Tier, TierContext, TierProvider
+from kvframework.api import PACKED_KEY_BYTES, Buffer, Options, Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable, TierError
 from kvframework.registry import PluginRegistry, resolve_table
@@ -29,19 +29,19 @@ class TierKit:
     options: ClassVar[Mapping[str, object]] = {}
     """Its options, as in its `[[l2]]` table."""
 
-    capabilities: ClassVar[frozenset[str]] = frozenset()
-    """What a tier that comes from a fixture can do. With `use`, the provider says it."""
+    shared: ClassVar[bool] = False
+    """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
 
     persistent: ClassVar[bool] = True
     """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""
 
     ttl_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use` and the capability `ttl`: options (merged over `tier_options`) by which values expire after some
+    """With `use`, for a tier whose values expire: options (merged over `tier_options`) by which they do so after some
     seconds."""
 
     capacity_options: ClassVar[Mapping[str, object] | None] = None
-    """With `use` and the capability `capacity`: options (merged over `tier_options`) by which the tier holds
-    at most 64 MiB."""
+    """With `use`, for a tier that has `usage`: options (merged over `tier_options`) by which the tier holds at most
+    64 MiB."""
 
     patience_s: ClassVar[float] = 20.0
     """The deadline of every call that should succeed."""
@@ -106,10 +106,10 @@ class TierKit:
         for tier in self._opened:
             tier.close()
 
-    @pytest.fixture
-    def declared(self) -> frozenset[str]:
-        """The capabilities of the tier."""
-        return frozenset(self.resolve()[0].capabilities if self.use else self.capabilities)
+    @property
+    def is_shared(self) -> bool:
+        """Whether the tier promises that several nodes may use one store."""
+        return self.resolve()[0].shared if self.use else self.shared
 
     def resolve(self, more: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
         """The provider that `use` names, and its options, as a server gets them. Skips if it cannot run here."""
@@ -124,7 +124,7 @@ class TierKit:
     def open_by_name(self, more: Mapping[str, object] | None = None) -> Tier:
         """A tier as a server makes it, with `more` options."""
         provider, options = self.resolve(more)
-        tier: Tier = provider.create(options, TierContext("[[l2]] #1"))
+        tier: Tier = provider.create(options, TableContext("[[l2]] #1"))
         return tier
 
     def closed_later(self, tier: Tier) -> Tier:

@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `scan`: it lists what is there, how large it is, and when it was last used."""
+"""Tests of tiers that have `scan`: it lists what is there, how large it is, and when it was last used."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MANY = 2500
 
 
 class ListingTests(TierKit):
-    """For tiers that declare `scan`. The store may hold other values than those of the tests."""
+    """For tiers that have `scan`. The store may hold other values than those of the tests."""
 
     @pytest.fixture
-    def listed(self, tier: Tier, declared: frozenset[str]) -> Tier:
-        if "scan" not in declared:
-            pytest.skip("the tier does not declare scan")
+    def listed(self, tier: Tier) -> Tier:
+        if "scan" not in tier.capabilities():
+            pytest.skip("the tier has no scan")
         return tier
 
     def scan(self, tier: Tier, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:

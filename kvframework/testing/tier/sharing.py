@@ -1,4 +1,4 @@
-"""Owns the tests of the capability `shared`: two tiers, as of two nodes, on one store at the same time."""
+"""Tests of `shared` tiers: two, as of two nodes, on one store at the same time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORE
 
 
 class SharingTests(TierKit):
-    """For tiers that declare `shared`."""
+    """For tiers that are `shared`."""
 
     @pytest.fixture
-    def other(self, tier: Tier, declared: frozenset[str]) -> Tier:
+    def other(self, tier: Tier) -> Tier:
         """A second tier over the store of `tier`."""
-        if "shared" not in declared:
-            pytest.skip("the tier does not declare shared")
+        if not self.is_shared:
+            pytest.skip("the tier is not shared")
         if not self.use and type(self).reopen is TierKit.reopen:
-            pytest.fail("the tier declares shared: give `reopen(tier)`, a second tier over the same store")
+            pytest.fail("the tier is shared: give `reopen(tier)`, a second tier over the same store")
         return self.another(tier)
 
     def test_each_sees_what_the_other_stores(self, tier: Tier, other: Tier) -> None:

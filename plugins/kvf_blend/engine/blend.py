@@ -187,9 +187,7 @@ class BlendTransformers:
         loaded = loaded if loaded is not None else self.restore(tokens, separator=separator, ranges=ranges)
         held = loaded.held
         if held.tokens != len(tokens):
-            raise RequestError(
-                f"what was loaded is of {held.tokens} tokens", where="loaded", available=str(len(tokens))
-            )
+            raise RequestError(f"the loaded KV has {held.tokens} tokens", where="loaded", available=str(len(tokens)))
         try:
             now = self._model.now()
         except Exception as error:  # noqa: BLE001 - a model without a name computes as without a cache

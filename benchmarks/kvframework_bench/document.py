@@ -1,0 +1,126 @@
+"""The document of one run, which `--json` prints. Every figure of it comes from one run on one machine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvframework_bench.contention.figures import ContentionFigures
+from kvframework_bench.cuda.figures import CudaFigures
+from kvframework_bench.l2.figures import L2Figures
+from kvframework_bench.machine import Load, Machine
+from kvframework_bench.rounds import Latency, Spread
+from kvframework_bench.scale.figures import ScaleFigures
+from kvframework_bench.server import Resident
+
+
+class Throughput(msgspec.Struct, frozen=True):
+    """`nbytes` moved once, in GB (10^9 bytes) a second."""
+
+    name: str
+    nbytes: int
+    gb_s: Spread
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """A bare message of `nbytes` there and back."""
+
+    nbytes: int
+    latency: Latency
+
+
+class ServerAtRest(msgspec.Struct, frozen=True):
+    """`memory` besides the arena is `anon` and `file`; `start_s` from the start of the process to its first answer."""
+
+    memory: Resident
+    torch_loaded: bool
+    start_s: Spread
+    idle_cores: float
+
+
+class HostFigures(msgspec.Struct, frozen=True):
+    """`copy` names the fastest of `copies`: the reference of all bulk figures."""
+
+    copies: list[Throughput]
+    copy: str
+    echoes: list[Echo]
+    transfers: list[Throughput]
+    server: ServerAtRest
+
+
+class RequestFigures(msgspec.Struct, frozen=True):
+    """A request and its answer as the caller sees them, next to a bare echo of the request's size. `target_ratio` is
+    aimed at, 0 for none."""
+
+    name: str
+    tokens: int
+    request_bytes: int
+    latency: Latency
+    echo: Latency
+    ratio: Spread
+    target_ratio: float = 0.0
+
+
+class HashFigures(msgspec.Struct, frozen=True):
+    """Hashing a request once: from the engine's list of token ids, and `packed`, from bytes. The ratios are to one
+    pass of the bare hash over the same bytes, None if there is no such."""
+
+    tokens: int
+    hasher: str
+    latency: Latency
+    ratio: Spread | None
+    packed: Latency
+    packed_ratio: Spread | None
+
+
+class LookupFigures(msgspec.Struct, frozen=True):
+    requests: list[RequestFigures]
+    hashing: list[HashFigures]
+
+
+class TransferFigures(msgspec.Struct, frozen=True):
+    """Stores or retrieves. `first_gb_s` is that of the first one, which a store begins without a page of the arena
+    mapped in this process. `ratio_to_copy` and `ratio_to_zmq` are shares of the references' speed, the latter for the
+    wire path only."""
+
+    gb_s: Spread
+    first_gb_s: float
+    ratio_to_copy: Spread
+    ratio_to_zmq: Spread | None = None
+
+
+class ShapeFigures(msgspec.Struct, frozen=True):
+    """`verified` says that every byte was compared after the first and after the last retrieve."""
+
+    shape: str
+    summary: str
+    bytes_per_token: int
+    tokens: int
+    nbytes: int
+    rounds: int
+    verified: bool
+    copy: Throughput
+    store: TransferFigures
+    retrieve: TransferFigures
+    target_ratio: float
+
+
+class StoreFigures(msgspec.Struct, frozen=True):
+    path: str
+    blocks: str
+    shapes: list[ShapeFigures]
+
+
+Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures | ContentionFigures | CudaFigures
+
+
+class Document(msgspec.Struct, frozen=True):
+    """One run of one bench. `quick` says that sizes and rounds were small: no figures to publish."""
+
+    bench: str
+    quick: bool
+    machine: Machine
+    load: Load
+    figures: Figures
+
+    def as_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self)).decode()

@@ -1,0 +1,166 @@
+"""An engine instance with paged KV memory: stores of its source blocks, retrieves into its target blocks.
+
+It uses `WorkerAdapter`, as an engine integration does. For one thread; every call blocks until the bytes are
+moved. Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from kvframework.api import DIGEST_BYTES
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.wire import messages as m
+from kvframework_bench.errors import BenchFailed, WrongBytes
+from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
+
+AXES = ("plane", "block", "token", "head", "dim")
+_POISON = 0xA5
+
+
+class PagedMemory:
+    """One tensor a layer, `[plane, block, token, head, dim]`, with `source` and `target` blocks of one request each.
+
+    All of it is random and so touched. `shuffled` blocks lie anywhere, as after a while in an engine; else each
+    request's blocks are neighbours.
+    """
+
+    def __init__(self, shape: Shape, *, shuffled: bool, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, shape.dtype)
+        dims = (2, 2 * shape.blocks, BLOCK_TOKENS, shape.heads, shape.head_dim)
+        self.kv: dict[str, torch.Tensor] = {}
+        for layer in range(shape.layers):
+            words = torch.empty(shape.nbytes * 2 // shape.layers // 8, dtype=torch.int64)
+            self.kv[f"layers.{layer}"] = words.random_(generator=generator).view(dtype).view(dims)
+        ids = list(range(2 * shape.blocks))
+        if shuffled:
+            random.Random(seed).shuffle(ids)
+        self.source, self.target = ids[: shape.blocks], ids[shape.blocks :]
+
+    def poison(self) -> None:
+        """Fills the target with one byte over and over, so that what is not loaded is seen."""
+        for kv in self.kv.values():
+            _bytes(kv)[:, self.target] = _POISON
+
+    def verify(self) -> None:
+        """Raises `WrongBytes`, naming the first place, unless the target equals the source byte for byte."""
+        for name, kv in self.kv.items():
+            data = _bytes(kv)
+            wrong = (data[:, self.source] != data[:, self.target]).nonzero()
+            if len(wrong):
+                plane, block, token = wrong[0].tolist()[:3]
+                raise WrongBytes(
+                    f"{len(wrong)} bytes of {name} are not what was stored",
+                    where=f"plane {plane}, token {block * BLOCK_TOKENS + token}",
+                    hint="this is a bug of the transport; no figures are reported",
+                )
+
+
+def _bytes(kv: torch.Tensor) -> torch.Tensor:
+    # NaNs are unequal to themselves; bytes are not.
+    return kv.view(torch.uint8)
+
+
+def block_ids(blocks: Sequence[int]) -> list[list[int]]:
+    """Of the one layer group."""
+    return [list(blocks)]
+
+
+_TIMEOUT_S = 60.0
+
+
+class Transfers:
+    """Registers at once. Raises what registration raises."""
+
+    def __init__(
+        self,
+        client: KVClient,
+        shape: Shape,
+        memory: PagedMemory,
+        options: Mapping[str, object],
+        *,
+        instance_id: int = 1,
+    ) -> None:
+        self.memory = memory
+        self.model_name = f"bench {shape.name}"
+        self._client = client
+        self._tokens = shape.tokens
+        self._worker = WorkerAdapter(
+            client,
+            instance_id=instance_id,
+            model_name=self.model_name,
+            transport=TRANSPORT,
+            transport_options=options,
+            layout_options={"axes": AXES},
+        )
+        registration = self._worker.register_kv_caches(memory.kv, block_size=BLOCK_TOKENS)
+        desc = registration.desc
+        self.namespace = registration.namespace
+        self.chunk_tokens = desc.chunk_tokens
+        self.object_bytes = desc.nbytes
+        self._chunks = shape.tokens // desc.chunk_tokens
+        # Digests are computed once a request, so not here, where bytes are timed.
+        self.request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
+        self.request.extend(range(shape.tokens))
+        self._source, self._target = block_ids(memory.source), block_ids(memory.target)
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.close()
+
+    def scheduler(self) -> SchedulerAdapter:
+        """The scheduler's side of the same engine."""
+        return SchedulerAdapter(
+            self._client, model_name=self.model_name, namespace=self.namespace, chunk_tokens=self.chunk_tokens
+        )
+
+    def store(self) -> float:
+        """The seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is stored."""
+        cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
+        if cleared.in_use:
+            raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
+        return self._stored(self.request)
+
+    def store_new(self) -> float:
+        """The seconds of one store of a new prompt, for which L1 evicts. Raises as `store` does."""
+        # Its digests are another's, as if it were: no time goes to hashing.
+        digests = os.urandom(DIGEST_BYTES * self._chunks)
+        return self._stored(RequestHashes(self._client.hasher, self.chunk_tokens, request_id="new", digests=digests))
+
+    def retrieve(self) -> float:
+        """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
+        started = time.perf_counter()
+        outcome = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        self._worker.get_finished()
+        if not outcome.ok:
+            raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
+        return seconds
+
+    def verify(self) -> float:
+        """`retrieve` into poisoned blocks. Raises `WrongBytes` unless what came is what was stored."""
+        self.memory.poison()
+        seconds = self.retrieve()
+        self.memory.verify()
+        return seconds
+
+    def _stored(self, request: RequestHashes) -> float:
+        started = time.perf_counter()
+        future = self._worker.submit_store(request, 0, self._tokens, self._source)
+        outcome = future.result(_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        self._worker.get_finished()
+        if not outcome.ok or outcome.stored != self._chunks:
+            raise BenchFailed(f"a store of {self._chunks} chunks ended with {outcome}")
+        return seconds

@@ -1,0 +1,60 @@
+"""The errors of benchmarks, and the record of a part that cannot be measured on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from kvframework.errors import KVFrameworkError
+
+
+class BenchFailed(KVFrameworkError, RuntimeError):
+    """A benchmark could not run to its end, or something that it needs failed.
+
+    What to do: the text says which process or check failed."""
+
+    code = "bench.failed"
+
+
+class BenchUnavailable(KVFrameworkError):
+    """Something that a part measures is missing: a package is not installed, or the transport has no such path.
+
+    What to do: install what it names, or leave that part out."""
+
+    code = "bench.unavailable"
+
+
+class WrongBytes(BenchFailed):
+    """What came back is not what was stored, so its speed means nothing.
+
+    What to do: do not use this build; report it with the machine and the command."""
+
+    code = "bench.wrong_bytes"
+
+
+T = TypeVar("T")
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    what: str
+    reason: str
+    hint: str
+
+
+def measure_or_skip(skipped: list[Skipped], what: str, make: Callable[[], T]) -> T | None:
+    """What `make` gives; None, and a line more in `skipped`, if it raises `BenchUnavailable`."""
+    try:
+        return make()
+    except BenchUnavailable as error:
+        skipped.append(Skipped(what, error.fact, error.hint))
+        return None
+
+
+def require_torch() -> None:
+    """Raises `BenchUnavailable` where no engine's tensors can be played. Imports nothing."""
+    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[torch]"')

@@ -1,0 +1,181 @@
+"""The figures of `kvframework bench l2` and their tables. Rates are GB (10^9 bytes) a second of the objects'
+bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from rich.table import Table
+
+from kvframework.api import ByteSize
+from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, new_table, skipped_table
+from kvframework_bench.errors import Skipped
+from kvframework_bench.rounds import Latency, Spread
+
+
+class RedisRow(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. `reference` is the faster case of a plain
+    client, and `tool_gb_s` the rate of redis-benchmark, None without it."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference: str
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    tool_gb_s: Spread | None
+    target_ratio: float
+
+
+class RedisFigures(msgspec.Struct, frozen=True):
+    """`version` is the server's; everything goes over its Unix socket."""
+
+    version: str
+    rows: list[RedisRow]
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """A prompt that only Redis has: `to_l1` from LOOKUP until it is pinned, `to_engine` until it is in the engine's
+    memory. `verified` says that every byte was compared after the first and after the last."""
+
+    shape: str
+    object_bytes: int
+    nbytes: int
+    verified: bool
+    reference: str
+    reference_gb_s: Spread
+    to_l1_gb_s: Spread
+    to_engine_gb_s: Spread
+    ratio_to_reference: Spread
+
+
+class DiskRow(msgspec.Struct, frozen=True):
+    """`cached` is the share of the tier's files in the page cache: before they were read, after they were written."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    cached: float
+
+
+class DiskFigures(msgspec.Struct, frozen=True):
+    file_system: str
+    rows: list[DiskRow]
+
+
+class StalledRow(msgspec.Struct, frozen=True):
+    """LOOKUP of a prompt wholly in L1. `tier_state` is that of the stalled tier's circuit after the last one, when
+    `write_pending` objects still waited for it."""
+
+    tokens: int
+    without_l2: Latency
+    stalled: Latency
+    ratio: Spread
+    tier_state: str
+    write_pending: int
+
+
+class MemoryRow(msgspec.Struct, frozen=True):
+    """`nbytes` of objects moved, with at most `growth_bytes` more in the server's process than before, its arena left
+    out. `stored_bytes` are those of all values in Redis: `prompt_bytes` as packed, with headers and one record."""
+
+    codec: str
+    direction: str
+    object_bytes: int
+    prompt_bytes: int
+    nbytes: int
+    growth_bytes: int
+    stored_bytes: int
+
+
+class L2Figures(msgspec.Struct, frozen=True):
+    """A part that was left out or not asked for is None or empty."""
+
+    redis: RedisFigures | None
+    engine: list[EngineRow]
+    disk: DiskFigures | None
+    stalled: list[StalledRow]
+    memory: list[MemoryRow]
+    skipped: list[Skipped]
+
+
+def l2_tables(figures: L2Figures) -> list[Table]:
+    """A table for each part that has figures, and one for what has none."""
+    made = []
+    if figures.redis is not None:
+        made.append(_redis(figures.redis))
+    if figures.engine:
+        made.append(_engine(figures.engine))
+    if figures.disk is not None:
+        made.append(_disk(figures.disk))
+    if figures.stalled:
+        made.append(_stalled(figures.stalled))
+    if figures.memory:
+        made.append(_memory(figures.memory))
+    if figures.skipped:
+        made.append(skipped_table(figures.skipped))
+    return made
+
+
+def _redis(figures: RedisFigures) -> Table:
+    title = f"tier redis, redis-server {figures.version}, Unix socket"
+    table = new_table(title, "GB/s", "min to max", "ratio to client", "min to max", "target")
+    for row in figures.rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        if row.tool_gb_s is not None:
+            table.add_row(f"{name}, redis-benchmark", *format_rate(row.tool_gb_s))
+        table.add_row(f"{name}, bare client, {row.reference}", *format_rate(row.reference_gb_s))
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{row.target_ratio:g} x",
+        )
+    return table
+
+
+def _engine(rows: list[EngineRow]) -> Table:
+    table = new_table("Redis to engine", "GB/s", "min to max", "ratio to client", "min to max")
+    for row in rows:
+        name = f"{row.shape} ({ByteSize(row.nbytes)} in objects of {ByteSize(row.object_bytes)})"
+        table.add_row(f"{name}, bare client, {row.reference}", *format_rate(row.reference_gb_s))
+        table.add_row(f"{row.shape}, LOOKUP until it is pinned in L1", *format_rate(row.to_l1_gb_s))
+        ends = f"{row.shape}, LOOKUP, polls and RETRIEVE"
+        table.add_row(ends, *format_rate(row.to_engine_gb_s), *format_ratio(row.ratio_to_reference))
+    return table
+
+
+def _disk(figures: DiskFigures) -> Table:
+    headers = ["in page cache", "plain GB/s", "tier GB/s", "min to max", "ratio to plain", "min to max"]
+    table = new_table(f"tier filesystem, {figures.file_system}", *headers)
+    for row in figures.rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        plain = f"{row.reference_gb_s.median:.2f}"
+        table.add_row(
+            name, f"{row.cached:.0%}", plain, *format_rate(row.tier_gb_s), *format_ratio(row.ratio_to_reference)
+        )
+    return table
+
+
+def _stalled(rows: list[StalledRow]) -> Table:
+    table = new_table("LOOKUP of what L1 has", "p50", "p99", "ratio to no L2", "min to max", "tier at the end")
+    for row in rows:
+        name = f"{row.tokens // 1024}k tokens"
+        table.add_row(f"{name}, no L2", *format_latency(row.without_l2))
+        state = f"circuit {row.tier_state}, {row.write_pending} to write"
+        ratio = f"{row.ratio.median:.2f} x"
+        table.add_row(f"{name}, stalled Redis", *format_latency(row.stalled), ratio, format_range(row.ratio), state)
+    return table
+
+
+def _memory(rows: list[MemoryRow]) -> Table:
+    table = new_table("memory of the server besides its arena", "moved", "an object", "grew by", "prompt", "in Redis")
+    for row in rows:
+        moved, one = ByteSize(row.nbytes), ByteSize(row.object_bytes)
+        sizes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (row.growth_bytes, row.prompt_bytes, row.stored_bytes)]
+        table.add_row(f"codec {row.codec}, {row.direction}", str(moved), str(one), *sizes)
+    return table

@@ -1,0 +1,63 @@
+"""The parts of `kvframework bench l2`, one after the other, each with processes of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from kvframework.registry import PluginRegistry
+from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.errors import BenchUnavailable, Skipped, measure_or_skip
+from kvframework_bench.l2.disk import bench_disk
+from kvframework_bench.l2.engine import bench_engine
+from kvframework_bench.l2.figures import DiskFigures, L2Figures, MemoryRow
+from kvframework_bench.l2.memory import bench_memory
+from kvframework_bench.l2.redis import bench_redis
+from kvframework_bench.l2.sizes import FULL, Sizes
+from kvframework_bench.l2.stalled import bench_stalled
+from kvframework_bench.process import scratch
+
+PARTS = ("redis", "engine", "disk", "stalled", "memory")
+CODECS = ("none", "zstd")
+
+T = TypeVar("T")
+
+
+def bench_l2(
+    sizes: Sizes = FULL,
+    *,
+    parts: Collection[str] = PARTS,
+    folder: Path | None = None,
+    stage: Stage = no_progress,
+) -> L2Figures:
+    """Takes about two minutes. `folder` is where the part `disk` has its files, below a new folder of its own; None:
+    where temporary files are. Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` for a folder that is none."""
+    if folder is not None and not folder.is_dir():
+        raise BenchUnavailable("there is no such folder", where=str(folder))
+    registry = PluginRegistry()
+    skipped: list[Skipped] = []
+
+    def part(name: str, make: Callable[[Path], T], what: str = "") -> T | None:
+        if name not in parts:
+            return None
+        with scratch() as directory:
+            return measure_or_skip(skipped, what or name, lambda: make(directory))
+
+    def disk(directory: Path) -> DiskFigures:
+        with tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=folder or directory) as place:
+            return bench_disk(sizes, Path(place), registry, skipped, stage)
+
+    def memory(codec: str) -> list[MemoryRow]:
+        made = part("memory", lambda at: bench_memory(sizes, at, registry, codec, stage), f"memory, codec {codec}")
+        return made or []
+
+    return L2Figures(
+        redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
+        engine=part("engine", lambda at: bench_engine(sizes, at, registry, stage)) or [],
+        disk=part("disk", disk),
+        stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
+        memory=[row for codec in CODECS for row in memory(codec)],
+        skipped=skipped,
+    )

@@ -1,0 +1,236 @@
+"""The pictures of each benchmark's figures, as data: lines and bars with their units. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvframework.api import ByteSize
+from kvframework_bench.contention.figures import ContentionFigures
+from kvframework_bench.cuda.figures import CudaFigures
+from kvframework_bench.document import Figures, HostFigures, LookupFigures, StoreFigures
+from kvframework_bench.l2.figures import L2Figures
+from kvframework_bench.rounds import Latency, Spread
+from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
+
+
+@dataclass(frozen=True)
+class Line:
+    """`ys` over `xs`; `dashed` for references and for tails, `like` another line's colour."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dashed: bool = False
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Both axes are logarithmic."""
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`low` to `high` is its range; `target_ratio` what is aimed at, None for none. Those of a `kind` look alike."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    target_ratio: float | None = None
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal ones, from the top; the axis begins at 0 unless it is logarithmic."""
+
+    title: str
+    unit: str
+    bars: Sequence[Bar]
+    log: bool = False
+
+
+Panel = Lines | Bars
+
+
+def panels(figures: Figures) -> list[Panel]:
+    """Those of one document; [] if it has no figures at all."""
+    if isinstance(figures, ScaleFigures):
+        return [*_scale(figures.by_clients, clients=True), *_scale(figures.by_objects, clients=False)]
+    if isinstance(figures, HostFigures):
+        return _host(figures)
+    if isinstance(figures, LookupFigures):
+        return _lookup(figures)
+    if isinstance(figures, StoreFigures):
+        return _store(figures)
+    if isinstance(figures, ContentionFigures):
+        return _contention(figures)
+    if isinstance(figures, CudaFigures):
+        return _cuda(figures)
+    return _l2(figures)
+
+
+def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:
+    x, grow = ("clients", "clients") if clients else ("objects in L1", "objects")
+    operations = list(dict.fromkeys(row.operation for row in rows))
+
+    def lines(name: str, y: str, values: Sequence[tuple[str, Sequence[float]]]) -> Lines:
+        made = []
+        for word, all_values in values:
+            for operation in operations:
+                at = [index for index, row in enumerate(rows) if row.operation == operation]
+                xs = [float(rows[index].clients if clients else rows[index].objects) for index in at]
+                label = f"{operation}{word}"
+                dashed = word == " p99" or (operation == "echo" and not word)
+                made.append(Line(label, xs, [all_values[index] for index in at], dashed, operation))
+        return Lines(f"{name}, more {grow}", x, y, made)
+
+    return [
+        lines("throughput", "requests/s", [("", [row.requests_s.median for row in rows])]),
+        lines(
+            "latency",
+            "µs",
+            [(" p50", [row.latency.p50_us for row in rows]), (" p99", [row.latency.p99_us for row in rows])],
+        ),
+        lines("the server's processor time", "µs a request", [("", [row.server_us.median for row in rows])]),
+    ]
+
+
+def _host(figures: HostFigures) -> list[Panel]:
+    sizes = [float(echo.nbytes) for echo in figures.echoes]
+    return [
+        Bars(
+            f"copy of {ByteSize(figures.copies[0].nbytes)}",
+            "GB/s",
+            [spread_bar(way.name, way.gb_s) for way in figures.copies],
+        ),
+        Lines(
+            "bare ZMQ echo",
+            "bytes",
+            "µs",
+            [
+                Line("p50", sizes, [echo.latency.p50_us for echo in figures.echoes]),
+                Line("p99", sizes, [echo.latency.p99_us for echo in figures.echoes], dashed=True, like="p50"),
+            ],
+        ),
+    ]
+
+
+def _lookup(figures: LookupFigures) -> list[Panel]:
+    bars = []
+    for row in figures.requests:
+        bars.append(latency_bar(row.name, row.latency))
+        bars.append(latency_bar(f"echo of {row.request_bytes} B", row.echo, "reference"))
+    ratios = [spread_bar(row.name, row.ratio, row.target_ratio or None) for row in figures.requests]
+    return [Bars("p50, up to p99", "µs", bars, log=True), Bars("p50 in units of the echo's", "x", ratios)]
+
+
+def _store(figures: StoreFigures) -> list[Panel]:
+    rates: list[Bar] = []
+    shares: list[Bar] = []
+    for shape in figures.shapes:
+        rates.append(spread_bar(f"{shape.shape}, copy", shape.copy.gb_s, kind="reference"))
+        for word, own in (("store", shape.store), ("retrieve", shape.retrieve)):
+            rates.append(spread_bar(f"{shape.shape}, {word}", own.gb_s))
+            target_ratio = shape.target_ratio if figures.path == "arena" else None
+            shares.append(spread_bar(f"{shape.shape}, {word}", own.ratio_to_copy, target_ratio))
+    return [
+        Bars(f"{figures.path} path, {figures.blocks} blocks", "GB/s", rates),
+        Bars("ratio to the fastest plain copy", "x", shares),
+    ]
+
+
+def _l2(figures: L2Figures) -> list[Panel]:
+    made: list[Panel] = []
+    shares: list[Bar] = []
+    if figures.redis is not None:
+        shares += [
+            spread_bar(f"Redis, {ByteSize(r.value_bytes)} {r.operation}", r.ratio_to_reference, r.target_ratio)
+            for r in figures.redis.rows
+        ]
+    shares += [spread_bar(f"Redis to engine, {row.shape}", row.ratio_to_reference) for row in figures.engine]
+    if figures.disk is not None:
+        shares += [
+            spread_bar(f"disk, {ByteSize(r.value_bytes)} {r.operation}", r.ratio_to_reference)
+            for r in figures.disk.rows
+        ]
+    if shares:
+        made.append(Bars("ratio to the bare client, or of plain files", "x", shares))
+    if figures.stalled:
+        bars = []
+        for row in figures.stalled:
+            bars.append(latency_bar(f"{row.tokens // 1024}k tokens, no L2", row.without_l2, "reference"))
+            bars.append(latency_bar(f"{row.tokens // 1024}k tokens, stalled Redis", row.stalled))
+        made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
+    if figures.memory:
+        grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
+        made.append(Bars("growth next to the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+    return made
+
+
+def _contention(figures: ContentionFigures) -> list[Panel]:
+    made: list[Panel] = []
+    if figures.spinning:
+        shares = []
+        for shape in figures.spinning:
+            for row in shape.transfers:
+                name = f"{shape.shape}, {row.operation}"
+                shares.append(spread_bar(f"{name}, quiet", row.quiet_ratio_to_copy, kind="reference"))
+                shares.append(spread_bar(name, row.ratio_to_copy, row.target_ratio))
+        made.append(Bars("ratio to a quiet copy, next to spinning cores", "x", shares))
+    if figures.storing is not None:
+        bars = []
+        for lookup in figures.storing.lookups:
+            bars.append(latency_bar(f"{lookup.tokens // 1024}k tokens, quiet", lookup.quiet, "reference"))
+            bars.append(latency_bar(f"{lookup.tokens // 1024}k tokens, next to stores", lookup.storing))
+        made.append(Bars("LOOKUP in L1, p50, up to p99", "µs", bars, log=True))
+    if figures.hit is not None:
+        costs = [spread_bar(row.shape, row.overhead_us, row.target_us) for row in figures.hit.rows]
+        made.append(Bars("the engine's processor time for a hit, besides the copy", "µs", costs))
+    return made
+
+
+def _cuda(figures: CudaFigures) -> list[Panel]:
+    made: list[Panel] = []
+    for engine in dict.fromkeys(row.engine for row in figures.transfers):
+        shares = []
+        for row in figures.transfers:
+            if row.engine == engine:
+                for word, moved in (("store", row.store), ("retrieve", row.retrieve), ("both", row.both)):
+                    name = f"{row.shape}, {row.block_tokens}, {row.chunks} chunks, {word}"
+                    shares.append(spread_bar(name, moved.ratio_to_reference, row.target_ratio, word))
+        made.append(Bars(f"ratio to one plain pinned copy, engine {engine}", "x", shares))
+    if figures.submits:
+        submits = [latency_bar(f"{row.operation}, {row.chunks} chunks", row.latency) for row in figures.submits]
+        made.append(Bars("the engine's time for a submit, p50, up to p99", "µs", submits))
+    if figures.matmul is not None:
+        slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown) for row in figures.matmul.rows]
+        made.append(Bars("a loop of matrix products next to transfers, to quiet", "x", slower))
+    if figures.sweep is not None:
+        lines = []
+        for operation in ("store", "retrieve"):
+            rows = [row for row in figures.sweep.rows if row.operation == operation]
+            sizes = [float(row.fragment_bytes) for row in rows]
+            dashed = operation == "retrieve"
+            for engine, rates in (("dma", [r.dma_gb_s for r in rows]), ("kernel", [r.kernel_gb_s for r in rows])):
+                ys = [rate.median for rate in rates]
+                lines.append(Line(f"{engine} {operation}", sizes, ys, dashed, like=f"{engine} store"))
+        made.append(Lines("fragments, by copy engines and by the kernel", "bytes", "GB/s", lines))
+    return made
+
+
+def spread_bar(name: str, spread: Spread, target_ratio: float | None = None, kind: str = "") -> Bar:
+    """The median, and the range of the rounds."""
+    return Bar(name, spread.median, spread.min, spread.max, target_ratio, kind)
+
+
+def latency_bar(name: str, latency: Latency, kind: str = "") -> Bar:
+    """p50, and p99 as the upper end of its range."""
+    return Bar(name, latency.p50_us, latency.p50_us, latency.p99_us, kind=kind)

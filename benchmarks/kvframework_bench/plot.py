@@ -1,0 +1,150 @@
+"""Panels drawn into a file by matplotlib, which is imported when something is drawn. Needs no display.
+
+Called from the thread that runs the benchmark.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvframework_bench.document import Document
+from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.panels import Bars, Lines, Panel, panels
+from kvframework_bench.scale.figures import ScaleFigures
+from kvframework_bench.tables import headline, warning
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENDINGS = (".png", ".svg")
+_PANEL_INCHES = (6.2, 4.2)
+_TITLE_INCHES = 0.9
+_BAR_INCHES = 0.27
+_DPI = 120
+_FIXED = {"": "C0", "reference": "0.7"}
+
+
+def check_plot(file: Path) -> None:
+    """To be asked before anything is measured. Raises `BenchUnavailable` if `file` could not be written."""
+    if file.suffix.lower() not in ENDINGS:
+        raise BenchUnavailable(
+            f"a plot is no {file.suffix or 'file without ending'}", where=f"--plot {file}", available=", ".join(ENDINGS)
+        )
+    if (
+        not os.access(file.parent, os.W_OK | os.X_OK)
+        or file.is_dir()
+        or (file.exists() and not os.access(file, os.W_OK))
+    ):
+        raise BenchUnavailable("the plot cannot be written there", where=f"--plot {file}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BenchUnavailable(
+            "not installed: matplotlib", where=f"--plot {file}", hint='pip install "kvframework[plot]"'
+        )
+
+
+def write_plot(document: Document, file: Path) -> None:
+    """Draws what says something about a document. Raises what `draw` raises."""
+    columns = 3 if isinstance(document.figures, ScaleFigures) else 2
+    about = headline(document)
+    if warnings := warning(document):
+        about += f" ({warnings})"
+    draw(panels(document.figures), file, title=f"kvframework bench {document.bench}", about=about, columns=columns)
+
+
+def draw(made: Sequence[Panel], file: Path, *, title: str, about: str, columns: int = 2) -> None:
+    """Draws panels row by row under a title and a description of machine and versions. Overwrites `file`.
+
+    Raises `BenchUnavailable` as `check_plot` does, and if it cannot be written after all.
+    """
+    check_plot(file)
+    from matplotlib.figure import Figure
+
+    columns = max(min(columns, len(made)), 1)
+    rows = [made[at : at + columns] for at in range(0, len(made), columns)]
+    heights = [max(_height(panel) for panel in row) for row in rows]
+    width = max(_PANEL_INCHES[0] * columns, 8.0)
+    figure = Figure(figsize=(width, sum(heights) + _TITLE_INCHES), layout="constrained")
+    figure.suptitle(title + "\n" + "\n".join(textwrap.wrap(about, round(width * 13))), fontsize=10)
+    if rows:
+        grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+        for row, of_row in enumerate(rows):
+            for column, panel in enumerate(of_row):
+                axes = figure.add_subplot(grid[row, column])
+                if isinstance(panel, Lines):
+                    _lines(axes, panel)
+                else:
+                    _bars(axes, panel)
+    try:
+        figure.savefig(file, dpi=_DPI)
+    except OSError as error:
+        raise BenchUnavailable(f"the plot cannot be written: {error.strerror}", where=f"--plot {file}") from error
+
+
+def _height(panel: Panel) -> float:
+    return _PANEL_INCHES[1] if isinstance(panel, Lines) else max(2.4, 1.2 + _BAR_INCHES * len(panel.bars))
+
+
+def _lines(axes: Axes, panel: Lines) -> None:
+    colours: dict[str, str] = {}
+    for line in panel.lines:
+        colour = colours.setdefault(line.like or line.name, f"C{len(colours)}")
+        axes.plot(
+            line.xs,
+            line.ys,
+            label=line.name,
+            color=colour,
+            marker="o",
+            markersize=4,
+            linestyle="--" if line.dashed else "-",
+        )
+    axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale="log", yscale="log")
+    steps = sorted({x for line in panel.lines for x in line.xs})
+    axes.set_xticks(steps, [_number(step) for step in steps])
+    axes.set_xticks([], minor=True)
+    ys = [y for line in panel.lines for y in line.ys]
+    axes.yaxis.set_major_formatter(lambda value, _at: _number(value))
+    # Where the axis spans less than two powers of ten, those alone would be one number or none.
+    crowded = max(ys) > 20 * min(ys)
+    axes.yaxis.set_minor_formatter(lambda value, _at: "" if crowded else _number(value))
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(fontsize=8, ncols=2)
+
+
+def _bars(axes: Axes, panel: Bars) -> None:
+    places = range(len(panel.bars))
+    values = [bar.value for bar in panel.bars]
+    ranges = ([bar.value - bar.low for bar in panel.bars], [bar.high - bar.value for bar in panel.bars])
+    kinds = dict.fromkeys(bar.kind for bar in panel.bars if bar.kind not in _FIXED)
+    colours = _FIXED | {kind: f"C{index}" for index, kind in enumerate(kinds, 1)}
+    axes.barh(
+        places,
+        values,
+        xerr=ranges,
+        height=0.7,
+        color=[colours[bar.kind] for bar in panel.bars],
+        ecolor="0.35",
+        capsize=2,
+    )
+    for place, bar in zip(places, panel.bars, strict=True):
+        if bar.target_ratio is not None:
+            axes.plot([bar.target_ratio] * 2, [place - 0.42, place + 0.42], color="C3", linewidth=2.5)
+    if any(bar.target_ratio is not None for bar in panel.bars):
+        axes.plot([], [], color="C3", linewidth=2.5, label="target")
+        axes.legend(fontsize=8)
+    if panel.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _at: _number(value))
+        axes.xaxis.set_minor_formatter(lambda _value, _at: "")
+    axes.set_yticks(places, [bar.name for bar in panel.bars], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(title=panel.title, xlabel=panel.unit)
+    axes.grid(visible=True, axis="x", alpha=0.25)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"

@@ -1,0 +1,115 @@
+"""The child processes of a benchmark, the private directory they live in, and lines sent to them and back.
+
+Everything here runs in the benchmark's process, for one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from kvframework.cli.demo.child import Child, uninterrupted
+from kvframework_bench.errors import BenchFailed
+
+_STOP_S = 5.0
+# What a bench measures does not depend on the caller's own configuration.
+_FOREIGN = ("KVFRAMEWORK_CONFIG", "KVFRAMEWORK_ENDPOINT")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory of this user's alone, short enough for the path of a socket."""
+    short = len(tempfile.gettempdir()) < 60
+    with tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=None if short else "/tmp") as directory:
+        yield Path(directory)
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> Iterator[BenchChild]:
+    """A new child, until the way out. `piped`: what it prints is for this process, not for its log."""
+    with ExitStack() as stack:
+        with uninterrupted():
+            child = stack.enter_context(BenchChild(name, command, directory, piped=piped))
+        yield child
+
+
+class BenchChild(Child):
+    """As a context manager it is asked to end before it is killed. `running` starts one."""
+
+    failed = BenchFailed
+
+    def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
+        environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+        super().__init__(name, command, directory, environment=environment, piped=piped)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Of a piped child only."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that is not enough. Idempotent."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+
+
+_ANSWER_S = 120.0
+
+
+class LineChannel:
+    """To one piped child."""
+
+    def __init__(self, child: BenchChild) -> None:
+        self._child = child
+        self._unread = b""
+
+    def send(self, line: bytes) -> None:
+        """`line` has no end of line. Raises `BenchFailed` if the child has ended."""
+        try:
+            os.write(self._child.stdin.fileno(), line + b"\n")
+        except OSError as error:
+            raise self._child.failure(f"takes no input any more: {error}") from error
+
+    def receive(self) -> bytes:
+        """Waits for a line, two minutes at most. Raises `BenchFailed` without one."""
+        deadline = time.monotonic() + _ANSWER_S
+        fd = self._child.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(deadline - time.monotonic(), 0.0)):
+                    raise self._child.failure(f"has not answered within {_ANSWER_S:.0f} s")
+                data = os.read(fd, 1 << 20)
+                if not data:
+                    raise self._child.failure("ended")
+                self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line

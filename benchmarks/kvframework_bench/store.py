@@ -1,0 +1,85 @@
+"""`kvframework bench store`: store and retrieve of an engine's paged memory, next to a plain copy of as many bytes.
+
+This process is the engine; the server is another one. Needs torch, which is imported when the benchmark runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from kvframework.registry.registry import PluginRegistry
+from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.copy_reference import fastest_copy
+from kvframework_bench.document import ShapeFigures, StoreFigures, Throughput, TransferFigures
+from kvframework_bench.errors import require_torch
+from kvframework_bench.process import scratch
+from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio
+from kvframework_bench.server import running_server
+from kvframework_bench.workload import Shape, TransferPath, transport_options
+from kvframework_bench.zmq_reference import running_zmq_peer
+
+_ARENA_SLACK = 32 << 20
+
+
+def bench_store(
+    shapes: Sequence[Shape],
+    *,
+    path: TransferPath = TransferPath.arena,
+    shuffled: bool = True,
+    stage: Stage = no_progress,
+) -> StoreFigures:
+    """Takes some seconds a shape. Raises `BenchFailed`; `WrongBytes` if a single byte that came back is wrong, and
+    `BenchUnavailable` without torch or the path."""
+    require_torch()
+    options = transport_options(path, PluginRegistry())
+    figures = [_shape(shape, path, options, shuffled=shuffled, stage=stage) for shape in shapes]
+    return StoreFigures(path.value, "shuffled" if shuffled else "contiguous", figures)
+
+
+def _shape(
+    shape: Shape, path: TransferPath, options: dict[str, object], *, shuffled: bool, stage: Stage
+) -> ShapeFigures:
+    from kvframework_bench.engine import PagedMemory, Transfers
+
+    with ExitStack() as stack:
+        directory = stack.enter_context(scratch())
+        advance = stack.enter_context(stage(f"storing and retrieving, {shape.name}", shape.rounds + 3))
+        server = stack.enter_context(running_server(directory, shape.nbytes + _ARENA_SLACK))
+        client = stack.enter_context(server.client())
+        memory = PagedMemory(shape, shuffled=shuffled)
+        advance()
+        transfers = stack.enter_context(Transfers(client, shape, memory, options))
+        first = transfers.store(), transfers.verify()
+        advance()
+        copy = stack.enter_context(fastest_copy(shape.nbytes))
+        cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve}
+        if path is TransferPath.wire:
+            peer = stack.enter_context(running_zmq_peer(directory))
+            cases["put"] = lambda: peer.put(shape.nbytes, transfers.object_bytes)
+            cases["get"] = lambda: peer.get(shape.nbytes, transfers.object_bytes)
+        measured = interleave(cases, rounds=shape.rounds, advance=advance)
+        transfers.verify()
+        advance()
+    return ShapeFigures(
+        shape=shape.name,
+        summary=shape.summary,
+        bytes_per_token=shape.bytes_per_token,
+        tokens=shape.tokens,
+        nbytes=shape.nbytes,
+        rounds=shape.rounds,
+        verified=True,
+        copy=Throughput(copy.name, shape.nbytes, rate_gb_s(shape.nbytes, measured["copy"])),
+        store=_figures(shape, first[0], measured["store"], measured["copy"], measured.get("put")),
+        retrieve=_figures(shape, first[1], measured["retrieve"], measured["copy"], measured.get("get")),
+        target_ratio=shape.target_ratio,
+    )
+
+
+def _figures(shape: Shape, first_s: float, own: Rounds, copy: Rounds, bare: Rounds | None) -> TransferFigures:
+    return TransferFigures(
+        gb_s=rate_gb_s(shape.nbytes, own),
+        first_gb_s=shape.nbytes / first_s / 1e9,
+        ratio_to_copy=ratio(copy, own),
+        ratio_to_zmq=ratio(bare, own) if bare else None,
+    )

@@ -1,8 +1,0 @@
-"""kvframework and LMCache's multi-process server side by side: store, retrieve and LOOKUP, on one machine, in one run.
-
-    benchmarks/lmcache_server/install.sh ENV
-    ENV/bin/python -m benchmarks.lmcache_server --json FILE.json --plot FILE.png
-
-One process plays the engine for both; each server is a process of its own. `peer` drives LMCache through its own client
-classes and is the only module that imports it; `course` says what alternates with what.
-"""

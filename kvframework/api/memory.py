@@ -1,0 +1,54 @@
+"""Contract of the memory of L1: the shared arena in which all objects lie. Created once, in the server process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
+from kvframework.errors import ArenaError
+
+__all__ = ["ArenaError", "Memory", "MemoryProvider", "TableContext", "hookimpl"]
+
+
+class Memory(ABC):
+    """One shared segment. Objects are (offset, length) in it; the core allocates, the plugin provides the memory.
+
+    Created once by the server. `fd` is passed to local clients, which map it; it stays owned by this object. `capacity`
+    is in bytes.
+    """
+
+    fd: int
+    capacity: int
+
+    @abstractmethod
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        """Starts to make the memory usable, in the background.
+
+        Calls `on_ready(n)` with a growing n whenever bytes `[0, n)` are resident; only those are handed out. Does not
+        block. `on_ready` is called from the plugin's own thread and returns quickly.
+        """
+
+    @abstractmethod
+    def view(self) -> memoryview:
+        """A writable view of all bytes, valid until `close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the background work and frees the memory. Views must have been released. Idempotent."""
+
+    def leave(self) -> None:
+        """Called instead of `close` where the process ends right afterwards; views may be there still. Only what would
+        outlive the process has to be released: the kernel frees its memory. By default `close`."""
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProvider(Provider[O]):
+    """The memory that `[l1] use` names. `create` raises `ArenaError` for memory that cannot be had. `diagnose` as for
+    `TierProvider`: the doctor asks it only while no server holds the memory."""
+
+    kind = "memory"
+    create: Callable[[O, TableContext], Memory]
+    diagnose: Diagnose[O] | None = None

@@ -1,0 +1,56 @@
+"""What plugins of every kind have in common: the mark of a hook, and the base of the descriptors that hooks return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import pluggy
+
+from kvframework.api.findings import Finding
+from kvframework.api.options import NoOptions, Options
+
+__all__ = ["API_VERSION", "TableContext", "hookimpl"]
+
+PROJECT = "kvframework"
+ENTRY_POINT_GROUP = "kvframework.v1"
+API_VERSION = (1, 0)
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+def always_available() -> str | None:
+    """The default probe: nothing stands in the way."""
+    return None
+
+
+@dataclass(frozen=True)
+class TableContext:
+    """The table of the TOML for which `create` or `diagnose` is called. `where` is its place, for error texts."""
+
+    where: str
+
+
+# (options, TableContext, deadline) -> Sequence[Finding]: what `kvframework doctor` says of a plugin's store or device.
+Diagnose = Callable[[O, TableContext, float], Sequence[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider(Generic[O]):
+    """What every descriptor holds.
+
+    `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
+    the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the
+    command that installs what is missing), or None; it must be quick and without side effects.
+    """
+
+    kind: ClassVar[str]
+
+    name: str
+    summary: str
+    options: type[O] = NoOptions  # type: ignore[assignment]
+    requires_api: str = "1.0"
+    probe: Callable[[], str | None] = always_available

@@ -1,0 +1,99 @@
+"""Commands of other distributions, found by the entry point group `kvframework.commands`.
+
+An entry point's name is the command, its value a `typer.Typer`. Names and one-line helps come from metadata alone: a
+module is imported when its command runs, or its own help or completion is asked for. A broken one is an error of that
+command only. A command of the core cannot be replaced.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
+
+GROUP = "kvframework.commands"
+# First-party commands of distributions of their own, and what installs them.
+KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
+
+
+class CommandGroup(TyperGroup):
+    """The core's commands, and after them those that are found."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in sorted({*_found(), *KNOWN}) if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        offers = _found().get(cmd_name, [])
+        return FoundCommand(cmd_name, offers) if offers or cmd_name in KNOWN else None
+
+
+class FoundCommand(TyperCommand):
+    """Stands for a command until it is needed, then makes the context of the real one."""
+
+    def __init__(self, name: str, offers: list[metadata.EntryPoint]) -> None:
+        super().__init__(name, help=_summary(name, offers), rich_markup_mode=None)
+        self._offers = offers
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Imports the command's module. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
+        parent_app = typer.Typer(rich_markup_mode=None)
+        parent_app.add_typer(_load(str(self.name), self._offers), name=self.name)
+        command: Any = typer.main.get_group(parent_app).commands[str(self.name)]
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def _found() -> dict[str, list[metadata.EntryPoint]]:
+    """Every offer by name. Reads metadata files."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for offer in metadata.entry_points(group=GROUP):
+        offers = found.setdefault(offer.name, [])
+        if offer not in offers:
+            offers.append(offer)
+    return found
+
+
+def _summary(name: str, offers: list[metadata.EntryPoint]) -> str:
+    """The summary of the distribution."""
+    if not offers:
+        return f"Not installed: {KNOWN[name]}."
+    distribution = offers[0].dist
+    return (distribution.metadata["Summary"] or "") if distribution else ""
+
+
+def _load(name: str, offers: list[metadata.EntryPoint]) -> typer.Typer:
+    where = f"kvframework {name}"
+    if not offers:
+        raise PluginUnavailable("the command is not installed", where=where, hint=KNOWN[name])
+    if len(offers) > 1:
+        raise PluginConflict(
+            f"{len(offers)} distributions offer this command",
+            where=where,
+            available=", ".join(_origin(offer) for offer in offers),
+            hint="uninstall all but one of them",
+        )
+    (offer,) = offers
+    try:
+        loaded = offer.load()
+    except KVFrameworkError:
+        raise
+    except Exception as error:
+        raise PluginBroken(
+            f"the command cannot be loaded: {type(error).__name__}: {error}",
+            where=where,
+            hint=f"install {_origin(offer)} again, or uninstall it",
+        ) from error
+    if not isinstance(loaded, typer.Typer):
+        raise PluginBroken(f"{offer.value} is no typer.Typer", where=where, hint=f"a bug of {_origin(offer)}")
+    return loaded
+
+
+def _origin(offer: metadata.EntryPoint) -> str:
+    return f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value

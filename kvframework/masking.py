@@ -1,0 +1,63 @@
+"""What of a struct's values may be shown: secrets are hidden, and the credentials in URLs. Pure.
+
+A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+HIDDEN = "***"
+
+
+def shown_options(options: msgspec.Struct) -> dict[str, object]:
+    """The fields of a struct by name, as they may be shown: secrets are hidden, and the credentials in every URL."""
+    struct = msgspec.inspect.type_info(type(options))
+    assert isinstance(struct, msgspec.inspect.StructType)
+    secrets = {field.name: secret_mark(field.type) for field in struct.fields}
+    return {name: _shown(getattr(options, name), secrets[name]) for name in options.__struct_fields__}
+
+
+def secret_mark(kind: msgspec.inspect.Type) -> str | None:
+    """What of a field of this type is secret: all of its "value", the credentials in its "url", or nothing. Looks
+    through unions and containers: a secret that may be missing, or one of many, is one."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        own: str | None = (kind.extra or {}).get("secret")
+        return own or secret_mark(kind.type)
+    inside: list[msgspec.inspect.Type] = []
+    if isinstance(kind, msgspec.inspect.UnionType):
+        inside += kind.types
+    elif isinstance(kind, msgspec.inspect.TupleType):
+        inside += kind.item_types
+    elif isinstance(kind, msgspec.inspect.DictType):
+        inside += (kind.key_type, kind.value_type)
+    elif isinstance(kind, msgspec.inspect.CollectionType):
+        inside.append(kind.item_type)
+    marks = {secret_mark(each) for each in inside} - {None}
+    return "value" if "value" in marks else marks.pop() if marks else None
+
+
+def masked_url(url: str) -> str:
+    """`url` without user name, password and query, whatever is wrong with it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or "password" in rest.lower():
+        return HIDDEN
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}://{f'{HIDDEN}@' if at else ''}{place.partition('?')[0]}"
+
+
+def _shown(value: object, mark: object = None) -> object:
+    if isinstance(value, Mapping):
+        return {key: _shown(each, mark) for key, each in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return shown_options(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_shown(each, mark) for each in value]
+    if not isinstance(value, str):
+        return HIDDEN if mark and value is not None else value
+    # A plugin may have forgotten to mark a URL.
+    if mark == "url" or (not mark and "://" in value and "@" in value):
+        return masked_url(value) if value else ""
+    return HIDDEN if mark and value else value

@@ -1,0 +1,76 @@
+"""The trips in docs/architecture.md against the files that a real STORE, LOOKUP, RETRIEVE and registration enter."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.redis_server import RedisServer
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.redis]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+ROOMS = PAGE.parents[1] / "kvframework"
+PATH = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`")
+THREADS = ("engine", "serving", "storage")
+# What every trip enters and no list names: types, error classes, clocks.
+EVERYWHERE = ("api/", "errors.py", "logs/")
+
+
+def sections() -> dict[str, str]:
+    """Text by heading, of the third level."""
+    parts = re.split(r"^### (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def listed(section: str) -> dict[str, list[str]]:
+    """By thread: the files at the head of each numbered line, in order."""
+    found: dict[str, list[str]] = {}
+    thread = ""
+    for line in section.splitlines():
+        if heading := re.match(r"In the (\w+)", line):
+            thread = heading[1].removesuffix("'s")
+        elif re.match(r"\d+\. ", line):
+            head = line.partition(": ")[0]
+            found.setdefault(thread, []).extend(PATH.findall(head))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trips() -> dict[str, dict[str, list[str]]]:
+    with RedisServer() as redis:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.docs.trace_trips", redis.url], capture_output=True, text=True, timeout=240
+        )
+    assert run.returncode == 0, run.stderr
+    traced: dict[str, dict[str, list[str]]] = json.loads(run.stdout)
+    return traced
+
+
+@pytest.mark.parametrize("trip", ["registration", "STORE", "LOOKUP", "RETRIEVE"])
+@pytest.mark.parametrize("thread", THREADS)
+def test_a_trip_enters_the_files_that_the_page_lists(
+    trips: dict[str, dict[str, list[str]]], trip: str, thread: str
+) -> None:
+    page = sections()
+    here = listed(page[trip]).get(thread, [])
+    any_request = listed(page["Any request"]).get(thread, [])
+    ticks = PATH.findall(page["Ticks"])
+    entered = trips[trip].get(thread, [])
+    remaining = iter(entered)
+    missing = [file for file in here if file not in remaining]
+    assert not missing, f"not entered, or not in this order: {missing}; entered: {list(dict.fromkeys(entered))}"
+    unlisted = {file for file in entered if not file.startswith(EVERYWHERE)} - {*here, *any_request, *ticks}
+    assert not unlisted, f"entered and not listed: {sorted(unlisted)}"
+
+
+def test_the_page_names_files_that_are_there() -> None:
+    plugins = ROOMS.parent / "plugins"
+    for file in PATH.findall(PAGE.read_text()):
+        assert (ROOMS / file).exists() or (plugins / file).exists(), file

@@ -1,0 +1,190 @@
+"""What of a status document is trouble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvframework.service.health import (
+    EVERY_S,
+    L1_TROUBLE,
+    L2_TROUBLE,
+    LOSSES,
+    MEANING,
+    MESSAGING_TROUBLE,
+    CounterReport,
+    problems,
+    trouble,
+)
+
+
+def document(**parts: Any) -> dict[str, Any]:
+    return {
+        "l1": {"ready_bytes": 4 << 20, "capacity_bytes": 4 << 20, "counters": {"stored": 7, "dropped": 0}},
+        "l2": [],
+        "instances": [{"instance_id": 3, "lost": None}],
+        "prefetch": {"refused": 0},
+        "messaging": {"counters": {"requests": 9, "malformed": 0}, "refused": []},
+        **parts,
+    }
+
+
+def tier(**fields: Any) -> dict[str, Any]:
+    return {
+        "name": "redis",
+        "state": "closed",
+        "state_s": 3.0,
+        "circuits": {"read": "closed", "write": "closed"},
+        "last_error": "",
+        "overdue_call": "",
+        "overdue_s": 0.0,
+        "hits": 5,
+        "corrupt": 0,
+        **fields,
+    }
+
+
+def test_all_is_well() -> None:
+    assert problems(document(l2=[tier()])) == []
+    assert trouble(document(l2=[tier()])) == {}
+
+
+def test_a_tier_whose_circuit_is_not_closed() -> None:
+    circuits = {"read": "closed", "write": "open"}
+    down = tier(state="open", state_s=12.34, circuits=circuits, last_error="no route to host\n  hint: find one")
+    assert problems(document(l2=[tier(), down])) == [
+        {"where": "l2.1", "fact": "redis is down for writes since 12 s: no route to host; hint: find one"}
+    ]
+    both = tier(state="half-open", circuits={"read": "half-open", "write": "open"})
+    (problem,) = problems(document(l2=[both]))
+    assert problem["where"] == "l2.0"
+    assert "down for reads and writes" in problem["fact"]
+
+
+def test_a_tier_whose_call_does_not_end() -> None:
+    assert problems(document(l2=[tier(overdue_call="put", overdue_s=0.3)])) == [], "a little late"
+    hung = tier(overdue_call="put", overdue_s=33.1)
+    assert problems(document(l2=[tier(), hung])) == [
+        {"where": "l2.1", "fact": "a put to redis goes on, 33 s after its deadline"}
+    ]
+
+
+def test_memory_that_is_not_there() -> None:
+    (problem,) = problems(document(l1={"ready_bytes": 1 << 20, "capacity_bytes": 4 << 20, "counters": {}}))
+    assert problem == {"where": "l1", "fact": "1.0 MiB of 4.0 MiB are resident"}
+
+
+def lost(**fields: Any) -> dict[str, Any]:
+    recent = {
+        "client": "vllm worker 0",
+        "pid": 12,
+        "lookups": 0,
+        "loads": 2,
+        "stores": 1,
+        "bytes": 3 << 20,
+        "codes": {"run.deadline": 3},
+        "ago_s": 4.2,
+        **fields,
+    }
+    return document(losses={"lookups": 0, "loads": 2, "stores": 1, "bytes": 3 << 20, "recent": [recent]})
+
+
+def test_what_a_client_lost_lately() -> None:
+    (problem,) = problems(lost())
+    assert problem["where"] == "losses"
+    assert problem["fact"].startswith(
+        "'vllm worker 0' (process 12) lost 2 loads and 1 store (3.0 MiB), the last one 4 s ago: [run.deadline] 3; "
+    )
+    assert problem["fact"].count("busy") == 1
+    assert "deadline_scale" in problem["fact"]
+    assert trouble(lost()) == {"losses.loads": 2, "losses.stores": 1}
+
+
+def test_a_few_losses_are_counted_and_no_problem() -> None:
+    assert problems(lost(codes={"run.deadline": 2, "run.server_gone": 9})) == []
+
+
+def test_what_was_lost_while_there_was_no_server_is_counted_and_no_problem() -> None:
+    document = lost(codes={"run.server_gone": 3})
+    assert problems(document) == []
+    assert trouble(document) == {"losses.loads": 2, "losses.stores": 1}
+
+
+def test_doors_that_are_shut() -> None:
+    seen = {"in_use": 700, "limit": 1000, "tcp": False, "sessions": False, "local": True, "shut_out": {}}
+    (problem,) = problems(document(messaging={"counters": {}, "descriptors": seen}))
+    fact = "700 of 1000 descriptors are in use: new TCP connections and new clients do not come in"
+    assert problem == {"where": "messaging.descriptors", "fact": fact}
+
+
+def test_an_instance_that_lost_its_copier() -> None:
+    (problem,) = problems(document(instances=[{"instance_id": 3, "lost": "the copier of d ended"}]))
+    assert problem["fact"] == "instance 3 must register again: the copier of d ended"
+
+
+def refusal(**fields: Any) -> dict[str, Any]:
+    return {
+        "client": "an\nengine",
+        "pid": 7,
+        "what": "HELLO",
+        "code": "protocol.version",
+        "reason": "too new",
+        "ago_s": 1.0,
+        **fields,
+    }
+
+
+def test_clients_that_have_no_cache_at_all() -> None:
+    refused = [refusal(), refusal(what="server"), refusal(what="LOOKUP"), refusal(ago_s=60.0)]
+    told = [problem["fact"] for problem in problems(document(messaging={"refused": refused}))]
+    assert told == [
+        "'an\\nengine' (process 7) is refused: [protocol.version] too new",
+        "'an\\nengine' (process 7) refuses this server: [protocol.version] too new",
+    ]
+
+
+def test_counters_of_trouble_are_named_by_their_place() -> None:
+    found = trouble(
+        document(
+            l1={"counters": {"dropped": 2, "stored": 9}},
+            l2=[tier(), tier(corrupt=3, write_dropped=4, hits=9)],
+            prefetch={"refused": 5},
+            messaging={"counters": {"malformed": 6, "errors": 8, "errors.run.handler": 7, "requests": 9}},
+        )
+    )
+    assert found == {
+        "l1.counters.dropped": 2,
+        "l2.1.corrupt": 3,
+        "l2.1.write_dropped": 4,
+        "prefetch.refused": 5,
+        "messaging.counters.malformed": 6,
+        "messaging.counters.errors.run.handler": 7,
+    }
+
+
+def test_the_report_names_what_has_grown_once() -> None:
+    report = CounterReport(now=100.0)
+    assert not report.is_due(100.0 + EVERY_S - 1)
+    assert report.is_due(100.0 + EVERY_S)
+    bad = document(messaging={"counters": {"malformed": 6, "late": 1}})
+    assert report.changes(bad, 110.0) == (
+        "1 answers came after their deadline (messaging.counters.late); "
+        "6 messages were malformed (messaging.counters.malformed)"
+    )
+    assert not report.is_due(111.0)
+    assert report.changes(bad, 120.0) == ""
+    worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
+    assert report.changes(worse, 130.0) == (
+        "1 loads did not begin, as too many were under way (prefetch.refused); "
+        "3 messages were malformed (messaging.counters.malformed)"
+    )
+    worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
+    assert report.changes(worst, 140.0) == (
+        "2 values were damaged and are deleted, in redis (l2.0.corrupt); "
+        "5 requests were answered with an error (messaging.counters.errors.request.range)"
+    )
+
+
+def test_every_counter_of_trouble_has_words_for_the_log() -> None:
+    names = {f"l1.counters.{name}" for name in L1_TROUBLE} | {*L2_TROUBLE, "prefetch.refused", "log.dropped"}
+    names |= {f"losses.{name}" for name in LOSSES}
+    assert names | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} == MEANING.keys()
