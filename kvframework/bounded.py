@@ -1,4 +1,4 @@
-"""A bound for calls that may not return: closing what a plugin made, or what the kernel takes its time for."""
+"""A time bound for calls that may not return, such as closing a plugin's object or unmapping memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ log = logging.getLogger(__name__)
 
 
 def call_within(timeout_s: float, calls: Mapping[str, Callable[[], object]]) -> list[str]:
-    """Makes all `calls` at once, each in a daemon thread of its own, and waits for them up to `timeout_s` seconds. The
-    names of those that have not returned, which go on. What a call raises is logged.
+    """Make all `calls` at once, each in its own daemon thread, and wait up to `timeout_s` seconds for them. Returns the
+    names of the calls that have not returned, which continue to run. Errors of a call are logged.
 
-    Where no thread can be had the call is left out, and counts as one that has not returned.
+    A call for which no thread can be started is skipped, and counts as one that has not returned.
     """
     threads: dict[str, threading.Thread | None] = {}
     for name, call in calls.items():

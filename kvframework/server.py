@@ -36,7 +36,7 @@ from kvframework.config import Config, L2Config, PluginTable, default_endpoint
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.dispatch import check_handlers
+from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
@@ -54,14 +54,14 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-# From the signal to the end. What requests in flight, transports and the storage's end leave of it is for what goes to
-# L2.
+# Seconds from the signal to the end. Requests in flight, transports and closing the storage come first; writes to L2
+# get the rest.
 STOP_S = 3.5
 GRACE_S = 1.0
 
 
 class Server:
-    """One node's server. Raises `ConfigError` and `PluginError` from the constructor, before anything is bound."""
+    """One node's server. The constructor raises `ConfigError` and `PluginError`, before it binds anything."""
 
     def __init__(self, config: Config, registry: PluginRegistry | None = None) -> None:
         self.endpoint = config.server.endpoint or default_endpoint()
@@ -95,13 +95,15 @@ class Server:
         )
         handlers = self._handlers()
         self._messages = MessageServer(
-            endpoint=self.endpoint,
-            handlers=handlers,
-            welcome=self.service.welcome,
-            hasher_fingerprint=hasher.fingerprint,
-            arena_fd=self.service.storage.arena_fd,
-            on_session_end=self.service.end_session,
-            on_tick=self.service.tick,
+            self.endpoint,
+            Served(
+                handlers=handlers,
+                welcome=self.service.welcome,
+                hasher_fingerprint=hasher.fingerprint,
+                arena_fd=self.service.storage.arena_fd,
+                on_session_end=self.service.end_session,
+                on_tick=self.service.tick,
+            ),
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
             tcp=config.server.tcp,
@@ -109,12 +111,12 @@ class Server:
         )
 
     def bind(self) -> None:
-        """Binds the sockets. Raises `EndpointError`; after it, `serve_forever` must be called."""
+        """Bind the sockets. Raises `EndpointError`. Afterwards `serve_forever` must be called."""
         self._messages.bind()
 
     def serve_forever(self, *, process_ends: bool = False) -> None:
-        """Serves until `stop`, then closes everything, within `STOP_S` seconds. `process_ends`: right afterwards, so
-        the arena is left to the kernel, which takes a second for some gigabytes."""
+        """Serve until `stop`, then close everything, within `STOP_S` seconds. `process_ends` means that the process
+        ends right afterwards: the kernel then unmaps the arena, which takes a second for some gigabytes."""
         log.info(
             "kvframework %s, process %d, boot %s: L1 %s, L2 %s, chunk size %d, configuration %s",
             kvframework.__version__,
@@ -135,7 +137,7 @@ class Server:
             log.info("stopped")
 
     def stop(self, since: float | None = None) -> None:
-        """Ends `serve_forever` within `STOP_S` seconds from `since`, of the monotonic clock (None: now); requests in
+        """End `serve_forever` within `STOP_S` seconds from `since`, of the monotonic clock (None: now); requests in
         flight get `GRACE_S` of them. Safe from any thread and from a signal handler, also before `serve_forever`."""
         now = time.monotonic()
         late = 0.0 if since is None else now - since
@@ -143,12 +145,12 @@ class Server:
         self._messages.stop(max(GRACE_S - late, 0.0))
 
     def close(self, *, process_ends: bool = False) -> None:
-        """For a server that does not serve any more (or never did): what is on its way to L2 gets the time left."""
+        """Close a server that has stopped serving (or never served); pending writes to L2 get the time left."""
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
-        """Removes the endpoint's files, for a process that ends at once. Safe from any thread."""
+        """Remove the endpoint's files, for a process that ends at once. Safe from any thread."""
         self._messages.abandon()
 
     def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:

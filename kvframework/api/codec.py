@@ -11,6 +11,8 @@ from kvframework.api.plugin import O, Provider, hookimpl
 __all__ = ["Codec", "CodecProvider", "hookimpl"]
 
 MAX_CODEC_NAME = 16
+# How a tier says that it stores bytes as they are.
+NO_CODEC = "none"
 
 
 class Codec(ABC):

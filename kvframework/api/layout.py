@@ -117,7 +117,6 @@ class KVLayout(Message, frozen=True):
     format: str
     groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)]
     num_blocks: int = 0
-    attention_backend: str = ""
 
     def blocks_of(self, group: int) -> int:
         """The number of blocks of a layer group, 0 if unknown."""

@@ -115,19 +115,23 @@ Select = Callable[[Sequence[bool]], Sequence[int]]
 class InstanceContext(ABC):
     """One registered instance, as the server knows it, until the instance is unregistered or its client ends.
 
-    `rank` is None for a registration without one. `attached` holds the state that handlers keep for the instance, each
-    under its plugin's name: it ends with the instance, and only the serving thread (handlers that are not pooled) may
-    change it.
+    `ranks` are those whose objects it may store and load: usually its own only. `attached` holds the state that
+    handlers keep for the instance, each under its plugin's name: it ends with the instance, and only the serving thread
+    (handlers that are not pooled) may change it.
     """
 
     instance_id: int
     session_id: int
     model_name: str
     world_size: int
-    rank: int | None
     namespace: bytes
     layout: KVLayout
     attached: dict[str, object]
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Sequence[int]:
+        """One rank; all of the world for a registration by the eight fields, which names none."""
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:

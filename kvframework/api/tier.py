@@ -23,7 +23,7 @@ __all__ = [
     "hookimpl",
 ]
 
-# Loads, or batches of the write-back, that call one tier at once.
+# Loads, or batches of writes, that call one tier at once.
 MAX_TIER_CALLS = 64
 # The methods of a tier that the core calls only if the tier has them.
 OPTIONAL_METHODS = ("scan", "touch", "usage")
@@ -140,7 +140,7 @@ class Tier(ABC):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
 
-    `loads` and `writes` are how many loads and how many batches of the write-back call the tier at once, unless its
+    `loads` and `writes` are how many loads and how many batches of writes call the tier at once, unless its
     `[[l2]]` table says another number: 1 for a store that takes one call after the other anyway. Whatever they are, a
     tier is called from several threads at once.
 

@@ -1,6 +1,6 @@
-"""Owns the tree of commands, their global options, and how errors leave the command.
+"""The tree of commands, their global options, and the form in which errors reach the user.
 
-Exit statuses: 0; 1 for an unforeseen error, or where a command says so; 2 for an error with a code and for wrong usage;
+Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an error with a code and for wrong usage;
 130 after an interrupt.
 """
 
@@ -43,17 +43,18 @@ for command in (serve, status, config, keys, plugins, new, doctor, demo):
 
 @dataclass
 class Settings:
-    """What the global options say; the context object of every command."""
+    """The values of the global options; the context object of every command."""
 
     debug: bool = False
 
 
 def run() -> None:
-    """Runs the command line. Ends by `SystemExit`, with one clean error unless `--debug` wants the traceback."""
+    """Run the command line. Ends by `SystemExit`, after one line for an error, or with its traceback under
+    `--debug`."""
     settings = Settings()
     try:
         app(obj=settings, prog_name=NAME)
-    except Exception as error:  # noqa: BLE001 - the last place: whatever it is, the user gets one line
+    except Exception as error:  # noqa: BLE001 - the last handler: the user gets one line for any error
         if settings.debug:
             traceback.print_exc()
         elif isinstance(error, KVFrameworkError):

@@ -1,5 +1,5 @@
-"""Owns what `kvframework config show` shows: every value in force with its origin, secrets masked. Creates nothing, but
-imports the plugins that the configuration names, since only they know their options."""
+"""The view behind `kvframework config show`: every value in force with its origin, secrets masked. It creates no
+plugin's objects, but imports the plugins that the configuration names, since only they know their options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShownValue(msgspec.Struct, frozen=True):
 
 
 class ShownTable(msgspec.Struct, frozen=True):
-    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core's alone."""
+    """`table` is a title such as "[[l2]] #1"; `plugin` is "" for a table of the core alone."""
 
     table: str
     plugin: str
@@ -43,7 +43,7 @@ class ShownTable(msgspec.Struct, frozen=True):
 
 
 class ConfigView(msgspec.Struct, frozen=True):
-    """`empty` are the arrays of tables without a table, with their origins."""
+    """`empty` lists the arrays of tables that have no table, with their origins."""
 
     source: str
     by_environment: bool
@@ -82,7 +82,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
 
 
 def as_toml(view: ConfigView) -> str:
-    """The view as TOML that says the same, with the origins as comments."""
+    """Return the view as TOML with the same meaning, with the origins as comments."""
     named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
     lines = [f"# {view.source}{named}", *_aligned(view.empty)]
     for table in view.tables:
@@ -126,7 +126,7 @@ class _View:
 
 
 def _aligned(values: Iterable[ShownValue]) -> list[str]:
-    """`key = value  # origin`, the comments below each other."""
+    """Return `key = value # origin` lines with the comments aligned."""
     said = [(_line(value), value.origin) for value in values]
     width = min(max((len(line) for line, _ in said), default=0), 48)
     return [f"{line:{width}}  # {origin}" for line, origin in said]
@@ -135,5 +135,5 @@ def _aligned(values: Iterable[ShownValue]) -> list[str]:
 def _line(value: ShownValue) -> str:
     try:
         return f"{value.key} = {toml_value(value.value)}"
-    except TypeError:  # TOML has no word for it, such as None
+    except TypeError:  # TOML cannot express it, such as None
         return f"# {value.key} = {'not set' if value.value is None else value.value}"

@@ -1,5 +1,5 @@
-"""Owns what the CLI prints on (one rich console for results, one for errors), how errors look, and the form of examples
-in help texts, and exit statuses."""
+"""The consoles of the CLI (one for results, one for errors), the form of errors and of examples in help texts, and exit
+statuses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.text import Text
 from kvframework.errors import KVFrameworkError
 
 EXIT_UNFORESEEN = 1
-EXIT_FOUND = 1  # a check that found something wrong
+EXIT_FOUND = 1  # a check that found a problem
 EXIT_ERROR = 2
 _PIPE_WIDTH = 1000
 
-# Results may be piped; wrapping them at a guessed width would break lines that other programs read.
+# Results may be piped; wrapping at a guessed width would break lines that other programs read.
 stdout = Console(soft_wrap=True, highlight=False)
 stderr = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_error(error: KVFrameworkError) -> None:
-    """Prints an error's text, all of it and never as markup."""
+    """Print an error's text in full and never as markup."""
     stderr.print(Text.assemble(("error: ", "bold red"), str(error)))
 
 
@@ -33,18 +33,18 @@ def print_unforeseen(error: Exception) -> None:
 
 
 def examples(*lines: str) -> str:
-    """The end of a help text. The mark keeps it from being wrapped."""
+    """Return the end of a help text. The mark keeps it from being wrapped."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def print_document(document: object) -> None:
-    """Prints a document as indented JSON; a size is its number of bytes."""
+    """Print a document as indented JSON; a size is its number of bytes."""
     encoded = msgspec.json.encode(document, enc_hook=_plain)
     stdout.print(msgspec.json.format(encoded).decode(), markup=False)
 
 
 def print_view(view: RenderableType) -> None:
-    """Prints what may hold tables. Into a pipe nothing of it is wrapped, whatever COLUMNS says."""
+    """Print a view that may contain tables. Into a pipe it is not wrapped, whatever COLUMNS says."""
     console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH, soft_wrap=True, highlight=False)
     console.print(view)
 

@@ -1,4 +1,4 @@
-"""Owns `kvframework doctor`: what stands between this machine and a server that works well."""
+"""`kvframework doctor`: the problems of this machine and configuration that would impair a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `kvframework keys`: makes the CURVE keys by which a server and its clients on other hosts know each other."""
+"""`kvframework keys`: the CURVE keys by which a server and its clients on other hosts authenticate each other."""
 
 from __future__ import annotations
 

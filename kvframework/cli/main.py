@@ -1,4 +1,4 @@
-"""Owns the `kvframework` console script: nothing but the way into `kvframework.cli.app`.
+"""The `kvframework` console script, which only calls `kvframework.cli.app`.
 
 Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
 """
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command and exits with its status."""
+    """Run the command and exit with its status."""
     try:
         from kvframework.cli.app import run
 

@@ -1,4 +1,4 @@
-"""Owns `kvframework new`: the folder of a new plugin, and what to do with it next."""
+"""`kvframework new`: the folder of a new plugin, and the next steps for its author."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvframework plugins info` shows of one plugin: a document, and its form on a terminal."""
+"""The views of `kvframework plugins info` and `plugins check`: documents, and their form on a terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvframework.registry import PluginInfo
 from kvframework.registry.loader import AnyProvider
 from kvframework.registry.options import OptionInfo, describe_options
 
-_STYLES = {"error": "bold red", "warning": "yellow"}
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def show_report(report: Report) -> None:
-    """Errors come first, then warnings, then what could not be looked at, then the sum."""
+    """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
     for problem in sorted(report.problems, key=lambda each: each.severity):
         _show(problem)
     for note in report.notes:
@@ -32,7 +32,9 @@ def show_report(report: Report) -> None:
 
 
 def _show(problem: Problem) -> None:
-    stdout.print(Text.assemble((problem.severity, _STYLES[problem.severity]), f" [{problem.id}] {problem.where}"))
+    stdout.print(
+        Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")
+    )
     for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
         if text:
             stdout.print(Text(f"  {label}{text}"))
@@ -56,7 +58,7 @@ _STYLES = {"available": "green", "unavailable": "yellow"}
 
 
 class PluginView(msgspec.Struct, frozen=True):
-    """What is known of one plugin. From `summary` on it is None or empty for one that could not be loaded.
+    """The facts about one plugin. From `summary` on they are None or empty for a plugin that could not be loaded.
 
     `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
     `shared` says of a tier that several nodes may use one store; `calls_at_once` are a tier's defaults of `loads` and
@@ -79,7 +81,7 @@ class PluginView(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, infos: list[PluginInfo], provider: AnyProvider | None) -> PluginView:
-        """Reads what `PluginRegistry.describe` returned."""
+        """Read the result of `PluginRegistry.describe`."""
         info = infos[0]
         view = cls(
             name=f"{info.kind}.{info.name}",
@@ -95,7 +97,7 @@ class PluginView(msgspec.Struct, frozen=True):
 
 
 def show_plugin(view: PluginView) -> None:
-    """Prints a view. What a plugin says is shown as it is, never read as markup."""
+    """Print a view. A plugin's texts are shown verbatim, never as markup."""
     facts: list[tuple[str, str | Text]] = [
         ("distribution", f"{view.distribution} {view.version}"),
         *(("also offered by", rival) for rival in view.rivals),

@@ -1,5 +1,5 @@
-"""Owns `kvframework plugins`: what is installed, what each plugin takes, why something of it cannot be used, and what
-its author should mend."""
+"""`kvframework plugins`: the installed plugins, the options of each, why one is unavailable, and the problems its
+author should fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def list_plugins(
 
 
 def _complete(incomplete: str) -> list[str]:
-    """For the shell's TAB: names from metadata alone."""
+    """Complete names for the shell's TAB, from metadata alone."""
     return sorted({offer.title for offer in discover() if offer.title.startswith(incomplete)})
 
 
@@ -120,7 +120,7 @@ def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:
 
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Plugins are imported inside; what one prints at import must not end up in the JSON."""
+    """Redirect output of plugins that are imported within the block, which must not end up in the JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 

@@ -1,4 +1,4 @@
-"""Owns `kvframework serve`: one server in the foreground, until SIGINT or SIGTERM."""
+"""`kvframework serve`: one server in the foreground, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def serve(
         except Exception as error:
             if not json_log:
                 raise
-            # A reader of JSON gets the reason as JSON.
+            # A reader of JSON logs gets the reason as JSON.
             foreseen = isinstance(error, KVFrameworkError)
             log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
             raise typer.Exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN) from None
@@ -84,7 +84,7 @@ def _with_log(config: Config, level: Level | None, form: Format | None) -> Confi
 
 
 def _run(settings: Config, signals: StopSignals) -> None:
-    # Not before a signal can be handled: it is most of what starting takes.
+    # Imported only after signals can be handled: the import is most of the start.
     from kvframework.server import Server
 
     _raise_descriptor_limit()
@@ -99,7 +99,7 @@ def _run(settings: Config, signals: StopSignals) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """ZMQ ends the process when it runs out of descriptors, and the soft limit is often 1024."""
+    """Raise the soft limit, which is often 1024: ZMQ ends the process when it runs out of descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

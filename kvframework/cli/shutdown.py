@@ -1,7 +1,7 @@
-"""Owns what SIGINT and SIGTERM do to a server process: the first ends it in order, the second at once.
+"""The effect of SIGINT and SIGTERM on a server process: the first ends it in order, the second at once.
 
-The orderly end is asked for in the main thread, by Python's signal handlers. A daemon thread watches it by the bytes
-that the interpreter's C handler writes, so that a second signal, or a deadline, ends even a main thread that hangs.
+Python's signal handlers, which run in the main thread, request the orderly end. A daemon thread reads the bytes that
+the interpreter's C handler writes, so that a second signal, or a deadline, ends even a main thread that hangs.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from kvframework.logs.form import chosen_log, end_logging
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A server stops by itself before that, see kvframework.server.STOP_S.
+# A server stops by itself earlier, see kvframework.server.STOP_S.
 DEADLINE_S = 4.7
 EXIT_LATE = 1
 _LINGER_S = 0.2
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal came while there was nothing yet to stop. Passes the guards around plugins like a Ctrl-C."""
+    """A signal that came before there was anything to stop. It passes the guards around plugins like a Ctrl-C."""
 
 
 class StopSignals:
-    """To be entered in the main thread, once. Until `serve` a signal raises `StopRequested`; from then on it calls
-    `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or `deadline_s`
-    (status 1), calls `abandon` first. Leaving restores nothing: the process is about to end.
-    """
+    """A context manager, entered once, in the main thread. Until `serve` a signal raises `StopRequested`; from then on
+    it calls `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or
+    `deadline_s` (status 1), calls `abandon` first. Leaving restores nothing: the process is about to end."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
@@ -62,11 +61,12 @@ class StopSignals:
             end_process()
 
     def serve(self, stop: Callable[[float], None], abandon: Callable[[], None]) -> None:
-        """From here on signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another). What
-        `stop` is given is when the signal came, by the monotonic clock: the main thread may have been busy since."""
+        """Make signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another thread). The
+        argument of `stop` is the time of the signal on the monotonic clock: the main thread may have been busy since.
+        """
         self._abandon = abandon
         self._stop = stop
-        if self.requested:  # some code of a plugin has swallowed `StopRequested`
+        if self.requested:  # a plugin has swallowed `StopRequested`
             stop(self._since)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
@@ -114,7 +114,7 @@ def end_process() -> NoReturn:
 
 
 def _log_lateness() -> None:
-    """Without a new thread where that can be had: the kernel makes none while it unmaps memory."""
+    """Log without a new thread where possible: the kernel starts none while it unmaps memory."""
 
     def say() -> None:
         log.critical("the server did not stop in time")

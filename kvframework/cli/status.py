@@ -1,4 +1,4 @@
-"""Owns `kvframework status`: asks a running server and shows what it says, once or again and again."""
+"""`kvframework status`: queries a running server and shows its status, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def status(
     """
     if check and (as_json or watch):
         raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
-    # What the connection logs would stand in the middle of the picture, or beside the error that says the same.
+    # The connection's log lines would break the picture, or repeat the error.
     logging.getLogger("kvframework").addHandler(logging.NullHandler())
     target = endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
     source = _Source(target, timeout)
@@ -77,7 +77,7 @@ def status(
     elif as_json:
         stdout.print_json(document.decode())
     else:
-        print_view(view_status(document))
+        print_view(view_status(document, source.round_trip_s))
 
 
 def _check(document: bytes) -> None:
@@ -96,14 +96,17 @@ class _Source:
         self.endpoint = endpoint
         self._timeout = timeout
         self._client: KVClient | None = None
+        self.round_trip_s: float | None = None
 
     def ask(self) -> bytes:
-        """The status document. Blocks for the timeout at most; raises what `KVClient` does."""
+        """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
+        `KVClient` does."""
         deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name="status", connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
+            self.round_trip_s = self._client.ping(max(deadline - time.monotonic(), 0.01))
             left = max(deadline - time.monotonic(), 0.01)
             return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left).document
         except KVFrameworkError:
@@ -117,7 +120,7 @@ class _Source:
 
 
 def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
-    # A terminated watch leaves the terminal as it was, too.
+    # SIGTERM raises KeyboardInterrupt, so that a terminated watch restores the terminal.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if as_json:
@@ -131,7 +134,7 @@ def _watch(source: _Source, interval: float, *, as_json: bool) -> None:
 
 
 def _show_forever(source: _Source, interval: float) -> None:
-    # Of its own, since here lines have to be wrapped for `Live` to find the first one again.
+    # A separate console: `Live` finds the first line again only if lines are wrapped.
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
@@ -146,7 +149,7 @@ def _show_forever(source: _Source, interval: float) -> None:
 
 def _look(source: _Source) -> RenderableType:
     try:
-        return view_status(source.ask())
+        return view_status(source.ask(), source.round_trip_s)
     except KVFrameworkError as error:
         return unreachable(source.endpoint, error)
 

@@ -1,4 +1,4 @@
-"""Owns how a status document looks on a terminal. Pure. What a server says is shown as it is, never read as markup."""
+"""The form of a status document on a terminal. Pure. A server's texts are shown verbatim, never as markup."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ REFUSED_SHOWN = 4
 _ANY_WIDTH = 10_000
 
 
-def view_status(encoded: bytes) -> RenderableType:
-    """The document that REPORT_STATUS returns."""
+def view_status(encoded: bytes, round_trip_s: float | None = None) -> RenderableType:
+    """The document that REPORT_STATUS returns, and how long a NOOP takes."""
     document: Document = msgspec.json.decode(encoded)
+    answers = [] if round_trip_s is None else [Text(f"answers in {round_trip_s * 1e3:.2f} ms")]
     tiers, instances, devices = document["l2"], document["instances"], _devices_of(document)
     counted = [f"{name} {amount}" for name, amount in trouble(document).items()]
     return Group(
         *(_text(line) for line in _head(document)),
+        *answers,
         *(_text(line, style="red") for line in _problems(document)),
         *(_text(line, style="yellow") for line in _refused(document)),
         *([Text(f"counted: {', '.join(counted)}", style="yellow")] if counted else []),
@@ -38,12 +40,12 @@ def view_status(encoded: bytes) -> RenderableType:
 
 
 def problem_lines(encoded: bytes) -> list[str]:
-    """What is wrong now, a line each."""
+    """Return the current problems, a line each."""
     return _problems(msgspec.json.decode(encoded))
 
 
 def unreachable(endpoint: str, error: KVFrameworkError) -> RenderableType:
-    """What a watch shows while there is no answer."""
+    """Render the state of a watch without an answer."""
     return Text.assemble((f"waiting for a server at {endpoint}\n", "bold yellow"), str(error))
 
 
@@ -77,7 +79,7 @@ def _problems(document: Document) -> list[str]:
 
 
 def _refused(document: Document) -> list[str]:
-    """The latest refusals, some of them."""
+    """Return the first `REFUSED_SHOWN` of the latest refusals."""
     return [
         f"refused: {each['what']!r} of {each['client'][:64]!r} (process {each['pid']}), {each['count']} times, last "
         f"{each['ago_s']:.0f} s ago: [{each['code']}] {each['reason']}"
@@ -86,8 +88,8 @@ def _refused(document: Document) -> list[str]:
 
 
 class _Rows:
-    """A table. Where the terminal is too narrow for it, the columns from number `parted` on go into a second one, which
-    begins with the first column too."""
+    """A table. On a terminal that is too narrow for it, the columns from number `parted` on go into a second table,
+    which repeats the first column."""
 
     def __init__(self, *headers: str, parted: int) -> None:
         self._headers = headers
@@ -114,7 +116,8 @@ class _Rows:
 
 
 def _tiers(tiers: list[Document]) -> _Rows:
-    """`get` and `put` are p50 and p99 of calls in milliseconds. A tier may leave out anything: servers differ."""
+    """Table of the tiers. `get` and `put` are p50 and p99 of calls in milliseconds. Any field may be missing, since
+    servers differ."""
     counters = ("hits", "misses", "stored", "errors", "corrupt")
     table = _Rows("L2", "circuit", "codec", "used", "get ms", "put ms", *counters, "to write", parted=6)
     for tier in tiers:
@@ -194,6 +197,6 @@ def _text(value: object, style: str = "") -> Text:
 
 
 def _table(*headers: str) -> Table:
-    """Lean: where the terminal is narrow, cells are folded, and nothing is cut off."""
+    """Return a compact table; on a narrow terminal cells are folded and nothing is cut off."""
     columns = (Column(header, overflow="fold") for header in headers)
     return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

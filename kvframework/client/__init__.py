@@ -1,5 +1,6 @@
 """The engine side: what an engine integration imports. Knows no engine and no server part."""
 
+from kvframework.client.canonical import CanonicalInstance, register_canonical
 from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
@@ -10,6 +11,7 @@ from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 
 __all__ = [
+    "CanonicalInstance",
     "CurveKeys",
     "FileDigest",
     "KVClient",
@@ -21,4 +23,5 @@ __all__ = [
     "WorkerAdapter",
     "digest_files",
     "named_identity",
+    "register_canonical",
 ]

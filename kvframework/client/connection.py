@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -217,6 +218,17 @@ class KVClient(EngineLink):
         or later, by the request's own deadline. Never raises."""
         sent = self._begin(name, payload, urgent=urgent, on_late=_of_type(response, on_late))
         return mapped(sent, lambda answer: as_response(answer.payload, response))
+
+    def ping(self, timeout: float | None = None) -> float:
+        """The seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
+        started = time.perf_counter()
+        self.request("NOOP", m.Empty(), m.Empty, timeout=timeout)
+        return time.perf_counter() - started
+
+    def chunk_tokens(self, namespace: bytes) -> int:
+        """The tokens of a chunk of a namespace that is registered, by this client or another. Blocking. Raises
+        `RequestError` for a namespace that is not, and what `request` does."""
+        return self.request("GET_CHUNK_SIZE", m.GetChunkSize(namespace), m.ChunkSize).chunk_size
 
     def reachable(self, request: str) -> bool:
         """Whether `begin` would send this request: connected, and the server silent for less than its deadline. Never

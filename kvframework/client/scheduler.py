@@ -41,10 +41,17 @@ class SchedulerAdapter:
     """Looks up for all ranks of one namespace. Thread-safe."""
 
     def __init__(
-        self, client: KVClient, *, model_name: str, namespace: bytes, chunk_tokens: int, world_size: int = 1
+        self,
+        client: KVClient,
+        *,
+        model_name: str,
+        namespace: bytes,
+        chunk_tokens: int | None = None,
+        world_size: int = 1,
     ) -> None:
+        """`chunk_tokens` None: the server is asked, which blocks and raises what `KVClient.chunk_tokens` does."""
         self.failures = 0
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = client.chunk_tokens(namespace) if chunk_tokens is None else chunk_tokens
         self._client = client
         self._model_name = model_name
         self._namespace = namespace

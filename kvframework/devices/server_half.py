@@ -61,10 +61,6 @@ class DeviceServerTransport(ServerTransport):
             copier = self._copiers[memory.device] = self._start(memory.device)
         return DeviceContext(copier, copier.open(layout, desc, handles, client.liveness_fd()))
 
-    def copier_pids(self) -> dict[str, int]:
-        """The running copier processes by device, for those who watch."""
-        return {device: copier.pid for device, copier in self._copiers.items() if copier.pid is not None}
-
     def status(self) -> dict[str, object]:
         return {"devices": [copier.status() for copier in list(self._copiers.values())]}
 

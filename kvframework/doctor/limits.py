@@ -1,4 +1,4 @@
-"""Owns the checks of the limits of this process, which a server started in the same way would have."""
+"""The checks of the limits of this process; a server started in the same way would have the same ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import resource
 from collections.abc import Iterator
 
 from kvframework.api import ByteSize, Finding, Level
+from kvframework.config.descriptors import SAFE_LIMIT, SESSIONS_SHARE
 
 # docs/operations.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
 _FEWEST_CLIENTS = 1
-# Of kvframework.messaging.server.gate, which the doctor does not import.
-SAFE_LIMIT, SESSIONS_SHARE = 4096, 0.65
 
 
 def limits() -> Iterator[Finding]:
@@ -38,7 +37,7 @@ def _descriptors() -> Finding:
 
 
 def memlock(needed_by: str = "") -> Finding:
-    """`needed_by` is the transport that pins L1, if one does."""
+    """The check of lockable memory. `needed_by` is the transport that pins L1, if one does."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("limits.memlock", "ok", "no limit")

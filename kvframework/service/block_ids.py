@@ -13,17 +13,17 @@ from kvframework.wire.indices import INDEX_BYTES, unpack_indices
 def blocks_of_transfer(
     layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
 ) -> tuple[GroupBlocks, ...]:
-    """What a transfer of `chunks` chunks touches, per layer group.
+    """Return the blocks that a transfer of `chunks` chunks touches, per layer group.
 
-    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for another number of
-    groups or ids, or an id out of range of what is touched.
+    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for a wrong number of
+    groups or ids, or a touched id out of range.
     """
     ids = _unpack(packed, [chunk_tokens // group.block_size * chunks for group in layout.groups])
     return checked_blocks(layout, chunk_tokens, chunks * chunk_tokens, ids, storing=storing, bounded=True)
 
 
 def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
-    """One block id per layer group. Raises `BadBlockIds`."""
+    """Return one block id per layer group. Raises `BadBlockIds`."""
     ids = _unpack(packed, [1] * len(layout.groups))
     for index, group_ids in enumerate(ids):
         _check_range(group_ids, index, layout.blocks_of(index))

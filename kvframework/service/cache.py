@@ -1,6 +1,6 @@
-"""Owns `CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
+"""`CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
 
-Made by `kvframework.server`; its handlers run on the serving thread unless they say otherwise.
+Made by `kvframework.server`; its handlers run on the serving thread unless they are pooled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import kvframework
 from kvframework.api import (
     CacheKey,
     CacheServices,
@@ -34,7 +33,8 @@ from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.engine_driven import EngineDrivenTransfers
 from kvframework.service.health import EVERY_S, CounterReport
-from kvframework.service.keys import KeyResolver
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
 from kvframework.service.over_wire import ChunkTransfers
 from kvframework.service.registration import AttachedTransport, Registrations
@@ -46,14 +46,14 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-# A copier that is killed ends within a second, unless its driver holds it in the kernel.
+# A killed copier ends within a second, unless its driver holds it in the kernel.
 TRANSPORTS_END_S = 1.2
-# For the calls in flight of the tiers, the storage threads and the arena.
+# Time for the tiers' calls in flight, the storage threads and the arena.
 STORAGE_END_S = 0.75
 
 
 class CacheService(CacheServices):
-    """All that the server does, without sockets. Owns `storage` and closes it."""
+    """The whole server without its sockets. Owns `storage` and closes it."""
 
     def __init__(
         self,
@@ -72,7 +72,6 @@ class CacheService(CacheServices):
         self.storage = storage
         self.hasher = hasher
         self._transports = transports
-        self._layouts = layouts
         self._resolver = KeyResolver(hasher, storage.records.orders)
         self._registrations = Registrations(
             self.contexts,
@@ -83,9 +82,8 @@ class CacheService(CacheServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
-        self._chunks = ChunkTransfers(
-            self.contexts, storage, self._resolver, chunk_size=config.chunk_size, workers=config.workers
-        )
+        keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
+        self._chunks = ChunkTransfers(storage, keys, workers=config.workers)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
@@ -94,7 +92,7 @@ class CacheService(CacheServices):
             server={"boot_id": self.boot_id.hex(), **server_facts},
             transports={name: transport.server for name, transport in transports.items()},
             messaging=messaging_status,
-            tickets=lambda: len(self._lookups),
+            tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
             losses=self._losses.status,
         )
@@ -104,20 +102,19 @@ class CacheService(CacheServices):
             EngineDrivenTransfers(
                 self.contexts,
                 storage,
-                self._resolver,
-                chunk_size=config.chunk_size,
+                keys,
                 store_lease_s=config.store_lease_s,
                 retrieve_lease_s=config.retrieve_lease_s,
                 store_share=config.store_share,
             ),
-            ServerDrivenTransfers(self.contexts, storage, self._resolver, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(storage, keys, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
             self._status,
         )
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
-        """The handlers of every core request that the message server does not answer itself."""
+        """Return the handlers of every core request that the message server does not answer itself."""
         own: list[Handler] = [  # type: ignore[type-arg]
             Handler(REQUESTS["PING"], self._ping),
             Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
@@ -128,7 +125,7 @@ class CacheService(CacheServices):
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session."""
-        self._lookups.begin_owner(client.session_id)
+        self._lookups.tickets.begin_owner(client.session_id)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,
@@ -137,15 +134,12 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            layouts=tuple(self._layouts),
-            arena_bytes=self.storage.capacity,
-            server_version=kvframework.__version__,
         )
 
     def end_session(self, client: ClientInfo) -> None:
-        """A client is gone: its instances, tickets, pins and reservations end at once."""
+        """End the instances, tickets, pins and reservations of a client that has ended."""
         instances = self._registrations.end_session(client)
-        tickets = self._lookups.end_session(client.session_id)
+        tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
         if instances or tickets or leases:
@@ -159,8 +153,8 @@ class CacheService(CacheServices):
             )
 
     def tick(self) -> None:
-        """To be called every 100 ms or so, on the serving thread: leases, tickets and watermarks."""
-        self._lookups.expire()
+        """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
+        self._lookups.tickets.expire()
         self._chunks.tick()
         self.storage.tick()
         now = time.monotonic()
@@ -170,10 +164,10 @@ class CacheService(CacheServices):
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
     def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
-        """After the last request: closes contexts, transports and storage. A transport that fails at it is logged.
+        """Close contexts, transports and storage, after the last request. Errors of a transport are logged.
 
-        With `by`, of the monotonic clock, all of it has ended or is left to the process's end by then, and what is on
-        its way to L2 has the time that the others leave; without, L2 gets nothing more. See `StorageManager.close`.
+        With `by`, of the monotonic clock, everything has ended by then or is left to the end of the process, and
+        pending writes to L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`.
         """
         contexts = list(self.contexts.values())
         self.contexts.clear()
@@ -202,6 +196,7 @@ class CacheService(CacheServices):
         return context
 
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
+        check_key(key)
         return self._resolver.resolve(key, self._known_desc(key.namespace)).by_row()
 
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
@@ -215,7 +210,7 @@ class CacheService(CacheServices):
         return self.storage.which_present(keys)
 
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
-        return self._lookups.pin(client.session_id, keys, request_id)
+        return self._lookups.tickets.pin(client.session_id, keys, request_id)
 
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
@@ -245,7 +240,7 @@ class CacheService(CacheServices):
             raise RequestError(
                 "only a client on this node may clear the cache", available="a client on this node, over ipc://"
             )
-        # What has just been read over the wire counts as in use for a moment longer.
+        # Objects just read over the wire count as in use for a moment longer.
         self._chunks.settle()
         return m.Cleared(*self.storage.clear(l2=payload.l2))
 

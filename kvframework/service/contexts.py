@@ -1,7 +1,8 @@
-"""Owns what the server knows of one instance, whatever its transport."""
+"""The server's knowledge of one instance, whatever its transport."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api import (
@@ -24,8 +25,8 @@ Contexts = dict[int, "RegisteredContext"]
 class RegisteredContext(InstanceContext):
     """One engine worker process (one rank) with registered KV memory.
 
-    `rank` is None for a registration that did not tell it; `memory` is the server half of a server-driven transport,
-    None for an engine-driven one. `layout_plugin` None means canonical objects.
+    `rank` is None if the registration did not name it; `memory` is the server half of a server-driven transport, None
+    for an engine-driven one. `layout_plugin` None means canonical objects.
     """
 
     instance_id: int
@@ -43,6 +44,10 @@ class RegisteredContext(InstanceContext):
     attached: dict[str, object] = field(default_factory=dict)
     _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.world_size) if self.rank is None else (self.rank,)
+
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
         """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
         desc = self._descs.get(chunk_size)
@@ -53,7 +58,7 @@ class RegisteredContext(InstanceContext):
         return desc
 
     def check(self, key: CacheKey) -> None:
-        """Raises `NamespaceMismatch` unless the key names what this instance registered, and one rank."""
+        """Check that the key names what this instance registered, and one rank. Raises `NamespaceMismatch`."""
         for what, told, known in (
             ("namespace", key.namespace.hex(), self.namespace.hex()),
             ("model", key.model_name, self.model_name),
@@ -73,7 +78,7 @@ class RegisteredContext(InstanceContext):
             )
 
     def describe(self, chunk_size: int) -> dict[str, object]:
-        """The instance's part of the status document."""
+        """Return the instance's part of the status document."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
         failure = self.memory.failure() if self.memory is not None else None
@@ -100,7 +105,6 @@ class RegisteredContext(InstanceContext):
             "shapes": [list(group.shape) for group in desc.groups],
             "forms": [group.form for group in desc.groups],
             "chunk_tokens": desc.chunk_tokens,
-            "attention_backend": self.layout.attention_backend or None,
             "bytes_per_token": desc.nbytes / desc.chunk_tokens,
             "group_physical_block_sizes": [group.block_size // group.compress_ratio for group in groups],
             "group_compress_ratios": [group.compress_ratio for group in groups],
@@ -108,10 +112,10 @@ class RegisteredContext(InstanceContext):
 
 
 def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> RegisteredContext:
-    """The context of an instance that this client registered. Raises `NotRegistered`."""
+    """Return the context of an instance that this client registered. Raises `NotRegistered`."""
     context = contexts.get(instance_id)
     if context is None or context.session_id != client.session_id:
-        # A snapshot, since pooled handlers of plugins ask as well.
+        # A snapshot, since pooled handlers of plugins also call this.
         mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
         raise NotRegistered(
             f"instance {instance_id} is not registered by this client",

@@ -1,16 +1,17 @@
-"""Owns the engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
+"""The engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
 
-Runs on the serving thread. The bytes never pass here: the client writes and reads the arena itself.
+Runs on the serving thread, which never copies the bytes: the client writes and reads the arena itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import ArenaRange, CacheKey, ClientInfo, Handler, StoreOutcome
+from kvframework.api import ArenaRange, ClientInfo, Handler, StoreOutcome
 from kvframework.errors import TransportMismatch
-from kvframework.service.contexts import Contexts, RegisteredContext, own_context
-from kvframework.service.keys import KeyGrid, KeyResolver, check_key
+from kvframework.service.contexts import Contexts
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
@@ -19,23 +20,21 @@ from kvframework.wire.table import REQUESTS
 
 
 class EngineDrivenTransfers:
-    """Leases of arena ranges, owned by the client session that asked."""
+    """Leases of arena ranges, owned by the client session that requested them."""
 
     def __init__(
         self,
         contexts: Contexts,
         storage: StorageManager,
-        resolver: KeyResolver,
+        keys: InstanceKeys,
         *,
-        chunk_size: int,
         store_lease_s: float,
         retrieve_lease_s: float,
         store_share: float,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
-        self._resolver = resolver
-        self._chunk_size = chunk_size
+        self._keys = keys
         self._store_lease_s = store_lease_s
         self._retrieve_lease_s = retrieve_lease_s
         self._store_share = store_share
@@ -51,9 +50,9 @@ class EngineDrivenTransfers:
 
     def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.StorePlan:
         if not client.local:
-            # It could only commit what it has not written.
+            # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
-        grid = self._grid(client, payload)
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
         sized = grid.sized()
         result = self._storage.reserve(
@@ -69,7 +68,8 @@ class EngineDrivenTransfers:
         return m.StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
-        """A client that is alone may fill L1; one of several leaves the others something, even if it stands still."""
+        """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
+        that a stalled writer cannot starve others."""
         alone = all(context.session_id == client.session_id for context in self._contexts.values())
         return 1.0 if alone else self._store_share
 
@@ -82,7 +82,7 @@ class EngineDrivenTransfers:
         return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
-        grid = self._grid(client, payload)
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease = pin_whole(
             self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
         )
@@ -94,26 +94,9 @@ class EngineDrivenTransfers:
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)
 
-    def _grid(self, client: ClientInfo, payload: m.Prepare) -> KeyGrid:
-        context = own_context(self._contexts, payload.instance_id, client)
-        if context.memory is not None:
-            raise TransportMismatch(
-                f"instance {context.instance_id} uses {context.transport}, which the server drives",
-                available="STORE and RETRIEVE",
-            )
-        return grid_of(context, payload.key, self._resolver, self._chunk_size)
-
-
-def grid_of(context: RegisteredContext, key: CacheKey, resolver: KeyResolver, chunk_size: int) -> KeyGrid:
-    """The objects of one rank that `key` names, after checking it against the registration."""
-    check_key(key)
-    context.check(key)
-    return resolver.resolve(key, context.get_layout_desc(chunk_size))
-
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
-    """Where each object that is to be written lies (`grid` of one rank); `wanted` are the indices that were asked
-    for."""
+    """Return the range of each object to write (`grid` of one rank); `wanted` are the requested indices."""
     groups = grid.desc.groups
     count = len(groups)
     return tuple(
@@ -125,16 +108,12 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
 def pin_whole(
     storage: StorageManager, grid: KeyGrid, owner: int, *, request_id: str, lease_s: float | None
 ) -> PinLease | None:
-    """Pins what a hit of the whole key uses, None if any of it is missing."""
-    with storage.lock:
-        objects = grid.whole(storage.row)
-        if objects is None:
-            return None
-        return storage.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+    """Pin the objects that a hit of the whole key uses; None if any of them is missing."""
+    return storage.pin_found(grid.whole, owner=owner, request_id=request_id, lease_s=lease_s)
 
 
 def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
-    """Where each of the `objects` lies that `pin_whole` pinned (`grid` of one rank)."""
+    """Return the range of each of the `objects` that `pin_whole` pinned (`grid` of one rank)."""
     count = len(grid.desc.groups)
     return tuple(
         ArenaRange(index // count, index % count, stored.offset, stored.length)

@@ -1,10 +1,10 @@
-"""Owns the wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
+"""The wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
 
-Requests are checked and answered on the serving thread. What a store brought is copied into the arena by threads of its
-own, without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
+Requests are checked and answered on the serving thread. A store's bytes are copied into the arena by separate threads,
+without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
 
-A store's reservation belongs to the server, not to the client: all its bytes are here before it begins, so that the
-client's silence or death in the middle changes nothing.
+A store's reservation belongs to the server, not to the client: all its bytes have arrived before it begins, so that a
+client that stalls or dies changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from itertools import pairwise
 import msgspec
 
 from kvframework.api import ClientInfo, Future, Handler, Message, Promise, Reply, StoreOutcome
-from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge, TransportMismatch
-from kvframework.service.contexts import Contexts, own_context
-from kvframework.service.engine_driven import grid_of, outcome_of
-from kvframework.service.keys import KeyGrid, KeyResolver
+from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.service.engine_driven import outcome_of
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
 from kvframework.service.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
@@ -34,7 +33,7 @@ from kvframework.wire.table import REQUESTS
 log = logging.getLogger(__name__)
 
 _RETURN_S = 0.3
-# Per client: what it does not receive stays pinned.
+# Per client: bytes that it does not receive stay pinned.
 MAX_UNSENT_BYTES = 2 * MAX_BUFFER_BYTES
 _Copies = Sequence[tuple[int, memoryview]]
 
@@ -42,13 +41,9 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(
-        self, contexts: Contexts, storage: StorageManager, resolver: KeyResolver, *, chunk_size: int, workers: int
-    ) -> None:
-        self._contexts = contexts
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, workers: int) -> None:
         self._storage = storage
-        self._resolver = resolver
-        self._chunk_size = chunk_size
+        self._keys = keys
         self._send_pins = SendPins(storage.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
@@ -71,7 +66,7 @@ class ChunkTransfers:
         return all_sent
 
     def close(self) -> None:
-        """Waits for the copies that run (others never begin) and for what ZMQ still sends. Blocks for a moment."""
+        """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
         if not self.settle():
             log.error("ZMQ still sends %d pieces of the arena", len(self._send_pins))
@@ -79,16 +74,20 @@ class ChunkTransfers:
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | Future[Message]:
-        grid = self._grid(client, payload)
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
         sent = _checked_objects(grid, payload.objects, buffers)
-        result, outcome, copies = self._reserve(grid, payload.key.request_id, sent)
+        result = self._storage.reserve_some(
+            grid.sized(), sent, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
+        )
+        outcome = outcome_of(result)
         if result.lease is None:
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
         future: Promise[Message] = Promise(lambda: None)
         try:
+            copies = [(offset, sent[index]) for index, offset in result.placed]
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
@@ -100,27 +99,8 @@ class ChunkTransfers:
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
-    def _reserve(
-        self, grid: KeyGrid, request_id: str, sent: dict[int, memoryview]
-    ) -> tuple[Reservation, StoreOutcome, _Copies]:
-        """Reserves what is not there of the objects `sent`. What is there of the whole key is part of the reservation,
-        so that the end of a prefix never pushes out its beginning."""
-        with self._storage.lock:
-            here = self._storage.which_present(grid.flat)
-            chosen = [index for index, present in enumerate(here) if present or index in sent]
-            sizes = [group.nbytes for group in grid.desc.groups]
-            result = self._storage.reserve(
-                [(grid.flat[index], sizes[index % len(sizes)]) for index in chosen],
-                owner=INTERNAL_OWNER,
-                request_id=request_id,
-                lease_s=None,
-            )
-        others = len(chosen) - len(sent)
-        outcome = msgspec.structs.replace(outcome_of(result), present=result.present - others)
-        return result, outcome, [(offset, sent[chosen[at]]) for at, offset in result.placed]
-
     def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
-        """In a copy thread: the bytes, then the commit, then the answer."""
+        """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
                 copy_into(self._storage.arena, offset, source)
@@ -161,26 +141,16 @@ class ChunkTransfers:
                 available=f"at most {MAX_UNSENT_BYTES}",
                 hint="receive what comes before asking for more",
             )
-        with self._storage.lock:
-            if self._storage.pinned(payload.lease, owner=client.session_id) is None:
-                return m.ChunksSent(False)
-            # The client's own pins lapse, however slowly it reads.
-            pins = [self._storage.pin_found(places)]
-        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], pins)
+        # The client's own pins lapse, however slowly it reads.
+        pin = self._storage.pin_again(payload.lease, wanted, owner=client.session_id)
+        if pin is None:
+            return m.ChunksSent(False)
+        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])
         return Reply(m.ChunksSent(True), views)
-
-    def _grid(self, client: ClientInfo, payload: m.StoreCpuChunks) -> KeyGrid:
-        context = own_context(self._contexts, payload.instance_id, client)
-        if context.memory is not None:
-            raise TransportMismatch(
-                f"instance {context.instance_id} uses {context.transport}, which the server drives",
-                available="STORE and RETRIEVE",
-            )
-        return grid_of(context, payload.key, self._resolver, self._chunk_size)
 
 
 def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:
-    """The buffers by object. Raises `MalformedFrames` for another number of buffers or another length of one,
+    """Return the buffers by object. Raises `MalformedFrames` for a wrong number of buffers or a wrong length,
     `BadRange` for an object that the key does not name, or out of order."""
     _check_count(packed)
     objects = unpack_indices(packed, where="objects")
@@ -207,7 +177,7 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
 
 
 def _check_count(packed: bytes) -> None:
-    """Before a number is made of each. Raises `MessageTooLarge`."""
+    """Check the length before the numbers are decoded. Raises `MessageTooLarge`."""
     if len(packed) > MAX_BUFFERS * INDEX_BYTES:
         raise MessageTooLarge(
             f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
@@ -215,7 +185,7 @@ def _check_count(packed: bytes) -> None:
 
 
 def copy_into(arena: memoryview, offset: int, source: memoryview) -> None:
-    """Copies without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
+    """Copy without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
     frames are. The anchors keep both from being unmapped meanwhile."""
     target, origin = ctypes.c_char.from_buffer(arena, offset), ctypes.c_char.from_buffer(source)
     ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), source.nbytes)

@@ -1,9 +1,8 @@
-"""Owns the server-driven path: STORE and RETRIEVE, where a transport's server half copies between engine memory and
-arena.
+"""The server-driven path: STORE and RETRIEVE, where a transport's server half copies between engine memory and arena.
 
-Started on the serving thread; ends in whichever thread the transport resolves its future. Cancel has two phases: the
-request's future (and so the answer to CANCEL) is resolved only once the transport touches the blocks no more, and a
-cancelled STORE is never committed.
+A copy starts on the serving thread and ends in the thread in which the transport resolves its future. Cancel has two
+phases: the request's future (and so the answer to CANCEL) is resolved only once the transport no longer touches the
+blocks, and a cancelled STORE is never committed.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from kvframework.api import (
 )
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.block_ids import blocks_of_transfer, one_block_each
-from kvframework.service.contexts import Contexts, RegisteredContext, own_context
-from kvframework.service.engine_driven import grid_of, outcome_of, pin_whole, pinned_ranges, placed_ranges
-from kvframework.service.keys import KeyGrid, KeyResolver
+from kvframework.service.contexts import RegisteredContext
+from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
+from kvframework.service.instance_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -43,12 +43,11 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 
 
 class ServerDrivenTransfers:
-    """Leases here belong to the server itself: they end with the copy, not with the client."""
+    """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(self, contexts: Contexts, storage: StorageManager, resolver: KeyResolver, *, chunk_size: int) -> None:
-        self._contexts = contexts
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, chunk_size: int) -> None:
         self._storage = storage
-        self._resolver = resolver
+        self._keys = keys
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -108,7 +107,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
-        """Copies the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
+        """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
         context = self._server_driven(client, payload.instance_id)
         desc = context.get_layout_desc(self._chunk_size)
         counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
@@ -148,7 +147,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        context = own_context(self._contexts, instance_id, client)
+        context = self._keys.own(client, instance_id)
         if context.memory is None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",
@@ -166,7 +165,7 @@ class ServerDrivenTransfers:
         self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
     ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
         context = self._server_driven(client, payload.instance_id)
-        grid = grid_of(context, payload.key, self._resolver, self._chunk_size)
+        grid = self._keys.grid(context, payload.key)
         blocks = blocks_of_transfer(
             context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
         )
@@ -192,7 +191,7 @@ class ServerDrivenTransfers:
 
 
 def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks: int) -> bytes:
-    """The first block of a canonical object: the first slots of each plane and layer."""
+    """Return the first block of a canonical object: the first slots of each plane and layer."""
     planes, layers = desc.shape[:2]
     row = place.length // (planes * layers)
     starts = range(place.offset, place.offset + place.length, row)
@@ -200,8 +199,8 @@ def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks: 
 
 
 def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> Future[Message]:
-    """Starts the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what is
-    kept."""
+    """Start the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what to
+    keep."""
     decided = threading.Lock()
     ended = False
 
@@ -210,7 +209,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
             if ended:
                 return
             job.cancelled.set()
-        # Outside: a transport may answer it at once.
+        # Outside the lock: a transport may answer at once.
         job.cancel()
 
     def done(copy: Future[bool]) -> None:
@@ -232,7 +231,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
         raise TransportMismatch(f"instance {context.instance_id} has no server half")
     try:
         copy = context.memory.copy(job)
-    except Exception as error:  # noqa: BLE001 - a plugin's; it becomes the copy's failure
+    except Exception as error:  # noqa: BLE001 - an error of the plugin becomes the copy's failure
         copy = Future.failed(error)
     copy.add_done_callback(done)
     return reply

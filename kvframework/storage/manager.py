@@ -1,4 +1,4 @@
-"""L1 as a whole: arena, object table, eviction, and the way to and from L2.
+"""L1 as a whole: arena, object table, eviction, and the transfers to and from L2.
 
 Thread-safe: one lock around the object table, held for microseconds and never during I/O. Called from the serving
 thread and from the storage threads.
@@ -7,12 +7,13 @@ thread and from the storage threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 from kvframework.api import EvictionPolicy, Memory, MemoryLayoutDesc, PackedKey, Select
 from kvframework.bounded import call_within
@@ -29,24 +30,38 @@ from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+# The objects of one row by its key prefix and digests, None for what L1 lacks; see `ObjectRows.row`.
+FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
-# What a call to a tier may take beyond its timeout before `close` stops waiting for it.
+# Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
-# What the arena's plugin has at least for its end.
+# Least time that the arena's plugin gets to close.
 ARENA_END_S = 0.2
-# Work on many objects holds the lock for as many at a time, a few milliseconds, and leaves it for so long between.
+# Work on many objects holds the lock for this number at a time, a few milliseconds, with this pause in between.
 AT_ONCE = 512
 TURN_S = 0.001
-# Objects that one tick evicts: as many as the serving thread can spare the time for.
+# Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
 
 COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
+def _locked(method: F) -> F:
+    """The method under the storage lock."""
+
+    @functools.wraps(method)
+    def call(self: StorageManager, /, *arguments: Any, **named: Any) -> Any:
+        with self.lock:
+            return method(self, *arguments, **named)
+
+    return cast("F", call)
+
+
 class StorageManager:
-    """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'. Without
-    `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the number of
-    its threads."""
+    """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
+    Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
+    number of its threads."""
 
     def __init__(
         self,
@@ -67,11 +82,11 @@ class StorageManager:
         self._arena = memory.view()
         self.clock = clock
         self._high, self._low = high_watermark, low_watermark
-        # The last tick has not come down to the low watermark.
+        # The last tick did not reach the low watermark.
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
-        # Only for who holds the lock, and for as long: the objects are the table's.
+        # Only within this room, under the lock, and for as long: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
         writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
@@ -97,19 +112,14 @@ class StorageManager:
     def has_tiers(self) -> bool:
         return bool(self._tiers.stores)
 
-    @property
-    def ready_bytes(self) -> int:
-        """How much of the capacity is resident and may be handed out."""
-        with self.lock:
-            return self._table.allocator.limit
-
+    @_locked
     def count(self, **amounts: int) -> None:
-        """Adds to the counters that `status` shows."""
-        with self.lock:
-            self.counters.update(amounts)
+        """Add to the counters that `status` shows."""
+        self.counters.update(amounts)
 
     # writing
 
+    @_locked
     def reserve(
         self,
         items: Sequence[tuple[PackedKey, int]],
@@ -119,76 +129,111 @@ class StorageManager:
         lease_s: float | None,
         share: float = 1.0,
     ) -> Reservation:
-        """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes). `share` of the capacity is
-        what the owner may have reserved at once."""
-        with self.lock:
-            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-            present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
-            used = self._table.used_bytes
-            most = None if share >= 1.0 else int(share * self.capacity)
-            result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
-            if used <= self._high * self.capacity < self._table.used_bytes:
-                # Told at once, so that what the next ones push out has a chance to be written before.
-                self._tiers.leaving(self._candidates())
-            self.counters["dropped"] += result.dropped
-            if present:
-                self._tiers.used(present)
-            return result
+        """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
+        `share` of the capacity bounds the owner's reserved bytes."""
+        deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
+        present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
+        used = self._table.used_bytes
+        most = None if share >= 1.0 else int(share * self.capacity)
+        result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
+        if used <= self._high * self.capacity < self._table.used_bytes:
+            # Told at once, so that what the next ones push out has a chance to be written before.
+            self._tiers.leaving(self._candidates())
+        self.counters["dropped"] += result.dropped
+        if present:
+            self._tiers.used(present)
+        return result
 
+    def reserve_some(
+        self,
+        items: Sequence[tuple[PackedKey, int]],
+        some: Collection[int],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+    ) -> Reservation:
+        """`reserve` for the items with the indices `some`. Others that are present are pinned with the lease, so that
+        the end of a prefix never pushes out its beginning; they do not count in the result."""
+        with self.lock:
+            here = self._table.which([key for key, _ in items])
+            chosen = [index for index, present in enumerate(here) if present or index in some]
+            result = self.reserve(
+                [items[index] for index in chosen], owner=owner, request_id=request_id, lease_s=lease_s
+            )
+        result.present -= len(chosen) - len(some)
+        result.placed = [(chosen[at], offset) for at, offset in result.placed]
+        return result
+
+    @_locked
     def lease_size(self, lease_id: str, *, owner: int) -> int:
-        """The number of objects that a write lease holds. Raises `LeaseUnknown`."""
-        with self.lock:
-            return self._table.lease_size(lease_id, owner=owner)
+        """Return the number of objects of a write lease. Raises `LeaseUnknown`."""
+        return self._table.lease_size(lease_id, owner=owner)
 
+    @_locked
     def commit(self, lease_id: str, *, owner: int) -> int:
-        """Publishes a lease and queues its objects for L2; the number published, 0 if the lease had expired."""
-        with self.lock:
-            objects = self._table.commit(lease_id, owner=owner, now=self.clock())
-            self._writers_ended()
-            self.counters["stored"] += len(objects)
-            self._tiers.committed([stored.key for stored in objects])
-            return len(objects)
+        """Publish a lease and queue its objects for L2; return the number published, 0 if the lease had expired."""
+        objects = self._table.commit(lease_id, owner=owner, now=self.clock())
+        self._writers_ended()
+        self.counters["stored"] += len(objects)
+        self._tiers.committed([stored.key for stored in objects])
+        return len(objects)
 
+    @_locked
     def abort(self, lease_id: str, *, owner: int) -> int:
-        with self.lock:
-            freed = self._table.abort(lease_id, owner=owner)
-            self._writers_ended()
-            self.counters["aborted"] += freed
-            return freed
+        freed = self._table.abort(lease_id, owner=owner)
+        self._writers_ended()
+        self.counters["aborted"] += freed
+        return freed
 
     # reading
 
+    @_locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
-        with self.lock:
-            return self._table.which(keys)
+        return self._table.which(keys)
 
+    @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        """Pins all keys, or none and returns None if one is missing. A use of each."""
-        with self.lock:
-            objects = self._table.find(keys)
-            if objects is None:
-                return None
-            return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        """Pin all keys, which counts as a use of each; pins none and returns None if one is missing."""
+        objects = self._table.find(keys)
+        if objects is None:
+            return None
+        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
 
+    @_locked
     def pin_objects(
         self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
     ) -> PinLease:
-        """Pins what `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
-        with self.lock:
-            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-            lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline)
-            if self._tiers.watches_uses:
-                self._tiers.used([stored.key for stored in objects])
-            return lease
+        """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
+        deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
+        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline)
+        if self._tiers.watches_uses:
+            self._tiers.used([stored.key for stored in objects])
+        return lease
 
+    @_locked
+    def pin_found(
+        self,
+        find: Callable[[FindRow], list[StoredObject] | None],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+    ) -> PinLease | None:
+        """Pins what `find` finds in the rows of L1; None if it finds None. A use of each."""
+        objects = find(self.row)
+        if objects is None:
+            return None
+        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+
+    @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
-        """The objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
-        with self.lock:
-            return self._table.pinned(lease_id, owner=owner, now=self.clock())
+        """Return the objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
+        return self._table.pinned(lease_id, owner=owner, now=self.clock())
 
+    @_locked
     def unpin(self, lease_id: str, *, owner: int) -> PinLease:
-        with self.lock:
-            return self._table.unpin(lease_id, owner=owner, now=self.clock())
+        return self._table.unpin(lease_id, owner=owner, now=self.clock())
 
     def submit_prefetch_task(
         self,
@@ -198,12 +243,12 @@ class StorageManager:
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
     ) -> LoadTask | None:
-        """Loads from L2 what L1 lacks of `keys`, in the background, keeping their order.
+        """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
-        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have said what
-        they hold, the indices worth having (default: all); it is asked again after a loss. `on_done` runs once in a
-        storage thread while what the task chose and could get is still pinned, also after a failure or a cancel. None
-        if there is no tier, too much is under way, or the manager is closed.
+        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
+        what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
+        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel.
+        Returns None if there is no tier, too much is in flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
@@ -211,7 +256,7 @@ class StorageManager:
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """Asks L2 for a namespace's record and adds it to `records`; `on_done` runs in a storage thread."""
+        """Read a namespace's record from L2 and add it to `records`; `on_done` runs in a storage thread."""
 
         def finish(record: NamespaceRecord | None) -> None:
             try:
@@ -224,26 +269,26 @@ class StorageManager:
 
     # ends
 
+    @_locked
     def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """Ends what a client that lives claims (for one of its requests), see `ObjectTable.withdraw`."""
-        with self.lock:
-            ended = self._table.withdraw(owner, request_id)
-            self._writers_ended()
-            return ended
+        """End the claims of a live client (for one of its requests), see `ObjectTable.withdraw`."""
+        ended = self._table.withdraw(owner, request_id)
+        self._writers_ended()
+        return ended
 
+    @_locked
     def end_owner(self, owner: int) -> int:
-        """Ends all leases of a client that is gone; the number ended."""
-        with self.lock:
-            ended = self._table.end_owner(owner)
-            self._writers_ended()
-            return ended
+        """End all leases of a client that has ended; return their number."""
+        ended = self._table.end_owner(owner)
+        self._writers_ended()
+        return ended
 
     def clear(self, *, l2: bool = False) -> tuple[int, int]:
-        """Drops what was here when it was called and nobody uses at its turn: (objects dropped, objects in use).
+        """Drop the objects present at the call that are unused at their turn: (objects dropped, objects in use).
 
-        What is stored meanwhile stays, also where it has the name of something that was dropped. Blocks, but not the
-        others: takes the lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every
-        tier; raises `TierError`, after all were asked, if one failed.
+        Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
+        lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every tier; raises
+        `TierError`, after all were asked, if one failed.
         """
         with self.lock:
             objects = self._table.objects()
@@ -257,28 +302,28 @@ class StorageManager:
             self._tiers.delete([stored.key for stored in dropped])
         return len(dropped), in_use
 
+    @_locked
     def tick(self) -> None:
-        """To be called every 100 ms or so: expires leases, and above the high watermark evicts down to the low one,
-        but not what a write policy has to write before. What is more than one call may do is done by the next ones."""
-        with self.lock:
-            self._table.expire(self.clock())
-            self._table.tell_uses()
-            self._writers_ended()
-            above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
-            if above or self._lowering:
-                victims = self._candidates()
-                kept = self._tiers.leaving(victims)
-                going = [key for key in victims if key not in kept]
-                self._table.evict(going[:EVICT_AT_ONCE])
-                self._lowering = len(going) > EVICT_AT_ONCE
+        """Expire leases; above the high watermark, evict down to the low one, except for objects that a write policy
+        must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
+        self._table.expire(self.clock())
+        self._table.tell_uses()
+        self._writers_ended()
+        above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
+        if above or self._lowering:
+            victims = self._candidates()
+            kept = self._tiers.leaving(victims)
+            going = [key for key in victims if key not in kept]
+            self._table.evict(going[:EVICT_AT_ONCE])
+            self._lowering = len(going) > EVICT_AT_ONCE
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
-        """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
-        stops all threads and frees the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not to
-        be called from a storage thread.
+        """Wait up to `drain_s` for pending writes to L2, then close the tiers, which ends the calls in flight, stop all
+        threads and free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; must not be called
+        from a storage thread.
 
-        A thread that a tier does not let go, or a copy that a transport has not ended, keeps the arena mapped, since it
-        may still write there. If the process ends right afterwards, memory that ends with it is left to the kernel.
+        A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
+        still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
         """
         self._tiers.drain(drain_s)
         self._tiers.stop()
@@ -286,7 +331,7 @@ class StorageManager:
         longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
         end_s = CLOSE_GRACE_S + longest if end_s is None else end_s
         deadline = time.monotonic() + end_s
-        # The calls in flight of a tier that closes end after that.
+        # A closing tier ends its calls in flight after that.
         self._tiers.close(end_s / 2)
         if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
@@ -303,29 +348,29 @@ class StorageManager:
         except BufferError:
             log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
 
+    @_locked
     def status(self) -> dict[str, object]:
-        with self.lock:
-            table = self._table
-            allocator = table.allocator
-            return {
-                "l1": {
-                    "capacity_bytes": self.capacity,
-                    "ready_bytes": allocator.limit,
-                    "used_bytes": table.used_bytes,
-                    "free_bytes": allocator.free_bytes,
-                    "largest_free_bytes": allocator.largest_free,
-                    "fragmentation": round(allocator.fragmentation, 4),
-                    "quarantined_bytes": table.quarantined_bytes,
-                    "objects": len(table),
-                    "pins": table.pins,
-                    "write_leases": table.write_leases,
-                    "pin_leases": table.pin_leases,
-                    "evictions": table.evictions,
-                    "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
-                },
-                "l2": self._tiers.status(),
-                "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
-            }
+        table = self._table
+        allocator = table.allocator
+        return {
+            "l1": {
+                "capacity_bytes": self.capacity,
+                "ready_bytes": allocator.limit,
+                "used_bytes": table.used_bytes,
+                "free_bytes": allocator.free_bytes,
+                "largest_free_bytes": allocator.largest_free,
+                "fragmentation": round(allocator.fragmentation, 4),
+                "quarantined_bytes": table.quarantined_bytes,
+                "objects": len(table),
+                "pins": table.pins,
+                "write_leases": table.write_leases,
+                "pin_leases": table.pin_leases,
+                "evictions": table.evictions,
+                "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
+            },
+            "l2": self._tiers.status(),
+            "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
+        }
 
     # what writers and prefetch use
 
@@ -334,12 +379,15 @@ class StorageManager:
         leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
-    def pin_found(self, objects: list[StoredObject]) -> PinLease:
-        """Pins objects that the caller has just found, for the server itself; no access for eviction."""
-        with self.lock:
-            return self._table.pin_objects(
-                objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False
-            )
+    @_locked
+    def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease | None:
+        """Pins for the server itself what the client `owner` has pinned under a lease; None if that has lapsed. Does
+        not count as an access for eviction. Raises `LeaseUnknown`."""
+        pinned = self.pinned(lease_id, owner=owner)
+        if pinned is None:
+            return None
+        objects = [pinned[index] for index in indices]
+        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
@@ -351,54 +399,54 @@ class StorageManager:
         return self._arena[stored.offset : stored.offset + stored.length]
 
     def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None:
-        """A place to load one object into, None if it is here, on its way, or there is no room."""
+        """Return a place to load one object into; None if it is present, being written, or there is no room."""
         result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None)
         if result.lease is None:
             return None
         offset = result.placed[0][1]
         return result.lease.id, self._arena[offset : offset + nbytes]
 
+    @_locked
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
-        """Publishes and pins a loaded object, or frees its place."""
-        with self.lock:
-            if not good:
-                self._table.abort(lease_id, owner=INTERNAL_OWNER)
-                self._writers_ended()
-                return None
-            objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self.clock())
+        """Publish and pin a loaded object, or free its place."""
+        if not good:
+            self._table.abort(lease_id, owner=INTERNAL_OWNER)
             self._writers_ended()
-            self.counters["loaded"] += len(objects)
-            return self._pin_internal(objects[0].key)
+            return None
+        objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self.clock())
+        self._writers_ended()
+        self.counters["loaded"] += len(objects)
+        return self._pin_internal(objects[0].key)
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
-        """Tells the tiers what came from one of them."""
+        """Report to the tiers the objects that one of them returned."""
         self._tiers.loaded(keys, source)
 
+    @_locked
     def any_writing(self, keys: Sequence[PackedKey]) -> bool:
         """Whether one of `keys` is reserved and not published; `Prefetcher.writers_ended` follows its end."""
-        with self.lock:
-            return self._table.any_writing(keys)
+        return self._table.any_writing(keys)
 
     def _writers_ended(self) -> None:
-        """Under the lock."""
+        """Report ended writers to prefetch; the caller holds the lock."""
         self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Parts of `items`, each to be handled while this holds the lock; between two of them others get it."""
+        """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
         for first in range(0, len(items), AT_ONCE):
             if first:
-                # Who only releases a lock has it again before a thread that waits is awake.
+                # A thread that only releases a lock takes it again before a waiting thread has woken up.
                 time.sleep(TURN_S)
             with self.lock:
                 yield items[first : first + AT_ONCE]
 
     def _candidates(self) -> list[PackedKey]:
-        """What is to leave above the high watermark."""
+        """Return the victims of an eviction down to the low watermark."""
         return self._table.candidates(int(self._low * self.capacity))
 
+    @_locked
     def _on_ready(self, limit: int) -> None:
-        with self.lock:
-            self._table.allocator.grow(limit)
+        self._table.allocator.grow(limit)

@@ -1,20 +1,20 @@
-"""Owns the conformance kit for key hashers: what every `KeyHasher` must do. Runs under pytest.
+"""The conformance kit for key hashers: tests that every `KeyHasher` must pass. Runs under pytest.
 
-Either name the plugin, which is found, checked and created as a server does it:
+Name the plugin; the kit finds, checks and creates it as a server does:
 
     from kvframework.testing import HasherConformance
 
     class TestMyHasher(HasherConformance):
         use = "myhasher"                # the entry point `hasher.myhasher`
 
-or give a fixture that returns what makes one, each time anew:
+or give a fixture that returns a factory, which makes a new hasher at each call:
 
     class TestMyHasher(HasherConformance):
         @pytest.fixture
         def make_hasher(self):
             return MyHasher
 
-Digests are names: whatever two requests do not share must not have one digest. A test of fixed digests, beside the kit,
+Digests are names: two prefixes that differ must not share a digest. A test of fixed digests, beside the kit,
 shows that they stay as they are from release to release. Needs pytest and hypothesis.
 """
 
@@ -53,16 +53,16 @@ sys.stdout.buffer.write(digests + made.fingerprint.encode())
 
 
 class HasherConformance(NamedKit):
-    """Subclass it; see the module."""
+    """Base class of an author's test class; see the module."""
 
-    descriptor = HasherProvider
+    _descriptor = HasherProvider
 
     examples: ClassVar[int] = 100
-    """How many made-up requests each property is tried on."""
+    """How many generated requests each property is tested on."""
 
     @pytest.fixture
     def make_hasher(self) -> MakeHasher:
-        """Makes the hasher, as each engine and the server do."""
+        """Return a factory of hashers; an engine and the server each make their own."""
         return self.by_name()
 
     @pytest.fixture
@@ -86,7 +86,7 @@ class HasherConformance(NamedKit):
             assert len(digests) == count // chunk * DIGEST_BYTES, f"{count} tokens in chunks of {chunk}"
 
     def test_every_bit_of_a_digest_counts(self, hasher: KeyHasher) -> None:
-        """None is always the same or a copy of another: 32 bytes that hold fewer would meet by chance."""
+        """No bit of a digest is constant or a copy of another bit: fewer effective bits would mean collisions."""
         digests = _split(hasher.chunk_digests(_packed(range(200)), 1))
         numbers = [int.from_bytes(digest, "big") for digest in digests]
         columns = [tuple(number >> bit & 1 for number in numbers) for bit in range(8 * DIGEST_BYTES)]
@@ -96,7 +96,7 @@ class HasherConformance(NamedKit):
         )
 
     def test_no_two_chunks_of_a_request_are_the_same(self, hasher: KeyHasher) -> None:
-        """Even where all tokens are."""
+        """The chunks of a request have different digests, even where all tokens are equal."""
         for token in (0, 7, _U32_MAX):
             digests = _split(hasher.chunk_digests(_packed([token] * 400), _CHUNK))
             assert len(set(digests)) == 100
@@ -104,7 +104,7 @@ class HasherConformance(NamedKit):
     # what it depends on
 
     def test_a_changed_token_changes_its_chunk_and_all_behind_it(self, hasher: KeyHasher) -> None:
-        """Every bit of every token."""
+        """The test flips every bit of every token."""
         tokens = [1000 * number for number in range(3 * _CHUNK)]
         before = _split(hasher.chunk_digests(_packed(tokens), _CHUNK))
         last = {before[-1]}
@@ -142,7 +142,7 @@ class HasherConformance(NamedKit):
         assert len(last) == 1 + 3 * len(extras), "two requests have one digest"
 
     def test_an_extra_is_not_taken_for_a_parent(self, hasher: KeyHasher) -> None:
-        """Digests of images have the length of a parent."""
+        """The digest of an image is as long as a parent digest."""
         tokens, digest = _packed(range(_CHUNK)), bytes(range(DIGEST_BYTES))
         for rest in (b"", b"adapter"):
             with_parent = hasher.chunk_digests(tokens, _CHUNK, parent=digest, extras={0: rest} if rest else None)
@@ -222,14 +222,16 @@ class HasherConformance(NamedKit):
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_another_process_finds_the_same(self, hasher: KeyHasher, seed: int) -> None:
-        """Whatever its `PYTHONHASHSEED`: engines name what others stored."""
+        """The result does not depend on `PYTHONHASHSEED`: an engine finds the objects that others stored by these
+        digests.
+        """
         tokens = _packed([number * 2654435761 % 2**32 for number in range(64)])
         parent, extras = bytes(range(32)), {5: b"adapter", 1: b"image"}
         here = hasher.chunk_digests(tokens, _CHUNK, parent=parent, extras=extras)
         assert self.elsewhere(hasher, _ELSEWHERE, seed=seed) == here + hasher.fingerprint.encode()
 
     def test_threads_do_not_disturb_each_other(self, hasher: KeyHasher) -> None:
-        """A server hashes in its threads, and an engine in its own."""
+        """The server and the engine each hash in several threads."""
         chance = random.Random(1)  # noqa: S311  fixed content
         requests = [_packed([chance.randrange(2**32) for _ in range(2000)]) for _ in range(4)]
         alone = [hasher.chunk_digests(tokens, 50) for tokens in requests]
@@ -242,7 +244,7 @@ class HasherConformance(NamedKit):
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """As engines send them: little-endian u32."""
+    """Pack tokens as engines send them: little-endian u32."""
     packed = array.array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()

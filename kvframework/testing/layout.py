@@ -1,4 +1,4 @@
-"""Owns the conformance kit for layouts: what every `Layout` must do. Runs under pytest, needs torch.
+"""The conformance kit for layouts: tests that every `Layout` must pass. Runs under pytest, needs torch.
 
     import pytest
     from kvframework.testing import LayoutConformance
@@ -10,7 +10,7 @@
             caches = {...}  # layer name -> tensors, as the engine holds them
             return LayoutSubject(MyLayout(...), MyLayout(), caches, block_size=16, view=MyEngineView(caches))
 
-The view is the engine's own way to its memory (`EngineView`), against which the layout's is held.
+The view is the engine's own access to its memory (`EngineView`); the kit compares the layout's views with it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _CHUNK = 48
 
 @dataclass(frozen=True)
 class LayoutSubject:
-    """`layout` as the engine makes it, `bare` as a server does, without the engine's options. Tensors of two layers and
-    two blocks at least, small; `view` reads and writes any block of them."""
+    """The layout under test: `layout` as the engine makes it, `bare` as a server does, without the engine's options.
+    The tensors are small and have at least two layers and two blocks; `view` reads and writes any block of them.
+    """
 
     layout: Layout
     bare: Layout
@@ -54,7 +55,7 @@ class LayoutSubject:
 
 
 class LayoutConformance:
-    """Subclass it and give a `subject` fixture, made anew for every test."""
+    """Base class of an author's test class, which gives a `subject` fixture: a new subject for every test."""
 
     @pytest.fixture
     def subject(self) -> LayoutSubject:
@@ -97,7 +98,7 @@ class LayoutConformance:
             assert desc == canonical_desc(declared, _CHUNK), "objects of these forms have the shapes of the core"
 
     def test_the_server_half_needs_no_torch(self, subject: LayoutSubject, declared: KVLayout) -> None:
-        """`object_desc` in a process that cannot import torch."""
+        """`object_desc` works in a process that cannot import torch."""
         kind = type(subject.bare)
         program = (
             "import sys; sys.modules['torch'] = None\n"
@@ -142,7 +143,7 @@ class LayoutConformance:
                 assert str(view.dtype) == f"torch.{group.dtype}"
 
     def test_views_are_the_engines_memory(self, subject: LayoutSubject, declared: KVLayout) -> None:
-        """What the engine writes is seen through the views, bit for bit, and the other way round."""
+        """A write by the engine is visible through the views, bit for bit, and the reverse."""
         views = subject.layout.block_views(declared, subject.kv_caches)
         for number, (index, layer, plane, block) in enumerate(_places(views)):
             view = views[index][plane][layer][block]
@@ -155,7 +156,7 @@ class LayoutConformance:
             assert _same(found, told), f"group {index}, layer {layer}, plane {plane}, block {block}: layout to engine"
 
     def test_no_two_places_share_memory(self, subject: LayoutSubject, declared: KVLayout) -> None:
-        """A pattern in every place at once: none overwrites another, in the order in which they were written."""
+        """With a different pattern in every place, no write overwrites another place."""
         views = subject.layout.block_views(declared, subject.kv_caches)
         for index in range(len(views)):
             places = [place for place in _places(views) if place[0] == index]
@@ -195,7 +196,7 @@ class LayoutConformance:
 
 
 def _places(views: list[list[list[torch.Tensor]]]) -> Iterator[tuple[int, int, int, int]]:
-    """(group, layer, plane, block) of every place."""
+    """Yield (group, layer, plane, block) of every place."""
     for index, planes in enumerate(views):
         for plane, layers in enumerate(planes):
             for layer, view in enumerate(layers):
@@ -204,7 +205,7 @@ def _places(views: list[list[list[torch.Tensor]]]) -> Iterator[tuple[int, int, i
 
 
 def _pattern(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Finite values shaped like a block, no two alike."""
+    """Return finite values in the shape of a block, a different pattern for each seed."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*like.shape, like.element_size()), dtype=torch.uint8, generator=generator)
     if like.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Owns how a kit comes by the plugin that it tests: by name, as a server makes it, here and in another process."""
+"""How a kit makes the plugin that it tests: by name, as a server does, in this process and in another."""
 
 from __future__ import annotations
 
@@ -36,41 +36,42 @@ made.__dict__.update({state!r})
 
 
 class NamedKit:
-    """What an author gives: `use`, and `options` if there are any; or a fixture that returns a factory."""
+    """Base class of the kits that an author configures by `use` and `options`, or by a fixture of a factory."""
 
     use: ClassVar[str] = ""
-    """Name of the plugin: its entry point is `<kind>.<use>`."""
+    """Name of the plugin; its entry point is `<kind>.<use>`."""
 
     options: ClassVar[Mapping[str, object]] = {}
-    """Its options, as in its TOML table."""
+    """Options of the plugin, as in its TOML table."""
 
-    descriptor: ClassVar[type[Provider[Any]]]
+    _descriptor: ClassVar[type[Provider[Any]]]
 
     def by_name(self) -> Callable[[], Any]:
-        """What makes the plugin that `use` names, each time anew. Skips the test if it cannot run here."""
+        """Return a factory of the plugin that `use` names. Skips the test if the plugin cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
         table = PluginTable(
-            self.use, dict(self.options), f"`options` of the kit for the {self.descriptor.kind} {self.use}"
+            self.use, dict(self.options), f"`options` of the kit for the {self._descriptor.kind} {self.use}"
         )
         try:
-            provider, options = resolve_table(PluginRegistry(), table, self.descriptor)
+            provider, options = resolve_table(PluginRegistry(), table, self._descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
         return partial(provider.create, options)  # type: ignore[attr-defined]
 
     def must_be_named(self, name: object) -> None:
-        """Fails unless `name`, that of what was made, is the plugin's."""
+        """Fail unless `name`, the name of the object under test, is the plugin's."""
         assert isinstance(name, str)
         assert name
         assert not self.use or name == self.use, "the plugin's name and that of what it makes"
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
-        """What `program` writes to its standard output in a process with `seed` as `PYTHONHASHSEED`, where `made` is
-        the same plugin. Without `use` its class is imported there and its attributes are written into the program; the
-        test is skipped if either cannot be done. Blocks up to 60 s."""
+        """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
+        standard output. Without `use`, that process imports the plugin's class, and its attributes are written into the
+        program; the test is skipped if either is impossible. Blocks up to 60 s.
+        """
         if self.use:
-            source = _BY_NAME.format(kind=self.descriptor.kind, use=self.use, options=dict(self.options))
+            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=dict(self.options))
         else:
             source = _by_state(made)
         run = subprocess.run(
@@ -85,7 +86,7 @@ class NamedKit:
         return run.stdout
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 60.0) -> None:
-        """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
+        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
         begin = threading.Barrier(len(works), timeout=within_s)
 
         def at_once(work: Callable[[], object]) -> None:
@@ -93,7 +94,7 @@ class NamedKit:
             work()
 
         before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)  # what is shared and should not be is then met half-way
+        sys.setswitchinterval(1e-5)  # frequent switches expose state that threads must not share
         try:
             together([partial(at_once, work) for work in works], within_s)
         finally:
@@ -101,11 +102,11 @@ class NamedKit:
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self.descriptor.kind]
+        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self._descriptor.kind]
 
 
 def _by_state(made: object) -> str:
-    """Source that makes `made` anew in another process. Skips the test where that cannot be done."""
+    """Return source that makes a copy of `made` in another process. Skips the test where that is impossible."""
     kind = type(made)
     hint = "give `use`, so that another process can make it too"
     try:

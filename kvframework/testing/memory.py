@@ -79,7 +79,7 @@ class MemoryConformance:
         yield memory
         memory.close()
 
-    # what it is
+    # what the memory is
 
     def test_all_of_it_is_there_and_writable(self, memory: Memory) -> None:
         assert memory.capacity >= _CAPACITY
@@ -152,14 +152,14 @@ class MemoryConformance:
     # the end
 
     def test_closing_ends_the_work_and_lets_go_of_all(self, make_memory: MakeMemory) -> None:
-        """Also before it was started, while it becomes usable, and twice."""
+        """Closing works before the start, while the memory becomes usable, and twice."""
         before = _held()
         make_memory(_CAPACITY).close()
         memory, told = make_memory(_CAPACITY), []
 
         def on_ready(end: int) -> None:
             told.append(end)
-            time.sleep(0.01)  # so that the end meets it at work
+            time.sleep(0.01)  # so that close() runs while the memory still becomes usable
 
         memory.start(on_ready)
         self._until(lambda: told, "the first piece")
@@ -179,7 +179,7 @@ class MemoryConformance:
 
 
 def _held() -> set[str]:
-    """What this process has open, its shared mappings, and its threads."""
+    """Return what this process holds: open descriptors, shared mappings and threads."""
     with open("/proc/self/maps") as file:
         shared = {line.split()[0] for line in file if line.split(None, 2)[1].endswith("s")}
     threads = {str(thread.ident) for thread in threading.enumerate()}

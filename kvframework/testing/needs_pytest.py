@@ -1,4 +1,4 @@
-"""Says what to install where the kits cannot run. Imported before anything that imports pytest."""
+"""An import that fails with the install command where the kits cannot run; it comes before any import of pytest."""
 
 from __future__ import annotations
 

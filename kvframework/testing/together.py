@@ -1,4 +1,4 @@
-"""Owns how a kit calls something from several threads and hears what became of it."""
+"""Concurrent calls for the kits, with their errors raised in the test's own thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 
 def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
-    """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
+    """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
     raised: list[BaseException] = []
 
     def run(work: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Owns what blend refuses, and says how to ask instead. Raised on both sides; it travels whole."""
+"""The errors of blend. Raised on both sides; they travel whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the payload structs of blend's requests and their table. They evolve by adding defaulted fields only.
+"""The payload structs of blend's requests and their table. They evolve by adding defaulted fields only.
 
 Token ids and ranges travel packed, little-endian u32; digests packed, 32 bytes each. Counts are bounded here, before
 anything is decoded for them.
@@ -28,7 +28,7 @@ Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS * DIGEST_BYTES)]
 
 class Segment(Message, frozen=True):
     """Tokens `[start, start + tokens)` of a prompt, under the digests of their content alone: one for each chunk, the
-    last one padded. `held`: L1 has all objects of them now, of the instance's rank, or of all ranks if it told none."""
+    last one padded. `held`: L1 has all their objects now, of the instance's rank, or of all ranks if it has none."""
 
     start: Count
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
@@ -40,7 +40,7 @@ Segments = Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
 
 
 class RegisterBlend(Message, frozen=True):
-    """CB_REGISTER_KV_CACHE: how the keys of an instance are rotated that has registered its KV memory already."""
+    """CB_REGISTER_KV_CACHE: the rotary parameters of an instance that has registered its KV memory already."""
 
     instance_id: InstanceId
     model_name: Text
@@ -62,7 +62,7 @@ class UnregisterBlend(Message, frozen=True):
 
 
 class BlendUnregistered(Message, frozen=True):
-    """The rotary parameters are gone."""
+    """The server has dropped the rotary parameters."""
 
 
 class StorePreComputed(Message, frozen=True):
@@ -78,14 +78,15 @@ class StorePreComputed(Message, frozen=True):
 
 
 class SegmentNames(Message, frozen=True):
-    """In the order of the prompt. What is not `held` the engine computes alone, from position 0, and stores."""
+    """The segments in the order of the prompt. The engine computes each that is not `held` alone, from position 0, and
+    stores it."""
 
     segments: Segments
 
 
 class LookupPreComputed(Message, frozen=True):
-    """CB_LOOKUP_PRE_COMPUTED: what there is of the prompt `tokens`. Marked segments are looked for in all tiers; those
-    that this server knows are found anywhere, also without a separator and ranges. Of any registered instance."""
+    """CB_LOOKUP_PRE_COMPUTED: looks up the parts of the prompt `tokens`. Marked segments are looked for in all tiers;
+    those that this server knows are found anywhere, also without a separator and ranges. Of any registered instance."""
 
     instance_id: InstanceId
     request_id: Text
@@ -96,8 +97,8 @@ class LookupPreComputed(Message, frozen=True):
 
 
 class Hits(Message, frozen=True):
-    """What was found, pinned under `ticket` ("": nothing). The first `prefix_tokens` have KV under `prefix_digests`:
-    of exactly this prefix if `exact`, else of a blended one (CB_STORE_FINAL). `segments` begin behind it, ordered by
+    """The hits, pinned under `ticket` ("": nothing). The first `prefix_tokens` have KV under `prefix_digests`: of
+    exactly this prefix if `exact`, else of a blended one (CB_STORE_FINAL). `segments` begin behind it, ordered by
     start, without overlap. At least the last token of the prompt is in none of them."""
 
     prefix_tokens: Count = 0
@@ -108,7 +109,7 @@ class Hits(Message, frozen=True):
 
 
 class RetrievePreComputed(Message, frozen=True):
-    """CB_RETRIEVE_PRE_COMPUTED: what the instance is to load of `Hits`, as they came or fewer."""
+    """CB_RETRIEVE_PRE_COMPUTED: the `Hits` that the instance will load, all of them or fewer."""
 
     instance_id: InstanceId
     request_id: Text
@@ -119,8 +120,8 @@ class RetrievePreComputed(Message, frozen=True):
 
 
 class Piece(Message, frozen=True):
-    """Tokens `[source, source + tokens)` of what the plan's digests name go to prompt positions `[start, start +
-    tokens)`, with their keys rotated by `shift` positions."""
+    """Tokens `[source, source + tokens)` of the plan's digests go to prompt positions `[start, start + tokens)`, with
+    their keys rotated by `shift` positions."""
 
     source: Annotated[int, msgspec.Meta(ge=0)]
     start: Count
@@ -129,7 +130,7 @@ class Piece(Message, frozen=True):
 
 
 class LoadPlan(Message, frozen=True):
-    """What the instance's rank loads with ONE retrieve of `digests`, pinned under `ticket` ("": nothing) until
+    """The load of the instance's rank by ONE retrieve of `digests`, pinned under `ticket` ("": nothing) until
     FREE_LOOKUP_LOCKS. `source` counts whole chunks of the namespace, one for each digest."""
 
     digests: Digests = b""
@@ -138,7 +139,7 @@ class LoadPlan(Message, frozen=True):
 
 
 class StoreFinal(Message, frozen=True):
-    """CB_STORE_FINAL: names the KV of a whole blended prompt, which is near to exact but is not."""
+    """CB_STORE_FINAL: names the KV of a whole blended prompt, which is near to exact but not exact."""
 
     instance_id: InstanceId
     request_id: Text

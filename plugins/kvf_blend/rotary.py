@@ -1,8 +1,8 @@
-"""Owns what is said of a model's rotary positions: the parameters, which of them are accepted, their fingerprint and
-the angle that one position adds. Runs in the engine process and, at registration, in a thread of the server; pure.
+"""The rotary positions of a model: their parameters, the checks, the fingerprint and the angle that one position adds.
+Runs in the engine process and, at registration, in a thread of the server; pure.
 
-A key at position p is its unrotated self turned by p times an angle per pair of elements; what the model scales keys by
-besides (YaRN's attention factor) is in the stored keys already and plays no part here.
+A key at position p is its unrotated self turned by p times an angle per pair of elements; a further factor on the keys
+(YaRN's attention factor) is in the stored keys already and plays no part here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "truncate"),
 }
-# Bounds that no model comes near: they keep the work of a request small and every number within a float32.
+# Far above any model: the bounds keep the work of a request small and every number within a float32.
 _MOST_ELEMENTS = 65536
 _MOST = 1e12
 
@@ -38,10 +38,10 @@ class Rotary(Message, frozen=True):
 
     `style` says which elements make a pair: "half", the first of the rotated part with the first of its second half
     (Llama), or "interleaved", neighbours (GPT-J). `head_dim` counts the elements of one head of the stored key,
-    `rotary_dim` those of it that are rotated, from `offset` on (MLA: behind the part that has no position).
-    `scaling` is one of `SCALINGS`, whose parameters are those of transformers' `rope_parameters` by the same names,
-    `original_max_position` in tokens. `plane` says which of a layer's two stored tensors is meant by all that: an
-    engine may keep MLA's latent as "keys" and what it rotates as "values". The other one has no position.
+    `rotary_dim` those of it that are rotated, from `offset` on (MLA: behind the part that has no position). `scaling`
+    is one of `SCALINGS`, whose parameters are those of transformers' `rope_parameters` by the same names,
+    `original_max_position` in tokens. `plane` names the one of a layer's two stored tensors that is rotated: an engine
+    may keep MLA's latent as "keys" and the rotated part as "values". The other tensor has no position.
     """
 
     style: _Word
@@ -61,7 +61,7 @@ class Rotary(Message, frozen=True):
 
 
 def check(rotary: Rotary) -> None:
-    """Raises `BadRotary`, which names the parameter, unless `rotary` says exactly one rotation."""
+    """Raises `BadRotary`, which names the parameter, unless `rotary` determines exactly one rotation."""
     try:
         msgspec.convert(msgspec.structs.asdict(rotary), Rotary)
     except msgspec.ValidationError as error:
@@ -89,8 +89,8 @@ def check(rotary: Rotary) -> None:
 def inverse_frequencies(rotary: Rotary) -> list[float]:
     """Radians that one position adds to each pair, `rotary_dim / 2` of them, of a `rotary` that `check` accepts.
 
-    Rounded to float32 where models round: at position 100,000 the true quotient and the one that a model has differ by
-    a visible angle.
+    Rounded to float32 where models round: at position 100,000 the true quotient and a model's differ by a visible
+    angle.
     """
     dim = rotary.rotary_dim
     plain = [_single(1.0 / _single(rotary.theta ** _single(index / dim))) for index in range(0, dim, 2)]
@@ -129,7 +129,7 @@ def _check_scaling(rotary: Rotary) -> None:
     for field in msgspec.structs.fields(Rotary):
         if field.name in others and getattr(rotary, field.name) != field.default:
             _refuse(rotary, field.name, f"{field.default!r}: scaling {rotary.scaling!r} has no such parameter")
-    # A factor of 1 is no scaling: whoever means one has left it out.
+    # A factor of 1 is no scaling: it is written as scaling "none".
     if "factor" in taken and (rotary.factor == 1.0 or not 0.0 < rotary.factor <= _MOST):
         _refuse(rotary, "factor", f"above 0, up to {_MOST:g}, and not 1, which is scaling 'none'")
     if rotary.scaling in ("llama3", "yarn"):
@@ -155,7 +155,8 @@ def _refuse(rotary: Rotary, name: str, available: str) -> None:
 
 
 def _llama3(rotary: Rotary, frequency: float) -> float:
-    """Long waves are stretched by the factor, short ones stay, between them one passes into the other."""
+    """The frequency under Llama 3's scaling: long waves are stretched by the factor, short ones stay, waves between
+    them are interpolated."""
     turns = rotary.original_max_position * frequency / (2 * math.pi)
     share = (turns - rotary.low_freq_factor) / (rotary.high_freq_factor - rotary.low_freq_factor)
     share = min(1.0, max(0.0, share))
@@ -163,7 +164,7 @@ def _llama3(rotary: Rotary, frequency: float) -> float:
 
 
 def _yarn(rotary: Rotary, plain: list[float]) -> list[float]:
-    """As `_llama3`, but the passage goes by the pair's index."""
+    """The frequencies under YaRN: as `_llama3`, but interpolated by the pair's index."""
 
     def index_of(turns: float) -> float:
         waves = math.log(rotary.original_max_position / (turns * 2 * math.pi))

@@ -1,4 +1,4 @@
-"""The codecs `none` and `zstd`: how an object's bytes are packed on their way to an L2 tier. Runs in storage threads.
+"""The codecs `none` and `zstd`: the packing of an object's bytes for an L2 tier. Runs in storage threads.
 
 Importing this module does not import zstandard, so that a list of plugins stays cheap.
 """

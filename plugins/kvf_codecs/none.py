@@ -1,4 +1,4 @@
-"""Owns the codec that packs nothing: it lends the object's own bytes."""
+"""The codec that packs nothing: it returns views of the object's own bytes."""
 
 from __future__ import annotations
 

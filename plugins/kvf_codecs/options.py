@@ -1,4 +1,4 @@
-"""Owns the options of the `zstd` codec, as they stand in `[codecs.zstd]`."""
+"""The options of the `zstd` codec, as they stand in `[codecs.zstd]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the Zstandard codec. Contexts of the library are not thread-safe, so each storage thread has its own."""
+"""The Zstandard codec. Contexts of the library are not thread-safe, so each storage thread has its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvframework.api.codec import Codec
 
 
 class _Contexts(threading.local):
-    """Made anew in each thread that asks; they end with it."""
+    """The contexts of one thread: created at its first use, freed at its end."""
 
     def __init__(self, level: int) -> None:
-        # The checksum is of the unpacked bytes: without it a flipped bit may unpack to as many other bytes.
+        # The checksum covers the unpacked bytes: without it a flipped bit may unpack to as many other bytes.
         self.compressor = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=True)
         self.decompressor = zstandard.ZstdDecompressor()
 
@@ -22,8 +22,8 @@ class _Contexts(threading.local):
 class ZstdCodec(Codec):
     """One frame per object, with its size and a checksum; nothing at all for an empty object.
 
-    Allocates the packed bytes in `encode`, and in `decode_into` as many bytes as `out` has, never more: what a frame
-    says of its size is compared before anything is allocated for it.
+    Allocates the packed bytes in `encode`, and in `decode_into` as many bytes as `out` has, never more: the size in a
+    frame is compared before anything is allocated for it.
     """
 
     name = "zstd"
@@ -36,7 +36,7 @@ class ZstdCodec(Codec):
 
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
         if not (packed.nbytes and out.nbytes):
-            # Of an empty frame the library would not see what comes after it.
+            # The library would not detect bytes behind an empty frame.
             if packed.nbytes or out.nbytes:
                 raise ValueError(f"{packed.nbytes} packed bytes for an object of {out.nbytes}")
             return

@@ -15,6 +15,7 @@ import torch
 from kvf_cpu_gather.copying import Copies, TorchCopies, mark_device, on_host, wait_for_devices
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.kernel_copies import KernelCopies
+from kvf_cpu_gather.remembered_views import RememberedViews, signature
 from kvframework.api import GroupBlocks, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, Registration
 from kvframework.devices.planning import CopyPlanner, PlacedView
 
@@ -92,17 +93,19 @@ class RegisteredMemory:
         self.registration = registration
         self.layout = layout
         self._kernel = kernel
-        self._seen: tuple[object, EngineMemory] | None = None
+        self._seen: tuple[object, PlannedMemory | RememberedViews] | None = None
 
     def of(self, kv_caches: Mapping[str, LayerTensors]) -> EngineMemory:
         """Raises `BadLayout` for tensors that do not fit the registration."""
-        signature = _signature(kv_caches) if self._kernel is not None else None
-        if self._seen is not None and signature is not None and self._seen[0] == signature:
-            return self._seen[1]
-        declared = self.registration.layout
-        views = self.layout.block_views(declared, kv_caches)
-        memory = memory_of(self._kernel, declared.groups, self.registration.desc, views)
-        self._seen = (signature, memory) if isinstance(memory, PlannedMemory) else None
+        groups, desc = self.registration.layout.groups, self.registration.desc
+        now = signature(kv_caches)
+        if self._seen is not None and self._seen[0] == now:
+            seen = self._seen[1]
+            return seen if isinstance(seen, PlannedMemory) else ViewedMemory(groups, desc, seen.again(kv_caches))
+        views = self.layout.block_views(self.registration.layout, kv_caches)
+        memory = memory_of(self._kernel, groups, desc, views)
+        kept = memory if isinstance(memory, PlannedMemory) else RememberedViews.of(views, kv_caches)
+        self._seen = (now, kept) if kept is not None else None
         return memory
 
 
@@ -113,18 +116,6 @@ def memory_of(
     if kernel is not None and on_host(views):
         return PlannedMemory(kernel, groups, desc, views)
     return ViewedMemory(groups, desc, views)
-
-
-def _signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
-    """Whatever a layout's views depend on; equal for two calls only if all tensors lie in the same way at the same
-    places, and their storage still reaches as far: torch checks that where it makes views."""
-    signature: list[object] = []
-    for name, tensors in kv_caches.items():
-        signature.append(name)
-        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-            signature += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            signature.append(tensor.untyped_storage().nbytes())
-    return signature
 
 
 def _block_counts(views: Sequence[GroupViews]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Eviction policies of the framework itself: which object leaves L1 first."""
+"""Eviction policies of the framework itself: the order in which objects leave L1."""
 
 from __future__ import annotations
 

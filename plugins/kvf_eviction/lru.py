@@ -1,4 +1,4 @@
-"""Owns the least-recently-used policy. Called in the server, under the storage lock; pure, every call is O(1)."""
+"""The least-recently-used policy. Called in the server, under the storage lock; pure, every call is O(1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey
 
 
 class Lru(EvictionPolicy):
-    """What was longest neither inserted nor accessed leaves first."""
+    """Evicts the objects that were inserted or accessed longest ago first."""
 
     name = "lru"
 
@@ -23,7 +23,7 @@ class Lru(EvictionPolicy):
         self._order.move_to_end(key)
 
     def on_access_many(self, keys: Sequence[PackedKey]) -> None:
-        # All of it without a step of the interpreter.
+        # One call into C for all keys, without a step of the interpreter.
         deque(map(self._order.move_to_end, keys), maxlen=0)
 
     def on_remove(self, key: PackedKey) -> None:

@@ -1,5 +1,5 @@
-"""Owns what `kvframework doctor` tells of the folder. Only looks: it makes, locks and writes nothing, for a server may
-be using it."""
+"""The checks of `kvframework doctor` for the folder. Only reads: it creates, locks and writes nothing, since a server
+may be using the folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_FREE = 0.05
 
 
 def diagnose(options: FilesystemOptions) -> list[Finding]:
-    """A few calls of the file system, which block as long as that does."""
+    """Checks the folder by a few calls of the file system, which block as long as that does."""
     path = os.path.abspath(os.path.expanduser(options.path))
     there = os.path.exists(path)
     base = path
@@ -40,7 +40,8 @@ def _folder(path: str, base: str) -> Finding:
 
 
 def _space(base: str, options: FilesystemOptions, *, stored: bool) -> Finding:
-    """Of a folder with values, part of the capacity is taken already, so only what is free counts."""
+    """Checks the free space. In a folder with values part of the capacity is taken already, so only the free space
+    counts."""
     system = os.statvfs(base)
     free, size = ByteSize(system.f_bavail * system.f_frsize), ByteSize(system.f_blocks * system.f_frsize)
     fact = f"{free} free of {size}, for a capacity of {options.capacity}"

@@ -1,8 +1,8 @@
-"""Owns access past the page cache (O_DIRECT): which buffers can take part, and the two pages at their ends that are
-copied. Runs in the caller's thread.
+"""Direct I/O (O_DIRECT): the buffers that qualify, and the copied pages at their two ends. Runs in the caller's thread.
 
-The bulk of a value moves straight between the disk and the caller's memory, which must begin on a page boundary there,
-as it does in the file. Head, small parts at the front and the last part of a page go through pages of our own.
+The bulk of a value moves straight between the disk and the caller's memory, where it must begin on a page boundary, as
+it does in the file. The head, small parts at the front and the last partial page are copied through pages of this
+module.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from kvf_filesystem.form import HEAD_BYTES, PAGE, lead_bytes, pack_head, start_for, start_in
 from kvf_filesystem.moving import Vectored, move
 
-# What the kernel answers where a file system, or the alignment it wants, does not allow it.
+# The kernel's errors where a file system, or the required alignment, does not allow direct I/O.
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class AlignedValue:
-    """The parts of one value as views that the kernel moves directly. Borrows the parts."""
+    """The parts of one value as views for direct I/O. Borrows the parts."""
 
     def __init__(self, lead: Sequence[memoryview], bulk: Sequence[memoryview], nbytes: int) -> None:
         self._lead = lead
@@ -38,8 +38,8 @@ class AlignedValue:
             self._views.append(self._page)
 
     def write(self, fd: int, check: Callable[[], None]) -> bool:
-        """Writes head and value from the file's beginning on; False if the kernel does not do it directly: then any
-        part may be written. Raises `OSError`."""
+        """Writes head and value at the beginning of the file; False if the kernel refuses direct I/O: then any part may
+        have been written. Raises `OSError`."""
         self._front[:HEAD_BYTES] = pack_head(self._start, self._nbytes)
         offset = self._start
         for part in self._lead:
@@ -49,8 +49,8 @@ class AlignedValue:
         return self._move(os.pwritev, fd, check)
 
     def read(self, fd: int, check: Callable[[], None]) -> bool:
-        """Reads head and value; False if the kernel does not do it directly, or the value does not begin where these
-        parts need it: then the parts hold anything. Raises `OSError`."""
+        """Reads head and value; False if the kernel refuses direct I/O, or the value does not begin at the offset that
+        these parts need: the parts then hold undefined bytes. Raises `OSError`."""
         if not self._move(os.preadv, fd, check):
             return False
         if start_in(bytes(self._front[:HEAD_BYTES]), self._nbytes) != self._start:
@@ -76,7 +76,8 @@ class AlignedValue:
 
 
 def align(parts: Sequence[memoryview], nbytes: int) -> AlignedValue | None:
-    """The value of `parts` (of bytes, none empty, `nbytes` together), None if they do not lie in memory as it takes."""
+    """The value of `parts` (of bytes, none empty, `nbytes` together); None if their memory is not aligned for direct
+    I/O."""
     lead, index = lead_bytes(parts), 0
     while index < len(parts) and parts[index].nbytes < PAGE:
         index += 1
@@ -89,5 +90,5 @@ def align(parts: Sequence[memoryview], nbytes: int) -> AlignedValue | None:
 
 
 def _address(view: memoryview) -> int:
-    """1, which is not aligned, for memory that is read-only: Python tells no address of it."""
+    """The address of the view; 1, which is not aligned, for read-only memory, whose address Python does not give."""
     return 1 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,5 +1,5 @@
-"""Owns the thread that counts the bytes in the folder: at the start, when asked, and at intervals if others
-change it."""
+"""The thread that counts the bytes in the folder: at the start, on request, and at intervals if other servers change
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RETRY_S = 5.0
 
 
 class Counting:
-    """Calls `count` until it has succeeded, then after `again` and every `every_s` seconds (None: never), to `close`.
+    """Calls `count` until it succeeds, then after each `again` and every `every_s` seconds (None: never), until
+    `close`.
 
     `count` may raise `OSError`. Thread-safe.
     """
@@ -32,13 +33,14 @@ class Counting:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Blocks until all was counted once, at most for `seconds` and not beyond `close`; whether it was."""
+        """Blocks until the first count is complete, for at most `seconds` and not beyond `close`; True if it is
+        complete."""
         with self._changed:
             self._changed.wait_for(lambda: self._counted or self._closed, seconds)
             return self._counted
 
     def again(self) -> None:
-        """Has all counted once more. Does not wait for it."""
+        """Requests another count. Does not wait for it."""
         with self._changed:
             self._wanted = True
             self._changed.notify_all()

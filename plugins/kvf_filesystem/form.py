@@ -1,9 +1,9 @@
-"""Owns what a value is called on disk, and how its file is made up. Pure.
+"""Names of values on disk, and the format of their files. Pure.
 
 A file is a head of 16 bytes (magic `KVFF`, format u16, start u16, bytes of the value u64; little-endian), a gap, and
-the value from `start` on. The start of a large value is such that its bulk, which stands behind the small parts at its
-front, begins on a page boundary and can be moved without the page cache. The file of a large value is padded to a
-fixed overhead, so that a file's size alone tells the size of its value.
+the value from `start` on. The start of a large value is such that its bulk, which follows the small parts at its front,
+begins on a page boundary and can be moved without the page cache. The file of a large value is padded to a fixed
+overhead, so that the size of a file alone determines the size of its value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = 1
 FOLDERS = 256
 PAGE = 4096
 
-# From here on bypassing the page cache pays: README.md has the figures.
+# Bypassing the page cache pays from this size on: README.md has the figures.
 LARGE = 1 << 20
 
 _HEAD = struct.Struct("<4sHHQ")
@@ -35,19 +35,20 @@ def folder_name(folder: int) -> str:
 
 
 def folder_of(key: PackedKey) -> int:
-    """By the key's last byte, which is a digest's: the first ones are the same for all objects of a model."""
+    """The folder of a key, by the key's last byte, which is a digest's: the first bytes are the same for all objects of
+    a model."""
     return key[-1]
 
 
 def path_of(key: PackedKey) -> str:
-    """Below the root. Raises `ValueError` for what is no packed key."""
+    """The path below the root. Raises `ValueError` for bytes that are no packed key."""
     if len(key) != PACKED_KEY_BYTES:
         raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(key)}")
     return f"{folder_name(folder_of(key))}/{key.hex()}"
 
 
 def key_of(folder: int, name: str) -> PackedKey | None:
-    """The key of a file in `folder`, None if the name is none of ours."""
+    """The key of a file in `folder`; None if the name is not one of this tier's."""
     if _NAME.fullmatch(name) is None:
         return None
     key = bytes.fromhex(name)
@@ -55,12 +56,12 @@ def key_of(folder: int, name: str) -> PackedKey | None:
 
 
 def temporary_name(token: str, number: int) -> str:
-    """`token`: 16 hex digits that no other tier has, in this process or another."""
+    """The name of a temporary file. `token`: 16 hex digits that no other tier has, in this process or another."""
     return f".{token}-{number}.tmp"
 
 
 def token_of(name: str) -> str | None:
-    """The token of a temporary file's name, None if it is no such name."""
+    """The token of a temporary file's name; None for any other name."""
     match = _TEMPORARY.fullmatch(name)
     return match[1] if match else None
 
@@ -76,7 +77,7 @@ def lead_bytes(parts: Sequence[memoryview]) -> int:
 
 
 def start_for(nbytes: int, lead: int) -> int:
-    """Where a value of `nbytes` begins in its file."""
+    """The offset of a value of `nbytes` in its file."""
     return HEAD_BYTES if nbytes < LARGE else HEAD_BYTES + -(HEAD_BYTES + lead) % PAGE
 
 
@@ -94,7 +95,7 @@ def value_bytes(size: int) -> int | None:
 
 
 def counted_bytes(size: int) -> int:
-    """What a file of `size` bytes counts for: its value, or all of it if it is damaged."""
+    """The bytes that a file of `size` bytes adds to the count: its value, or all of it if it is damaged."""
     nbytes = value_bytes(size)
     return size if nbytes is None else nbytes
 
@@ -104,7 +105,8 @@ def pack_head(start: int, nbytes: int) -> bytes:
 
 
 def start_in(head: bytes, nbytes: int) -> int | None:
-    """Where the value begins by the head of a file that should hold `nbytes`; None if it is no such head."""
+    """The offset of the value according to the head of a file that should hold `nbytes`; None if the head says
+    otherwise."""
     magic, version, start, told = _HEAD.unpack(head)
     if magic != _MAGIC or version != FORMAT or told != nbytes or start < HEAD_BYTES:
         return None

@@ -1,7 +1,8 @@
-"""Owns how many bytes of values the folder holds, and who may add some. Pure but for its locks; thread-safe.
+"""The bytes of values in the folder, and reservations for new ones. Pure but for its locks; thread-safe.
 
-The bytes are kept by fan-out folder. A folder that was not counted yet changes by nothing: counting it will see. Who
-changes or counts files holds the folder's lock meanwhile, so the sums are exact as long as nobody else uses the folder.
+The bytes are kept by fan-out folder. Changes to a folder that is not counted yet are passed over: the count will
+include them. A thread that changes or counts files holds the folder's lock meanwhile, so the sums are exact as long as
+no other server uses the folder.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 
 
 class Ledger:
-    """`capacity` is the most that `used` and what is being written may be together."""
+    """Bytes used and reserved. `capacity` bounds the sum of `used` and the values being written."""
 
     def __init__(self, capacity: int, folders: int) -> None:
         self.capacity = capacity
@@ -26,8 +27,8 @@ class Ledger:
         return self._used
 
     def reserve(self, nbytes: int, replaced: int) -> bool:
-        """Room for a value of `nbytes` that is about to be written over one of `replaced`; False if there is none.
-        True asks for a `release`."""
+        """Reserves room for a value of `nbytes` that is about to replace one of `replaced`; False if there is none.
+        After True the caller calls `release`."""
         with self._lock:
             if self._used + self._reserved + nbytes - replaced > self.capacity:
                 return False
@@ -39,7 +40,7 @@ class Ledger:
             self._reserved -= nbytes
 
     def replace(self, folder: int, nbytes: int, replaced: int) -> bool:
-        """Books a value whose room is reserved; False if what it replaces is smaller than was thought, and others have
+        """Books a value whose room is reserved; False if the value that it replaces turns out smaller, and others have
         taken the room."""
         with self._lock:
             if self._used + self._reserved - replaced > self.capacity:
@@ -48,12 +49,12 @@ class Ledger:
             return True
 
     def change(self, folder: int, difference: int) -> None:
-        """Books bytes that have come or, below 0, gone."""
+        """Books added or, below 0, removed bytes."""
         with self._lock:
             self._change(folder, difference)
 
     def recount(self, folder: int, nbytes: int) -> None:
-        """Books that `folder` holds `nbytes`, whatever was thought before."""
+        """Books that `folder` holds `nbytes`, replacing the earlier count."""
         with self._lock:
             self._used += nbytes - (self._by_folder[folder] or 0)
             self._by_folder[folder] = nbytes
@@ -61,6 +62,6 @@ class Ledger:
     def _change(self, folder: int, difference: int) -> None:
         held = self._by_folder[folder]
         if held is not None:
-            difference = max(difference, -held)  # others may have removed and added files
+            difference = max(difference, -held)  # other servers may have removed and added files
             self._by_folder[folder] = held + difference
             self._used += difference

@@ -1,4 +1,4 @@
-"""Owns the end of one call: its deadline, or the tier's `close`. Pure but for the clock."""
+"""The limit of one call: its deadline, or the tier's `close`. Pure but for the clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOO_LATE = "the deadline has passed"
 
 
 class Limit:
-    """Of one call; asked between files and between slices of a large one."""
+    """The limit of one call; checked between files and between slices of a large one."""
 
     def __init__(self, deadline: float, closed: Callable[[], bool]) -> None:
         self._deadline = deadline
@@ -28,12 +28,12 @@ class Limit:
             raise TierError(_TOO_LATE)
 
     def remaining(self) -> float:
-        """Seconds until the deadline, at least 0, at most what a wait may be given."""
+        """Seconds until the deadline, at least 0, at most the longest timeout of a lock."""
         return min(max(self._deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Raises `TierError` if the lock is not free before the deadline."""
+        """Holds `lock` in the block. Raises `TierError` if it is not free before the deadline."""
         if not lock.acquire(timeout=self.remaining()):
             raise TierError(_TOO_LATE)
         try:

@@ -1,5 +1,5 @@
-"""Owns what lies in a fan-out folder: its values, their bytes for the ledger, and temporary files that died with their
-writers. Runs in the counting thread and in storage threads."""
+"""The contents of a fan-out folder: its values, their bytes for the ledger, and temporary files whose writers died.
+Runs in the counting thread and in storage threads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvf_filesystem.limit import Limit
 from kvf_filesystem.root import Root
 from kvframework.api.tier import TierEntry
 
-# Of a shared folder: a temporary file that nobody wrote to for so long has no writer.
+# In a shared folder, a temporary file without a write for this long has no writer.
 _DEAD_AFTER_S = 3600.0
 
 
 class Lister:
-    """Lists folders, and books what they hold. Thread-safe. Names that are not ours are passed over."""
+    """Lists folders and books their bytes. Thread-safe. Names that are not this tier's are passed over."""
 
     def __init__(self, ledger: Ledger, *, shared: bool, token: str) -> None:
         self._ledger = ledger
@@ -27,8 +27,8 @@ class Lister:
         self._token = token
 
     def entries(self, root: Root, limit: Limit, *, folder: int) -> list[TierEntry]:
-        """Every value in `folder`. Raises `OSError` and what `limit` raises."""
-        # What others do to a shared folder is not kept out by a lock, so there it would only cost.
+        """Every value in `folder`. Raises `OSError` and the errors of `limit`."""
+        # A lock does not keep other servers out of a shared folder, so there it would only cost.
         with contextlib.nullcontext() if self._shared else limit.holding(self._ledger.locks[folder]):
             entries = self._listed(root, folder, limit)
             self._ledger.recount(folder, sum(entry.nbytes for entry in entries))

@@ -1,4 +1,4 @@
-"""Owns moving bytes between memory and a file: many buffers a system call, in slices. Runs in the caller's thread."""
+"""Transfer of bytes between memory and a file: many buffers per system call, in slices. Runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 
 from kvframework.api.types import Buffer
 
-# Between two slices a call notices its deadline and `close`. A multiple of the page size: a slice of aligned views
-# is aligned.
+# A call checks its deadline and `close` between two slices. A multiple of the page size: a slice of aligned views is
+# aligned.
 SLICE_BYTES = 8 << 20
 _SLICE_VIEWS = 1000  # the kernel takes 1024
 
@@ -28,10 +28,10 @@ def move(
     offset: int = 0,
     enough: int,
 ) -> int:
-    """Reads or writes `views` (of bytes) one after the other, from `offset` on; the number of bytes moved.
+    """Reads or writes `views` (of bytes) one after the other, from `offset` on; returns the number of bytes moved.
 
-    Less than `enough` only where the file ends. Raises what `check` raises, which is asked before each slice, and
-    `OSError`.
+    Less than `enough` only where the file ends. Raises `OSError`, and the errors of `check`, which is called before
+    each slice.
     """
     moved = 0
     for batch in _slices(views):

@@ -1,4 +1,4 @@
-"""Owns the options of the `filesystem` tier, as they stand in its `[[l2]]` table."""
+"""The options of the `filesystem` tier, as they stand in its `[[l2]]` table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframework.api.options import ByteSize, Options
 
 
 class FilesystemOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """Options of the `filesystem` tier; each field has a description."""
 
     path: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""Owns reading one object's file into the caller's buffers. Runs in the caller's storage thread."""
+"""Reading of one object's file into the caller's buffers. Runs in the caller's storage thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvf_filesystem.moving import move, trimmed
 from kvf_filesystem.root import Root
 from kvframework.api.tier import Outcome, PackedKey
 
-# O_NONBLOCK: a FIFO in the place of a file would block.
+# O_NONBLOCK: opening a FIFO in place of a file would block.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_FILE = (errno.ELOOP, errno.ENXIO)  # a symbolic link, a socket
 
 
 def look(root: Root, key: PackedKey) -> Outcome:
-    """FOUND, MISSING, or DAMAGED if something else stands in the file's place. Raises `OSError`."""
+    """FOUND, MISSING, or DAMAGED if the path is not a file. Raises `OSError`."""
     try:
         found = os.stat(path_of(key), dir_fd=root.fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -30,7 +30,7 @@ def look(root: Root, key: PackedKey) -> Outcome:
 def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callable[[], None]) -> int | Outcome:
     """Fills `parts` (of bytes, none empty) with the value: its bytes, or MISSING, FAILED or DAMAGED.
 
-    Raises `OSError` for what is not this file's fault, and what `check` raises.
+    Raises `OSError` for errors that do not concern this file alone, and the errors of `check`.
     """
     try:
         fd = os.open(path_of(key), _FLAGS, dir_fd=root.fd)
@@ -54,7 +54,7 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
 
 
 def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check: Callable[[], None]) -> bool:
-    """False if the file is not what was written."""
+    """False if the file is not as it was written."""
     head = bytearray(HEAD_BYTES)
     if nbytes < LARGE:
         whole = HEAD_BYTES + nbytes
@@ -63,7 +63,8 @@ def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check
     aligned = align(parts, nbytes) if direct else None
     if aligned is not None and aligned.read(fd, check):
         return True
-    # By itself, also because it makes the kernel read ahead: without it the first large read waits for the disk.
+    # A read of its own, also because it makes the kernel read ahead: without it the first large read waits for the
+    # disk.
     if os.preadv(fd, [head], 0) != HEAD_BYTES:
         return False
     start = start_in(bytes(head), nbytes)

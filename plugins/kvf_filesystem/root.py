@@ -1,4 +1,4 @@
-"""Owns how the tier's folder is opened: made, recognised by its marker file, locked, and tried for O_DIRECT.
+"""Opening of the tier's folder: created, recognised by its marker file, locked, and tested for O_DIRECT.
 
 Blocking; called when the tier is created, and again from a storage thread if the folder was lost.
 """
@@ -36,15 +36,15 @@ class Root:
     direct_reads: bool = False
 
     def gone(self) -> bool:
-        """True once the folder was removed, whatever stands at its path now. Raises `OSError`."""
+        """True once the folder was removed, even if its path exists again. Raises `OSError`."""
         return os.fstat(self.fd).st_nlink == 0
 
     def usable(self, folder: str = ".") -> bool:
-        """Whether files in `folder` may be read and written, as far as the folder decides."""
+        """True if the permissions of `folder` allow reading and writing files in it."""
         return os.access(folder, os.R_OK | os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
 
     def spared_by(self, error: OSError, folder: str) -> bool:
-        """Whether `error` is a refusal that concerns one file and not all of `folder`."""
+        """True if `error` is a refusal that concerns one file and not all of `folder`."""
         return error.errno in (errno.EACCES, errno.EPERM) and self.usable(folder)
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Root:
 
 
 def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
-    """Opens the folder, and makes it first if it is missing and `create`. Raises `ConfigFieldError`."""
+    """Opens the folder; creates it if it is missing and `create` is set. Raises `ConfigFieldError`."""
     path = os.path.expanduser(options.path)
     if "\0" in path or path.startswith("~"):
         raise ConfigFieldError(
@@ -103,7 +103,8 @@ def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> Non
 
 
 def _check_private(fd: int, path: str, where: str) -> None:
-    """What others write there would be loaded as KV: its checksum tells damage, not intent."""
+    """Refuses a folder that others may write to: their files would be loaded as KV, and a checksum detects damage, not
+    intent."""
     status = os.fstat(fd)
     if status.st_mode & stat.S_IWOTH:
         raise ConfigFieldError(
@@ -127,7 +128,7 @@ def _open_marker(fd: int, path: str, where: str) -> int:
     try:
         found = os.pread(marker_fd, len(_MARK) + 1, 0)
         if _MARK.startswith(found):
-            if found != _MARK:  # another server writes it now, or was killed when it did
+            if found != _MARK:  # another server is writing it now, or was killed while it did
                 os.pwrite(marker_fd, _MARK, 0)
             return marker_fd
     except OSError:
@@ -143,7 +144,7 @@ def _open_marker(fd: int, path: str, where: str) -> int:
 
 
 def _lock(root: Root, options: FilesystemOptions, path: str, where: str) -> None:
-    """Keeps a server that believes to be alone from meeting another. Nothing else relies on it."""
+    """Locks the folder against a second server that is configured to use it alone. Nothing else relies on this."""
     try:
         fcntl.flock(root.marker_fd, (fcntl.LOCK_SH if options.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,7 +158,7 @@ def _lock(root: Root, options: FilesystemOptions, path: str, where: str) -> None
 
 
 def _can_bypass_cache(fd: int) -> bool:
-    """Tries it with a file that has no name."""
+    """Tests direct I/O with a file that has no name."""
     page = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=fd)
@@ -166,7 +167,7 @@ def _can_bypass_cache(fd: int) -> bool:
     try:
         os.pwrite(file, page, 0)
     except OSError as error:
-        return error.errno not in REFUSALS  # a full disk tells nothing
+        return error.errno not in REFUSALS  # a full disk proves nothing
     finally:
         os.close(file)
     return True

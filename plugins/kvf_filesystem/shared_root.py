@@ -16,7 +16,7 @@ from kvframework.errors import ConfigFieldError, TierError
 
 
 class SharedRoot:
-    """A folder, open while calls use it: `root` first, then what `open_again` opens after a loss."""
+    """A folder, open while calls use it: `root` first; after a loss, the one that `open_again` opens."""
 
     def __init__(self, root: Root, open_again: Callable[[], Root], *, where: str) -> None:
         self._root: Root | None = root
@@ -30,7 +30,7 @@ class SharedRoot:
     @contextmanager
     def borrow(self) -> Iterator[Root]:
         """The folder, open until the block ends. Raises `TierError` once closed, or if the folder was removed and
-        cannot be opened again; `OSError` if it cannot even be asked."""
+        cannot be opened again; `OSError` if its state cannot be read."""
         root = self._enter_standing()
         try:
             yield root
@@ -38,14 +38,14 @@ class SharedRoot:
             self._leave(root)
 
     def lost(self, root: Root) -> None:
-        """The next call opens the folder again."""
+        """Marks the folder as lost: the next call opens it again."""
         with self._lock:
             if self._root is root:
                 self._root = None
                 self._close_if_unused(root)
 
     def close(self) -> None:
-        """Never blocks. Idempotent."""
+        """Refuses further calls. Never blocks. Idempotent."""
         with self._lock:
             self.closed = True
             root, self._root = self._root, None

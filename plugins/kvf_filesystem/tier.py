@@ -1,4 +1,4 @@
-"""Owns the tier: batches over single files, and what an error of the file system means. Runs in the caller's storage
+"""The filesystem tier: batches over single files, and the handling of file system errors. Runs in the caller's storage
 thread."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HINTS = {
 
 
 def open_tier(options: FilesystemOptions, *, where: str) -> Tier:
-    """The tier; opens its folder, or makes it. Raises `ConfigFieldError`."""
+    """The tier; opens its folder, or creates it. Raises `ConfigFieldError`."""
     return FilesystemTier(open_root(options, create=True, where=where), options, where=where)
 
 
@@ -81,8 +81,8 @@ class FilesystemTier(Tier):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Before the folder's bytes are counted (a while after the start), nothing can be stored: it waits for that for
-        half of its time, and then every key is FAILED."""
+        """Nothing can be stored before the folder's bytes are counted (a while after the start): the call waits for
+        that for half of its time, and then every key is FAILED."""
         _check_lengths(keys, parts)
 
         def store(root: Root, index: int, limit: Limit) -> Outcome:
@@ -95,7 +95,7 @@ class FilesystemTier(Tier):
         return self._each(store, len(keys), deadline)
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """FAILED for a folder in a file's place that holds something."""
+        """FAILED where a folder that is not empty stands in a file's place."""
         return self._each(lambda root, index, limit: self._writer.remove(root, keys[index], limit), len(keys), deadline)
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
@@ -106,7 +106,7 @@ class FilesystemTier(Tier):
         self._each(touch, len(keys), deadline)
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """Bytes of values; waits for the first count for half of its time, and tells what is counted so far then. The
+        """Bytes of values; waits for the first count for half of its time, then returns the bytes counted so far. The
         capacity is less than configured where the file system has less room than that."""
 
         def measure(root: Root, limit: Limit) -> TierUsage:
@@ -118,7 +118,7 @@ class FilesystemTier(Tier):
         return self._run(measure, deadline)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        """Lists one folder of the fan-out at a time, and counts it anew."""
+        """Lists one folder of the fan-out at a time, and counts it again."""
         for folder in range(FOLDERS):
             yield from self._run(partial(self._lister.entries, folder=folder), deadline)
 
@@ -146,8 +146,8 @@ class FilesystemTier(Tier):
         return self._run(run, deadline)
 
     def _run(self, work: Callable[[Root, Limit], T], deadline: float) -> T:
-        """Does `work` in the open folder. Nothing of `work` outlives it: the error raised for a failure has no context
-        whose frames would keep the caller's buffers."""
+        """Calls `work` with the open folder. No reference outlives the call: the raised error has no context whose
+        frames would keep the caller's buffers."""
         limit = Limit(deadline, lambda: self._shared_root.closed)
         try:
             limit.check()

@@ -1,4 +1,4 @@
-"""Owns how one object's file comes and goes: a temporary file beside its place, then a rename; and its bytes in the
+"""Writing and removal of one object's file: a temporary file beside its place, then a rename; and its bytes in the
 ledger. Runs in the caller's storage thread."""
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Writer:
         self._numbers = itertools.count()
 
     def store(self, root: Root, key: PackedKey, parts: Sequence[memoryview], limit: Limit) -> Outcome:
-        """Writes the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or what
-        stands in its place cannot be replaced.
+        """Writes the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or its path
+        cannot be replaced.
 
-        Raises `OSError` for what is not this file's fault, and what `limit` raises; no file of it is left then.
+        Raises `OSError` for errors that do not concern this file alone, and the errors of `limit`; the temporary file
+        is removed then.
         """
         nbytes = sum(part.nbytes for part in parts)
         if not self._ledger.reserve(nbytes, _bytes_at(root, path_of(key))):
@@ -63,8 +64,8 @@ class Writer:
             self._ledger.release(nbytes)
 
     def remove(self, root: Root, key: PackedKey, limit: Limit) -> Outcome:
-        """Removes what stands in the file's place, but for a folder that holds something: DELETED, MISSING or FAILED.
-        Raises `OSError` and `TierError`."""
+        """Removes the file, or an empty folder in its place: DELETED, MISSING or FAILED. Raises `OSError` and
+        `TierError`."""
         path, folder = path_of(key), folder_of(key)
         try:
             with limit.holding(self._ledger.locks[folder]):
@@ -97,7 +98,7 @@ class Writer:
                 elif self._syncs_data:
                     os.fdatasync(fd)
             finally:
-                os.close(fd)  # NFS tells here that the disk is full
+                os.close(fd)  # NFS reports here that the disk is full
             limit.check()
             published = self._publish(root, key, temporary, nbytes, limit)
         finally:

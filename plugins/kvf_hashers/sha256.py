@@ -1,4 +1,4 @@
-"""Owns the SHA-256 key hasher. Pure; runs in engines and in the server, in any thread."""
+"""The SHA-256 key hasher. Pure; runs in engines and in the server, in any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 
-# The parent of a request's first chunk. Whoever changes this, or any byte that is hashed, changes the fingerprint.
+# The parent of a request's first chunk. A change of this, or of any byte that is hashed, changes the fingerprint.
 _ROOT = hashlib.sha256(b"kvframework/sha256/1").digest()
 _PREFIX_BYTES = 4
 _NO_EXTRA = bytes(_PREFIX_BYTES)

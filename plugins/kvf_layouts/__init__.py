@@ -14,7 +14,7 @@ from kvframework.api import LayoutProvider, NoOptions, Options, hookimpl
 
 
 class PagedOptions(Options, frozen=True):
-    """A server needs none: engines declare them."""
+    """Options of `layout.paged`. A server needs none: engines declare them."""
 
     axes: Annotated[
         tuple[str, ...],
@@ -27,7 +27,7 @@ class PagedOptions(Options, frozen=True):
 
 
 class OpaqueOptions(Options, frozen=True):
-    """A server needs none: engines declare them."""
+    """Options of `layout.opaque`. A server needs none: engines declare them."""
 
     packing: Annotated[
         str,

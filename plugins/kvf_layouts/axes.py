@@ -1,4 +1,4 @@
-"""Owns declared axes: whether they make sense, and the block views of a tensor that has them. Pure, engine side.
+"""Declared axes: their checks, and the block views of a tensor that has them. Pure, engine side.
 
 Only tensor methods are called, so that nothing here imports torch.
 """
@@ -28,7 +28,7 @@ EXAMPLES = (
 
 
 def check_axes(axes: Sequence[str], *, state: bool = False) -> None:
-    """Raises `BadLayout` for axes that contradict themselves. A state has blocks and no tokens."""
+    """Raises `BadLayout` for contradictory axes. A state has blocks and no tokens."""
     unknown = [axis for axis in axes if axis not in AXES]
     needed = ("block", "dim") if state else ("token", "dim")
     missing = [axis for axis in needed if axis not in axes]
@@ -43,8 +43,8 @@ def check_axes(axes: Sequence[str], *, state: bool = False) -> None:
 
 
 def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> BadLayout:
-    """The refusal of tensors without a declaration: what could be declared. Several axes may fit one shape, which is
-    why none is taken."""
+    """The error for tensors without a declaration, with the axes that would fit. Several declarations may fit one
+    shape, so none is chosen."""
     shape = shapes[0]
     fitting = [axes for axes in EXAMPLES if len(axes) == len(shape) and _fits(axes, shape, block_size)]
     told = " and ".join(str(tuple(shape)) for shape in shapes)
@@ -57,7 +57,7 @@ def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> B
 
 
 def check_sizes(name: str, tensor: torch.Tensor, axes: Sequence[str], slots: int) -> None:
-    """Raises `BadLayout` naming layer, axis, what was expected and what was found."""
+    """Raises `BadLayout` naming layer, axis, expected and found size."""
     if tensor.dim() != len(axes):
         raise BadLayout(
             f"shape {tuple(tensor.shape)} has {tensor.dim()} axes",
@@ -79,7 +79,7 @@ def check_sizes(name: str, tensor: torch.Tensor, axes: Sequence[str], slots: int
 
 
 def unbind(tensors: Sequence[torch.Tensor], axes: Sequence[str]) -> list[Sequence[torch.Tensor]]:
-    """`[layer][plane]` of one entry of the engine's memory: its layer and plane axes taken apart, as views."""
+    """`[layer][plane]` of one entry of the engine's memory: its layer and plane axes split into views."""
     inner = [axis for axis in axes if axis != "layer"]
     layers = [tensor.unbind(axes.index("layer")) if "layer" in axes else (tensor,) for tensor in tensors]
     if "plane" in axes:

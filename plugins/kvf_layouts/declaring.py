@@ -1,4 +1,4 @@
-"""Owns how layer groups of tensors become a declaration. Pure, engine side."""
+"""The declaration made from layer groups of tensors. Pure, engine side."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def declare(
     packing: str = "",
     stable: bool = True,
 ) -> KVLayout:
-    """The declaration. `stable` False: tensors come with each submit, so neither strides nor the number of blocks is
-    declared. Raises `BadLayout` or `BadDtype`."""
+    """The declaration. `stable` False: tensors are passed with each submit, so neither strides nor the number of blocks
+    is declared. Raises `BadLayout` or `BadDtype`."""
     blocks = [group.blocks() for group in groups] if stable else [0] * len(groups)
     most = max(blocks)
     declared = tuple(

@@ -1,4 +1,4 @@
-"""Owns the layout `dynamic_cache`: what transformers' `DynamicCache` holds. Engine side."""
+"""The layout `dynamic_cache`: the tensors of transformers' `DynamicCache`. Engine side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = ("head", "token", "dim")
 
 class DynamicCacheLayout(Layout):
     """Each layer is a pair (keys, values), each `[batch = 1, heads, tokens, dim]`; blocks follow each other on the
-    token axis, tokens behind the last whole block are not seen.
+    token axis, and tokens behind the last whole block are left out.
 
     Such caches grow and are passed at each submit: the declaration has no strides and no number of blocks. The declared
     axes leave the batch axis out. Keys and values of unequal head size become two groups of one plane. Stateless,

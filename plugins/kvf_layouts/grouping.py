@@ -1,8 +1,8 @@
-"""Owns the way from layers to layer groups. Pure, engine side.
+"""Grouping of layers into layer groups. Pure, engine side.
 
-A layer falls into parts: planes of equal shape and dtype make one part, unequal keys and values make two. Parts of one
-rule with the same signature form a layer group: rule by rule, and there in order of first appearance. Only tensor
-methods are called, so that nothing here imports torch.
+A layer is split into parts: planes of equal shape and dtype make one part, unequal keys and values make two. Parts of
+one rule with the same signature form a layer group: rule by rule, and within a rule in order of first appearance. Only
+tensor methods are called, so that nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SeenLayer(NamedTuple):
-    """One layer as the declaration shows it. `planes` are block views; `rule` is the index of the rule that it falls
-    under; `strides` are those of the engine's tensor, empty if it has no stable memory."""
+    """One layer as the declaration describes it. `planes` are block views; `rule` is the index of the rule that it
+    falls under; `strides` are those of the engine's tensor, empty if it has no stable memory."""
 
     name: str
     planes: Sequence[torch.Tensor]
@@ -29,7 +29,7 @@ class SeenLayer(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What layers of one group have in common. `role` keeps unequal keys and values of different layers apart."""
+    """The properties that layers of one group share. `role` separates unequal keys and values of different layers."""
 
     rule: int
     planes: int
@@ -66,7 +66,7 @@ class TensorGroup:
         return same_size(sizes, "the number of blocks")
 
     def one_stride(self) -> tuple[int, ...]:
-        """The strides that all layers have; () if they differ, since a declaration holds one set."""
+        """The strides of all layers; () if they differ, since a declaration holds one set."""
         return next(iter(self.strides)) if len(self.strides) == 1 else ()
 
 
@@ -76,7 +76,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
-    """What one layer holds as a sequence: of one tensor, or of a tensor per plane. Raises `BadLayout`."""
+    """The tensors of one layer as a sequence: one tensor, or a tensor per plane. Raises `BadLayout`."""
     if not isinstance(tensors, (tuple, list)):
         return (tensors,)  # type: ignore[return-value]
     if len(tensors) not in (1, 2):
@@ -85,7 +85,7 @@ def plane_tensors(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
 
 
 def group_layers(layers: Iterable[SeenLayer]) -> list[TensorGroup]:
-    """The layer groups, rule by rule, and there in order of first appearance."""
+    """The layer groups, rule by rule, and within a rule in order of first appearance."""
     groups: dict[Signature, TensorGroup] = {}
     for layer in layers:
         for signature, planes in _parts(layer):
@@ -106,7 +106,7 @@ def views_of(declared: Sequence[LayerGroup], groups: Sequence[TensorGroup]) -> l
 
 
 def same_size(sizes: Mapping[str, int], what: str) -> int:
-    """The one value that all layers have. Raises `BadLayout` naming two layers that differ."""
+    """The size that all layers have. Raises `BadLayout` naming two layers that differ."""
     first_name, first = next(iter(sizes.items()))
     for name, size in sizes.items():
         if size != first:
@@ -115,7 +115,7 @@ def same_size(sizes: Mapping[str, int], what: str) -> int:
 
 
 def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
-    """One part if all planes agree in heads, head size and dtype, else one part for each plane."""
+    """One part if all planes have the same heads, head size and dtype, else one part for each plane."""
 
     def signature(view: torch.Tensor, count: int, role: str) -> Signature:
         return Signature(layer.rule, count, view.shape[2], view.shape[3], dtype_name(view), role)

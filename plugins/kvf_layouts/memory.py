@@ -1,7 +1,7 @@
-"""Owns the check that tensors of one layer group share no memory: a store of such layers could be undone by its own
-load. Pure arithmetic over addresses, sizes and strides; engine side, at registration.
+"""The check that tensors of one layer group share no memory: a store of such layers could be undone by its own load.
+Pure arithmetic over addresses, sizes and strides; engine side, at registration.
 
-Layers may well be views of one tensor, one after the other or interleaved: what counts is single elements.
+Layers may be views of one tensor, one after the other or interleaved: the check compares single elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvframework.errors import BadLayout
 if TYPE_CHECKING:
     import torch
 
-# Enough for any strides that nest; beyond it the canary has to find out.
+# Enough for any strides that nest; beyond it only the canary can detect sharing.
 _BUDGET = 20_000
 
 
@@ -37,7 +37,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `BadLayout` naming the first two of these tensors that share an element, or one that repeats its own."""
+    """Raises `BadLayout` naming the first two of these tensors that share an element, or one whose elements overlap."""
     places = sorted(
         ((place_of(tensor), name) for name, tensor in tensors.items() if tensor.numel()), key=lambda each: each[0]
     )
@@ -62,14 +62,14 @@ def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def overlap(one: Place, other: Place) -> bool:
-    """Whether an element of `one` lies in memory of `other`."""
+    """True if an element of `one` overlaps an element of `other`."""
     axes = [(stride, 0, size - 1) for size, stride in zip(one.sizes, one.strides, strict=True)]
     axes += [(stride, 1 - size, 0) for size, stride in zip(other.sizes, other.strides, strict=True)]
     return _reachable(axes, other.address - one.address, max(one.itemsize, other.itemsize))
 
 
 def _repeats(place: Place) -> bool:
-    """Whether two elements of one tensor lie in the same memory: a step along some axes leads to nowhere else."""
+    """True if two elements of one tensor overlap: a step along some axes leads back to the same memory."""
     axes = sorted(((stride, 1 - size, size - 1) for size, stride in zip(place.sizes, place.strides, strict=True)))
     for index, (stride, _, high) in enumerate(axes):
         if high >= 1 and _reachable([*axes[:index], (stride, 1, high)], 0, place.itemsize):
@@ -78,7 +78,7 @@ def _repeats(place: Place) -> bool:
 
 
 def _reachable(axes: Sequence[tuple[int, int, int]], target: int, tolerance: int) -> bool:
-    """Whether integers within each axis' (stride, low, high) sum to within `tolerance` of `target`, exclusive."""
+    """True if integers within each axis' (stride, low, high) sum to within `tolerance` of `target`, exclusive."""
     merged: dict[int, tuple[int, int]] = {}
     for stride, low, high in axes:
         before = merged.get(stride, (0, 0))

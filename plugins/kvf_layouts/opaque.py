@@ -1,4 +1,4 @@
-"""Owns the layout `opaque`: blocks in an order of the engine's own, moved as raw bytes. Engine side."""
+"""The layout `opaque`: blocks in an order of the engine's own, moved as raw bytes. Engine side."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ AXES = ("block", "dim")
 
 
 class OpaqueLayout(Layout):
-    """One tensor per layer, or a pair, whose axis `block_axis` counts blocks; what is inside a block, in memory order,
-    is the engine's business, as for KV that is packed for an instruction set.
+    """One tensor per layer, or a pair, whose axis `block_axis` counts blocks; the contents of a block, in memory order,
+    belong to the engine, as for KV that is packed for an instruction set.
 
-    An object is the raw bytes of the blocks, layer by layer. `packing` says all that two engines must have in common to
+    An object is the raw bytes of the blocks, layer by layer. `packing` names everything that two engines must share to
     read each other's blocks; it is part of the namespace. Only whole blocks move. Stateless, thread-safe.
     """
 
@@ -34,7 +34,7 @@ class OpaqueLayout(Layout):
         self._rules = tuple(rules)
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """See `Layout.describe`. Raises `BadLayout` naming the layer and what to declare."""
+        """See `Layout.describe`. Raises `BadLayout` naming the layer and a declaration that would work."""
         if not kv_caches:
             raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
         if block_size < 1:

@@ -1,4 +1,4 @@
-"""Owns the layout `paged`: KV in blocks of a page table, as vLLM, SGLang and most engines hold it. Engine side."""
+"""The layout `paged`: KV in blocks of a block table, as vLLM, SGLang and most engines hold it. Engine side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PagedLayout(Layout):
     name = "paged"
 
     def __init__(self, axes: Sequence[str] = (), rules: Sequence[PagedRule] = ()) -> None:
-        """Raises `BadLayout` for axes that contradict themselves; no axes are fine where nothing is described."""
+        """Raises `BadLayout` for contradictory axes; an instance that describes nothing needs no axes."""
         self._axes = tuple(axes)
         self._rules = tuple(rules)
         for rule in self._rules or (PagedRule(),):
@@ -39,7 +39,7 @@ class PagedLayout(Layout):
                 check_axes(axes, state=rule.state)
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """See `Layout.describe`. Raises `BadLayout` naming layer, axis, what was expected and what was found."""
+        """See `Layout.describe`. Raises `BadLayout` naming layer, axis, expected and found size."""
         if not kv_caches:
             raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
         if block_size < 1:

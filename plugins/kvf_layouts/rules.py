@@ -1,4 +1,4 @@
-"""Owns the rules by which an engine's layers are declared to be layer groups: options of the layouts. Pure."""
+"""The rules by which an engine declares its layer groups: options of the layouts. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 1 << 24
 
 
 class GroupRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer group: which layers, and what they differ in."""
+    """One layer group: the layers in it, and the properties in which groups differ."""
 
     layers: Annotated[tuple[str, ...], Meta(description="patterns of layer names: `*`, `?`, `[...]`")] = ("*",)
     block_size: Annotated[int, Meta(ge=0, le=MOST, description="tokens of a block; 0: the engine's")] = 0
@@ -34,7 +34,7 @@ class GroupRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PagedRule(GroupRule, frozen=True, forbid_unknown_fields=True):
-    """Of `layout.paged`."""
+    """A rule of `layout.paged`."""
 
     axes: Annotated[
         tuple[str, ...],
@@ -44,15 +44,15 @@ class PagedRule(GroupRule, frozen=True, forbid_unknown_fields=True):
 
 
 class OpaqueRule(GroupRule, frozen=True, forbid_unknown_fields=True):
-    """Of `layout.opaque`."""
+    """A rule of `layout.opaque`."""
 
     block_axis: Annotated[int | None, Meta(description="this group's block axis; not set: the layout's")] = None
 
 
 def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[str, int]:
-    """The index of the first rule that fits each layer; 0 for all without rules.
+    """The index of the first rule that matches each layer; 0 for all without rules.
 
-    Raises `BadLayout` for a layer that no rule fits, and for a rule without a layer.
+    Raises `BadLayout` for a layer that no rule matches, and for a rule without a layer.
     """
     if not rules:
         return dict.fromkeys(names, 0)

@@ -1,5 +1,4 @@
-"""Owns what `kvframework doctor` tells of an arena that is not made yet: whether there is memory for it, and on which
-NUMA nodes."""
+"""The checks of `kvframework doctor` for an arena that is not created yet: free memory and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _MOST = 0.9
 
 
 def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding]:
-    """Reads /proc, /sys and the cgroup files; takes no memory, but for a page that it tries the placement with."""
+    """Reads /proc, /sys and the cgroup files; allocates nothing but one page, to test the placement."""
     return [_capacity(options.capacity), _numa(options.numa, sysfs)]
 
 

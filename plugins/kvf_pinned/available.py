@@ -1,4 +1,4 @@
-"""Owns the question how much memory this process may still take. Pure reading of /proc and the cgroup files."""
+"""The memory that this process may still take. Pure reading of /proc and the cgroup files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cgroup_headrooms(membership: Path, cgroups: Path) -> Iterator[int]:
 
 def _up(root: Path, group: str) -> Iterator[Path]:
     """The group's directory and all above it: every one of them may hold the limit. Inside a container the path may
-    name a directory of the host that is not here; then its root is what counts."""
+    name a directory of the host that does not exist; then the root of the container counts."""
     directory = root / group.strip("/")
     yield directory
     while directory != root and root in directory.parents:

@@ -1,4 +1,4 @@
-"""Owns the arena: a memfd, its mapping, and the thread that makes it resident. Lives in the server process."""
+"""The arena: a memfd, its mapping, and the thread that makes it resident. Lives in the server process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _log = logging.getLogger(__name__)
 # A step bounds how long `close` waits and how late the first bytes are ready.
 _STEP = 16 << 20
 
-# No client may truncate the file under the server, grow it, or add seals that keep others from mapping it.
+# No client may truncate the file under the server, grow it, or add seals that stop others from mapping it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MemfdArena(Memory):
-    """One shared segment that has no name: it goes when the last process that maps it does.
+    """One shared segment without a name: the kernel frees it when the last process that maps it ends.
 
     Owns `fd` and the mapping until `close`. Thread-safe where the contract needs it: `close` may come while the
     background thread works.
     """
 
     def __init__(self, capacity: int, *, where: str = "[l1]", choice: Choice = ANYWHERE) -> None:
-        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be made or mapped. NUMA nodes
-        that cannot be had are no error, and told in the log."""
+        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be created or mapped.
+        Unavailable NUMA nodes are no error, and logged."""
         self._where = where
         self.capacity = capacity
         room = available_memory()
@@ -69,7 +69,7 @@ class MemfdArena(Memory):
     def start(self, on_ready: Callable[[int], None]) -> None:
         """Starts the background thread, which ends by itself once all is resident. Once per arena, else `ArenaError`.
 
-        When the memory runs out on the way, the thread logs it and ends: what was ready stays usable.
+        When the memory runs out meanwhile, the thread logs it and ends: bytes that were ready stay usable.
         """
         if self._stop.is_set() or self._thread is not None:
             raise ArenaError("the arena was started or closed before", where=self._where)
@@ -100,12 +100,12 @@ class MemfdArena(Memory):
             raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
 
     def leave(self) -> None:
-        """Nothing outlives the process. To unmap a large arena takes seconds, and meanwhile the process can neither map
-        memory nor start a thread."""
+        """Stops the background thread and leaves the mapping to the end of the process. Unmapping a large arena takes
+        seconds, and meanwhile the process can neither map memory nor start a thread."""
         self._stop.set()
 
     def _place(self, choice: Choice) -> None:
-        """Before anything is resident: a page stays where it was made."""
+        """Sets the NUMA nodes before any page is resident: a resident page does not move."""
         try:
             place(self._segment, choice.nodes)
         except OSError as error:

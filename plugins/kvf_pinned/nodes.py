@@ -1,4 +1,4 @@
-"""Owns the choice of the NUMA nodes that the arena is to lie on. Pure reading of sysfs."""
+"""The choice of NUMA nodes for the arena. Pure reading of sysfs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _NVIDIA = 0x10DE
 
 
 class Choice(NamedTuple):
-    """Preferred is the one node, several are interleaved, none leaves it to the kernel; and why."""
+    """The chosen nodes and the reason. One node is preferred, several are interleaved, none leaves the choice to the
+    kernel."""
 
     nodes: tuple[int, ...]
     reason: str
 
     def __str__(self) -> str:
-        """What becomes of the arena, and why."""
+        """The arena's placement and the reason, as text."""
         if not self.nodes:
             return f"lies where the kernel puts it: {self.reason}"
         how = "lies on" if len(self.nodes) == 1 else "is interleaved over"
@@ -34,7 +35,7 @@ ANYWHERE = Choice((), "numa is off")
 
 
 def choose(numa: Numa, sysfs: Path = Path("/sys")) -> Choice:
-    """What `[l1] numa` means on this machine. A file that cannot be read says nothing, and never stops a start."""
+    """Evaluates `[l1] numa` on this machine. An unreadable file counts as empty, and never stops a start."""
     if numa == "off":
         return ANYWHERE
     if not isinstance(numa, str):
@@ -62,7 +63,7 @@ def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
 
 
 def accelerator_nodes(sysfs: Path = Path("/sys")) -> set[int]:
-    """The nodes that PCI devices which compute are attached to, as far as the kernel knows (it says -1 if not)."""
+    """The nodes that compute accelerators are attached to by PCI, as far as the kernel knows (it says -1 if not)."""
     nodes = (_number(device / "numa_node") for device in _accelerators(sysfs))
     return {node for node in nodes if node is not None and node >= 0}
 
@@ -74,7 +75,7 @@ def _accelerators(sysfs: Path) -> list[Path]:
 def _computes(device: Path) -> bool:
     code = (_number(device / "class") or 0) >> 8
     if code == _VGA_CONTROLLER:
-        # Others of this class are mostly the chip that draws the console.
+        # Other vendors' devices of this class are mostly the chip that draws the console.
         return _number(device / "vendor") == _NVIDIA
     return code in (_3D_CONTROLLER, _PROCESSING_ACCELERATOR)
 

@@ -1,4 +1,4 @@
-"""Owns the options of the `pinned` tier, as they stand in the `[l1]` table."""
+"""The options of the `pinned` memory, as they stand in the `[l1]` table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvframework.api.options import ByteSize, Options
 
 LEAST = ByteSize(1 << 20)
 
-# The kernel has bits for so many nodes.
+# The kernel's node masks have this many bits.
 Numa = Literal["auto", "off"] | list[Annotated[int, Meta(ge=0, le=1023)]]
 
 
 class PinnedOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """Options of the `pinned` memory; each field has a description."""
 
     capacity: Annotated[ByteSize, Meta(description="size of the arena, at least 1 MiB")] = ByteSize(1 << 30)
     numa: Annotated[

@@ -1,6 +1,6 @@
-"""Owns the call that tells the kernel on which NUMA nodes a mapping's pages are to be made.
+"""The system call that sets the NUMA nodes of a mapping's pages.
 
-Of a memfd the kernel keeps the policy with the file: it holds for every process, whoever touches a page first.
+For a memfd the kernel keeps the policy with the file: it holds for every process, whichever touches a page first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 
-# mbind in the table of system calls, of 64-bit processes.
+# The number of mbind in the system call table, for 64-bit processes.
 _NUMBERS = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
 
 # Neither makes an allocation fail where another node has room. <linux/mempolicy.h>
@@ -32,11 +32,11 @@ _syscall.restype = ctypes.c_long
 
 
 def place(segment: mmap.mmap, nodes: Sequence[int]) -> None:
-    """Has the pages of `segment` that are not resident yet made on the one node, or on several in turn, while there is
-    room.
+    """Sets the nodes of the pages of `segment` that are not resident yet: one preferred node, or several interleaved,
+    while they have room.
 
-    Does not block. Raises `OSError`, of which `hint` says what to do: EPERM where a container may not, EINVAL for a
-    node that is not there or not allowed, ENOSYS where the kernel knows no nodes.
+    Does not block. Raises `OSError`, which `hint` explains: EPERM where a container does not allow it, EINVAL for a
+    node that does not exist or is not allowed, ENOSYS for a kernel without NUMA.
     """
     number = _NUMBERS.get(platform.machine())
     if number is None or sys.maxsize < 1 << 32:
@@ -45,7 +45,7 @@ def place(segment: mmap.mmap, nodes: Sequence[int]) -> None:
     for node in nodes:
         mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     anchor = ctypes.c_char.from_buffer(segment)
-    # The kernel takes one bit less than it is told.
+    # The kernel uses one bit less than the given number.
     bits = _WORD_BITS * len(mask) + 1
     mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
     status = _syscall(
@@ -63,5 +63,5 @@ def place(segment: mmap.mmap, nodes: Sequence[int]) -> None:
 
 
 def hint(error: OSError) -> str:
-    """What to do about an error of `place`."""
+    """The remedy for an error of `place`."""
     return _HINTS.get(error.errno or 0, _OFF)

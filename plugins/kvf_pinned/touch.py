@@ -1,4 +1,4 @@
-"""Owns how a range of the arena is made resident without a signal and without holding the interpreter.
+"""Making a range of the arena resident, without a signal and without holding the interpreter lock.
 
 Called from the arena's own thread only.
 """
@@ -24,7 +24,7 @@ class Toucher:
         self._segment = segment
         self._fd = fd
         anchor = ctypes.c_char.from_buffer(segment)
-        self._address = ctypes.addressof(anchor)  # the anchor goes at once: it would keep the mapping from being closed
+        self._address = ctypes.addressof(anchor)  # the anchor is not kept: it would prevent closing the mapping
         self._populates = True
 
     def touch(self, start: int, end: int) -> None:
@@ -33,7 +33,7 @@ class Toucher:
         if self._populates:
             self._populates = self._populate(start, end)
         if not self._populates:
-            # Reserves the pages first, for a write to a page that cannot be had would be a SIGBUS.
+            # Reserves the pages first: a write to a page that cannot be allocated would be a SIGBUS.
             os.posix_fallocate(self._fd, start, end - start)
             pages = len(range(start, end, mmap.PAGESIZE))
             with memoryview(self._segment) as view:

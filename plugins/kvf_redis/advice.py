@@ -1,5 +1,5 @@
-"""Owns what `kvframework doctor` tells of a Redis: whether it answers, how large it may grow, what it does when it is
-full. Runs in a process of its own; changes nothing."""
+"""The checks of `kvframework doctor` for a Redis: whether it answers, its memory limit, its eviction policy. Runs in a
+process of its own; changes nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvframework.api.options import ByteSize
 from kvframework.api.plugin import TableContext
 from kvframework.errors import TierError
 
-# UNLINK, without which the tier cannot delete.
+# The tier cannot delete without UNLINK.
 _LEAST_VERSION = (4,)
 _CACHE = "CONFIG SET maxmemory-policy allkeys-lru, and the same in redis.conf"
 
 
 def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
-    """Blocks until `deadline` at most. Of a cluster, the first node that answers stands for all. Raises
-    `ConfigFieldError`."""
+    """Checks the Redis; blocks until `deadline` at most. Of a cluster, only the first node that answers is checked.
+    Raises `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     connector = settings.connector
     try:
@@ -46,7 +46,7 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
 
 
 def _first_answer(options: RedisOptions, settings: Settings, where: str, deadline: float) -> tuple[Place | None, float]:
-    """Whom to ask, and how long a PING took."""
+    """The first server that answers a PING, and how long the PING took in seconds."""
     places: tuple[Place | None, ...] = settings.places or (None,)
     if settings.sentinels is not None:
         sentinels = Sentinels(

@@ -1,4 +1,4 @@
-"""Owns the way into the caller's buffers: views of them, which end with the call. No I/O."""
+"""Views of the caller's buffers that end with the call. No I/O."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import TracebackType
 
 
 class Borrowed:
-    """The parts of one value as one run of bytes. Frees every view made of them when the `with` block ends, so that
-    not even an error's traceback keeps the caller's buffers."""
+    """The parts of one value as one run of bytes. Every view made of them is released when the `with` block ends, so
+    that not even an error's traceback keeps the caller's buffers alive."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._views = [part.cast("B") for part in parts if part.nbytes]
@@ -16,7 +16,7 @@ class Borrowed:
         self.nbytes = sum(view.nbytes for view in self._views)
 
     def window(self, start: int, nbytes: int) -> list[memoryview]:
-        """Views of the bytes `[start, start + nbytes)`, fewer at the end."""
+        """Views of the bytes `[start, start + nbytes)`, clipped at the end of the value."""
         found = []
         for view in self._views:
             if start < view.nbytes and nbytes:
@@ -27,7 +27,7 @@ class Borrowed:
         return found
 
     def tail(self, end: int, nbytes: int) -> bytes:
-        """A copy of the last `nbytes` before `end`, fewer if there are not as many."""
+        """A copy of the last `nbytes` before `end`, or of all bytes before `end` if there are fewer."""
         start = max(end - nbytes, 0)
         return b"".join(self.window(start, end - start))
 

@@ -1,8 +1,8 @@
-"""Owns the way of commands through a Redis Cluster: by slot to its masters, after redirections, around a lost node.
+"""Routing of commands in a Redis Cluster: by slot to the masters, along redirections, around a lost node.
 
-Runs in the caller's thread; a batch for several masters flies to each in a thread of its own, all of which have ended
-when the call returns. The map of slots is read anew in the calling thread, within its deadline, by one thread at a
-time: when a node is lost, and by the next call after a redirection.
+Runs in the caller's thread. A batch for several masters uses one thread for each further master; all of them have ended
+when the call returns. The calling thread reads the slot map again, within its deadline and one thread at a time: when a
+node is lost, and in the next call after a redirection.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from kvf_redis.resp import parse_redirect
 from kvf_redis.slots import SLOTS, SlotMap
 from kvframework.errors import TierError
 
-# A key is sent on this often at most: a slot that moves twice while a call runs is rare.
+# The most times that one key is sent: a slot rarely moves twice during a call.
 _HOPS = 8
-# The map is not asked for more often than this, whatever happens.
+# The shortest interval between two requests for the map.
 _REFRESH_S = 0.5
-# A node that let a call wait in vain is left alone for so long: its keys fail at once.
+# Commands to a node that did not answer in time fail at once for this long.
 _REST_S = 3.0
 _SILENCE_S = 0.2
-# A member that is asked for the map gets at least this long, if the deadline allows.
+# The least time that a member gets to answer with the map, if the deadline allows it.
 _LEAST_SHARE_S = 0.25
 
 
 class Cluster(Router):
-    """Keys of a lost master fail, the others do not. Once the cluster has promoted a replica the keys go there."""
+    """Router for a Redis Cluster. Keys of a lost master fail, other keys do not. Once the cluster has promoted a
+    replica, the keys are sent to it."""
 
     def __init__(self, connector: Connector, seeds: Sequence[Place], connections: int, *, where: str) -> None:
         self._connector = connector
@@ -63,7 +64,7 @@ class Cluster(Router):
             node.close()
 
     def _run(self, commands: Sequence[Command], pinned: dict[Command, Place], deadline: float) -> None:
-        """`pinned` commands go where it says, not by their slot."""
+        """Carries out the commands. Those in `pinned` are sent to the place named there, not by their slot."""
         slots = self._current(deadline)
         waiting, failure = list(commands), None
         for _ in range(_HOPS):
@@ -97,7 +98,7 @@ class Cluster(Router):
             raise failure or TierError("the keys were redirected too often", where=self._where)
 
     def _redirected(self, command: Command, place: Place | None, slots: SlotMap, pinned: dict[Command, Place]) -> bool:
-        """Follows a MOVED or ASK; False for any other error."""
+        """Applies a MOVED or ASK redirection to the command; False for any other error."""
         redirect = parse_redirect(command.error)
         if redirect is None or place is None:
             return False
@@ -114,7 +115,7 @@ class Cluster(Router):
     # Flights
 
     def _carry(self, groups: dict[Place | None, list[Command]], deadline: float) -> dict[Place | None, TierError]:
-        """Flies each group to its node, all at the same time; what failed."""
+        """Sends each group to its node, all at the same time; returns the failures by node."""
         failures: dict[Place | None, TierError] = {}
 
         def fly(place: Place, group: Sequence[Command]) -> None:
@@ -141,7 +142,7 @@ class Cluster(Router):
     def _carry_one(self, place: Place, group: Sequence[Command], deadline: float) -> TierError | None:
         started = time.monotonic()
         if self._resting.get(place, started) > started:
-            return TierError("the node gave no answer a moment ago", where=f"{self._where}: redis at {place}")
+            return TierError("the node did not answer recently", where=f"{self._where}: redis at {place}")
         node = self._node(place)
         if node is None:
             return TierError("the tier is closed", where=self._where)
@@ -190,7 +191,7 @@ class Cluster(Router):
         return self._slots
 
     def _refresh(self, deadline: float) -> None:
-        """Reads the map anew, unless that was just done or another thread is at it. Raises nothing."""
+        """Reads the map again, unless it was just read or another thread is reading it. Raises nothing."""
         just_done = time.monotonic() - self._asked_at < _REFRESH_S
         if self._closed or just_done or not self._asking.acquire(blocking=False):
             return
@@ -202,7 +203,7 @@ class Cluster(Router):
             self._asking.release()
 
     def _ask(self, deadline: float) -> None:
-        """Asks members for the map until one knows it all, those first that have not failed; takes the best answer.
+        """Asks members for the map until one has a complete one, members without failures first; keeps the best answer.
 
         Raises `TierError` if there is none.
         """
@@ -238,7 +239,7 @@ class Cluster(Router):
         self._forget(set(best.members))
 
     def _forget(self, members: set[Place]) -> None:
-        """Closes the nodes that have left, once no call uses them."""
+        """Closes nodes that have left the cluster and are not in use."""
         with self._lock:
             for place in [each for each in self._nodes if each not in members]:
                 if self._nodes[place].close_unused():

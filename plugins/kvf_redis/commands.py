@@ -1,4 +1,4 @@
-"""Owns the commands that the tier sends: their bytes, how their reply is read, and what became of them.
+"""The commands that the tier sends: their bytes, the parsing of their replies, and their outcomes.
 
 A command is used by one thread at a time. It borrows the caller's buffers until the tier's call returns.
 """
@@ -14,21 +14,21 @@ from kvf_redis.wire import Wire
 from kvframework.api.tier import Outcome
 from kvframework.api.types import Buffer
 
-# A value that is too long is read and dropped up to this size; beyond, the connection is dropped.
+# A value that is too long is read and dropped up to this size; beyond it the connection is dropped.
 DRAIN_BYTES = 16 << 20
 
 _ASKING = command(b"ASKING")
 
 
 class Oversized(Exception):
-    """A value is too long to be read past. Its command is answered, the connection is of no use any more."""
+    """A value is too long to be read past. Its command is answered, but the connection must be closed."""
 
 
 class Command(ABC):
-    """`cost` is what it weighs in a flight: its bytes, or those of its reply.
+    """One Redis command. `cost` is its weight in a flight: its bytes, or those of its reply.
 
-    `outcome` is FAILED until a reply says otherwise; `answered` once its reply was read; `error` is what a cluster says
-    of a key that it cannot serve there or now.
+    `outcome` is FAILED until a reply says otherwise; `answered` is True once the reply is read; `error` is a cluster's
+    error text for a key that it cannot serve on that node or at that moment.
     """
 
     kind = ":"  # of the reply
@@ -40,7 +40,7 @@ class Command(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Before it is sent again."""
+        """Resets the results before the command is sent again."""
         self.outcome = Outcome.FAILED
         self.answered = False
         self.error = ""
@@ -50,7 +50,7 @@ class Command(ABC):
         return [_ASKING, *self._buffers()] if self.asking else self._buffers()
 
     def receive(self, wire: Wire, deadline: float) -> None:
-        """Reads the reply. Raises what `Wire` raises, `Refused`, `ProtocolSurprise` and `Oversized`."""
+        """Reads the reply. Raises the errors of `Wire`, `Refused`, `ProtocolSurprise` and `Oversized`."""
         if self.asking and not holds(wire.reply(deadline), "+"):
             raise ProtocolSurprise("an ASKING was refused for one key")
         reply = wire.reply(deadline)
@@ -67,7 +67,7 @@ class Command(ABC):
 
     @abstractmethod
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
-        """Makes an outcome of a reply that is no error."""
+        """Sets the outcome from a reply that is no error."""
 
     def _wrong_type(self) -> None:
         return
@@ -86,7 +86,7 @@ class Count(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.number not in (0, 1):
-            raise ProtocolSurprise("a number came that the command does not answer")
+            raise ProtocolSurprise("the server answered with an unexpected number")
         self.outcome = self._one if reply.number else Outcome.MISSING
 
 
@@ -127,7 +127,7 @@ class Get(Command):
 
 
 class Tail(Command):
-    """The last bytes of a value, where a trailer would be: `tail`, b"" without a value."""
+    """Reads the last bytes of a value, where a trailer would be, into `tail`; b"" if there is no value."""
 
     kind = "$"
 
@@ -141,7 +141,7 @@ class Tail(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if not 0 <= reply.number <= TRAILER_BYTES:
-            raise ProtocolSurprise("a GETRANGE was answered by more than was asked for")
+            raise ProtocolSurprise("the answer to GETRANGE is longer than requested")
         tail = bytearray(reply.number)
         wire.value_into([memoryview(tail)], reply.number, deadline)
         self.tail = bytes(tail)
@@ -163,7 +163,7 @@ class Set(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.text != "OK":
-            raise ProtocolSurprise("a SET was not answered by OK")
+            raise ProtocolSurprise("the answer to SET is not OK")
         self.outcome = Outcome.STORED
 
 
@@ -178,4 +178,4 @@ class Ping(Command):
 
     def _take(self, reply: Reply, wire: Wire, deadline: float) -> None:
         if reply.text != "PONG":
-            raise ProtocolSurprise("a PING was not answered by PONG")
+            raise ProtocolSurprise("the answer to PING is not PONG")

@@ -1,4 +1,4 @@
-"""Owns how a connection is set up: redis-py does TLS, login and questions of topology; what comes out is a `Wire`.
+"""Setup of connections: redis-py does TLS, login and topology requests; the result is a `Wire`.
 
 No error text, repr or chained exception of this module holds a password or the URL.
 """
@@ -27,14 +27,14 @@ _TOO_LATE = ("no answer before the deadline", "")
 
 
 class NoAnswer(TierError):
-    """A server said nothing at all until the deadline."""
+    """A server sent nothing at all until the deadline."""
 
 
 class Connector:
-    """How to log in to any server of one kind. Immutable; its calls may come from several threads.
+    """Login to any server of one kind. Immutable; its calls may come from several threads.
 
-    Each call blocks until its deadline at most, but for the resolver, which knows no deadline, and raises `TierError`,
-    `NoAnswer` if that was a silent server.
+    Each call blocks until its deadline at most, except for the resolver, which takes no deadline. Calls raise
+    `TierError`; a silent server raises `NoAnswer`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Connector:
         *,
         where: str,
     ) -> None:
-        """`settings` are those of redis-py's `connection_class`, without place, password and timeouts."""
+        """`settings` are keyword arguments of redis-py's `connection_class`, without place, password and timeouts."""
         self._class = connection_class
         self._settings = settings
         self._password = password
@@ -72,7 +72,7 @@ class Connector:
         return connected
 
     def ask(self, place: Place | None, *words: str, read: Callable[[Any], T], deadline: float) -> T:
-        """What `read` makes of the reply to a command, over a connection of its own."""
+        """Sends a command over a connection of its own; returns `read` of the reply."""
 
         def reply(connection: Any) -> T:
             connection.send_command(*words)
@@ -83,7 +83,8 @@ class Connector:
     def _logged_in(
         self, failure: str, place: Place | None, deadline: float, use: Callable[[Any], T], *, keep: bool
     ) -> T:
-        """The connection outlives the call if `keep`, and `use` gave something. `failure` begins an error's text."""
+        """Logs in and calls `use` with the connection, which stays open if `keep` is set and `use` returned something.
+        `failure` begins an error's text."""
         remaining = min(deadline - time.monotonic(), _LONGEST_WAIT_S)
         if remaining <= 0:
             raise TierError("the deadline has passed", where=self._place_text(place))
@@ -122,7 +123,7 @@ def _cut(connection: Any) -> None:
 
 
 def _explain(error: BaseException) -> tuple[str, str]:
-    """Fact and hint. The text of a server's error may repeat the password, so only its kind is told."""
+    """Fact and hint. The text of a server's error may repeat the password, so only its kind is reported."""
     if isinstance(error, AuthenticationError):
         return "the server refuses the user name or password", "check username, password_env, password_file and url"
     cause: BaseException | None = error

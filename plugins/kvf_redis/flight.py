@@ -1,4 +1,4 @@
-"""Owns pipelining: many commands in one flight, with a bound on what is under way. Runs in the caller's thread."""
+"""Pipelining: many commands in one flight, with a bound on the bytes in flight. Runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_COMMANDS = 256
 
 
 def fly(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
-    """Sends the commands and reads their replies in order. What it raises ends the flight; then those that are
-    `answered` were.
+    """Sends the commands and reads their replies in order. An exception ends the flight; commands with `answered` set
+    keep their outcomes.
 
-    At least one command is under way, whatever it costs. More are sent only when half of the bound is free, so that
+    At least one command is in flight, whatever its cost. More are sent only when half of the bound is free, so that
     small ones travel together.
     """
     sent = in_flight = 0

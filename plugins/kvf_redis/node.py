@@ -1,4 +1,4 @@
-"""Owns one server as the tier uses it: its connections, and what a failed flight means. Runs in the caller's thread."""
+"""One server as the tier uses it: its connections, and the handling of a failed flight. Runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Router(ABC):
 
     @abstractmethod
     def run(self, commands: Sequence[Command], deadline: float) -> None:
-        """Carries the commands out and sets their outcomes; blocks until `deadline` at most.
+        """Carries out the commands and sets their outcomes; blocks until `deadline` at most.
 
         Commands to one key are carried out in their order. Raises `TierError` if none of them could be.
         """
 
     @abstractmethod
     def ping(self, deadline: float) -> None:
-        """Raises `TierError` if no server answers."""
+        """Checks that the servers answer. Raises `TierError` if none does."""
 
     @abstractmethod
     def close(self) -> None:
@@ -46,17 +46,17 @@ class Router(ABC):
 
 
 class Node:
-    """One server, or whatever `connect` connects to."""
+    """One server, reached by connections that `connect` makes."""
 
     def __init__(self, connect: Callable[[float], Wire], connections: int, *, where: str) -> None:
         self._where = where
         self._pool = Pool(connect, connections, where=where)
 
     def carry(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Carries the commands out. After the error that it returns some may not be `answered`.
+        """Carries out the commands; returns the error that ended them early, after which some may not be `answered`.
 
-        A connection is dropped after any error, timeout or surprise, and those that lie idle with it. The error has no
-        traceback or context, whose frames would keep the caller's buffers.
+        Any error, timeout or surprise drops its connection and all idle ones. The returned error has no traceback or
+        context, whose frames would keep the caller's buffers.
         """
         waiting = commands
         while waiting:
@@ -72,7 +72,7 @@ class Node:
         return None
 
     def close_unused(self) -> bool:
-        """Closes the node if no call uses it; whether it did."""
+        """Closes the node if no call uses it; True if it was closed."""
         return self._pool.close_unused()
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Node:
             fly(wire, commands, deadline)
         except Oversized:
             self._pool.discard(wire)
-            return None  # the other commands go by another connection
+            return None  # the other commands use another connection
         except (OSError, ProtocolSurprise, Refused) as error:
             fact, hint = _explain(error)
             silent = isinstance(error, TimeoutError) and not commands[0].answered
@@ -102,7 +102,7 @@ class Node:
 
 
 class OneNode(Router):
-    """Everything goes to one server; what is not answered there fails the call."""
+    """Sends everything to one server; a command that it does not answer fails the call."""
 
     def __init__(self, node: Node, *, where: str) -> None:
         self._node = node
@@ -123,7 +123,7 @@ class OneNode(Router):
 
 
 def answered_error(command: Command, where: str) -> TierError:
-    """What a server said of a key that it cannot serve."""
+    """The error for a key that the server cannot serve."""
     return TierError(
         f"the server answers: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
     )

@@ -1,4 +1,4 @@
-"""Owns the options of the `redis` tier, as they stand in its `[[l2]]` table."""
+"""The options of the `redis` tier, as they stand in its `[[l2]]` table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_VALUE_BYTES = ByteSize(64 << 10)
 
 
 class RedisOptions(Options, frozen=True):
-    """Its repr holds no password: `url` is shown without user, password and query."""
+    """Options of the `redis` tier. Its repr holds no password: `url` is shown without user, password and query."""
 
     url: Annotated[
         SecretUrl,

@@ -1,9 +1,9 @@
-"""Owns how a value above the maximum size is stored in pieces, and how a reader knows that they belong together. Pure.
+"""The format of a value above the maximum size: its pieces, and the trailers that tie them together. Pure.
 
-Piece 0 lies under the value's own key, the others under keys that name one writing of the value, and each ends with a
-trailer that names it too. Piece 0 is written last: until then the value is not there, or is still the old one. A reader
-takes the trailer of piece 0 and accepts no piece with another one. A whole value that happens to end like a trailer is
-stored as pieces, too.
+Piece 0 lies under the value's own key, the others under keys that name one write of the value, and each ends with a
+trailer that names that write too. Piece 0 is written last: until then the value is absent, or is still the old one. A
+reader takes the trailer of piece 0 and accepts no piece with a different one. A whole value that happens to end like a
+trailer is stored as pieces, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _TRAILER = struct.Struct("<16s16sQII")
 _MAGIC = b"\xa7kvf pieces 1\r\n\xf3"
 TRAILER_BYTES = _TRAILER.size
 
-# More than any writer makes: bounds what a forged trailer can cause.
+# More than any writer makes: bounds the work that a forged trailer can cause.
 MAX_PIECES = 1 << 16
 
 
 class Trailer(NamedTuple):
-    """`generation` is random and names one writing of `total` bytes in that many `pieces`."""
+    """The end of each piece. `generation` is random and names one write of `total` bytes in `pieces` pieces."""
 
     generation: bytes
     total: int
@@ -35,12 +35,12 @@ class Trailer(NamedTuple):
         return first_bytes >= max(least, 1) and len(spans(self.total, first_bytes)) == self.pieces
 
     def bytes_of(self, index: int) -> bytes:
-        """What piece `index` ends with."""
+        """The bytes at the end of piece `index`."""
         return _TRAILER.pack(_MAGIC, self.generation, self.total, self.pieces, index)
 
 
 def parse_trailer(tail: bytes) -> Trailer | None:
-    """The trailer of a piece 0, of which `tail` is the end. None: the value is no piece 0."""
+    """The trailer of a piece 0 that ends with `tail`. None: the value is no piece 0."""
     if len(tail) != TRAILER_BYTES or not tail.startswith(_MAGIC):
         return None
     _, generation, total, count, index = _TRAILER.unpack(tail)
@@ -48,16 +48,16 @@ def parse_trailer(tail: bytes) -> Trailer | None:
 
 
 def new_trailer(total: int, piece_bytes: int) -> Trailer | None:
-    """For a new writing in pieces that hold `piece_bytes` of the value each. None: too many pieces."""
+    """A trailer for a new write in pieces that hold `piece_bytes` of the value each. None: too many pieces."""
     count = len(spans(total, piece_bytes))
     return Trailer(os.urandom(16), total, count) if count <= MAX_PIECES else None
 
 
 def spans(total: int, piece_bytes: int) -> range:
-    """Where each piece begins in the value, if each but the last holds `piece_bytes` of it."""
+    """The offset of each piece in the value, where each but the last holds `piece_bytes` of it."""
     return range(0, total, piece_bytes or 1)
 
 
 def piece_key(key: bytes, trailer: Trailer, index: int) -> bytes:
-    """Where piece `index` (1 or more) of the value under `key` lies; in a cluster in a slot of its own."""
+    """The key of piece `index` (1 or more) of the value under `key`; in a cluster it has a slot of its own."""
     return b"%b:%b:%d" % (key, trailer.generation.hex().encode(), index)

@@ -1,4 +1,4 @@
-"""Owns the address of one server, and how it is written. Pure."""
+"""The address of one server, and its text form. Pure."""
 
 from __future__ import annotations
 

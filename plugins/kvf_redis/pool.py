@@ -1,4 +1,4 @@
-"""Owns the connections: at most N, each used by one thread at a time. Thread-safe; connects outside its lock."""
+"""A pool of at most N connections, each used by one thread at a time. Thread-safe; connects outside its lock."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from kvframework.errors import TierError
 
 
 class Pool:
-    """Hands out connections, makes them when needed, and never hands out one that has bytes in it or was closed."""
+    """Hands out connections and makes them when needed. A connection with unread bytes, or one that was closed, is
+    never handed out."""
 
     def __init__(self, connect: Callable[[float], Wire], size: int, *, where: str) -> None:
         self._connect = connect
         self._size = size
         self._where = where
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()  # who waits for a connection
+        self._queue: deque[object] = deque()  # threads that wait for a connection
         self._idle: list[Wire] = []
         self._in_use: set[Wire] = set()
         self._connecting = 0
         self._closed = False
 
     def acquire(self, deadline: float) -> Wire:
-        """A connection that the caller gives back by `release` or `discard`; blocks until `deadline` at most.
+        """A connection that the caller returns by `release` or `discard`; blocks until `deadline` at most.
 
         Raises `TierError` if there is none by then, if connecting fails, and once the pool is closed.
         """
@@ -68,14 +69,14 @@ class Pool:
         return self._closed
 
     def drop_idle(self) -> None:
-        """Closes what is idle: it would be as dead as the connection that has just failed. Never blocks."""
+        """Closes idle connections: they are presumably as dead as the one that has just failed. Never blocks."""
         with self._changed:
             idle, self._idle = self._idle, []
         for wire in idle:
             wire.close()
 
     def close_unused(self) -> bool:
-        """Closes the pool if none is in use; whether it did. Never blocks."""
+        """Closes the pool if no connection is in use; True if it was closed. Never blocks."""
         with self._changed:
             if self._in_use or self._connecting:
                 return False
@@ -84,7 +85,7 @@ class Pool:
         return True
 
     def close(self) -> None:
-        """Closes what is idle and cuts what is in use: calls in flight fail. Idempotent; never blocks."""
+        """Closes idle connections and cuts those in use: calls in flight fail. Idempotent; never blocks."""
         with self._changed:
             self._closed = True
             for wire in self._in_use:
@@ -93,8 +94,8 @@ class Pool:
         self.drop_idle()
 
     def _reserve(self, deadline: float) -> Wire | None:
-        """An idle connection, or None for the right to make one. First come, first served: a thread that gives a
-        connection back and wants it again at once would else starve the others."""
+        """An idle connection, or None for the right to make one. Threads are served in the order of their arrival:
+        without it, a thread that returns a connection and acquires one again at once would starve the others."""
         with self._changed:
             turn = object()
             self._queue.append(turn)

@@ -1,4 +1,4 @@
-"""Owns the byte formats of RESP2 that the tier speaks: commands to bytes, reply lines to values. Pure."""
+"""The parts of RESP2 that the tier speaks: commands to bytes, reply lines to values. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvf_redis.places import Place
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\S*):([0-9]{1,5})(?: .*)?")
 
-# What these errors say holds for one key; any other error is about the server or the connection.
+# These errors concern one key; any other error is about the server or the connection.
 _ABOUT_ONE_KEY = frozenset({"WRONGTYPE", "OOM", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"})
 
 
 class ProtocolSurprise(Exception):
-    """The peer sent something that is no answer to what was asked. The connection is of no use any more."""
+    """The peer sent something that is no reply to the command. The connection must be closed."""
 
 
 class Refused(Exception):
@@ -35,7 +35,8 @@ class Reply(NamedTuple):
 
 
 class Redirect(NamedTuple):
-    """What a member of a cluster says of a key that it does not serve. The host is "" if it is the member's own."""
+    """The redirection that a member of a cluster answers for a key that it does not serve. The host is "" if it is the
+    member's own."""
 
     ask: bool
     slot: int
@@ -48,7 +49,7 @@ def command(*words: bytes) -> bytes:
 
 
 def set_command(key: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
-    """What goes before and after the value of a SET."""
+    """The bytes before and after the value of a SET."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (5 if ttl_s else 3, len(key), key, value_bytes)
     if not ttl_s:
         return head, b"\r\n"
@@ -57,7 +58,7 @@ def set_command(key: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]
 
 
 def parse_line(line: bytes) -> Reply:
-    """A reply line without its CRLF. Raises `ProtocolSurprise` for anything that is none."""
+    """Parses a reply line without its CRLF. Raises `ProtocolSurprise` for a malformed line."""
     kind, rest = line[:1], line[1:]
     if kind in (b"+", b"-"):
         return Reply(kind.decode(), text=_shown(rest[:200].decode("ascii", "backslashreplace")))
@@ -65,16 +66,16 @@ def parse_line(line: bytes) -> Reply:
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)
-    raise ProtocolSurprise("a reply is no RESP that was asked for")
+    raise ProtocolSurprise("a reply is not the expected RESP")
 
 
 def _shown(text: str) -> str:
-    """What a server says ends up in logs and on terminals."""
+    """Printable text: a server's text ends up in logs and on terminals."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def holds(reply: Reply, kind: str) -> bool:
-    """True: `reply` is of `kind`. False: an error about this one key.
+    """True: `reply` is of `kind`. False: it is an error about this one key.
 
     Raises `Refused` for any other error and `ProtocolSurprise` for a reply of another kind.
     """
@@ -93,12 +94,12 @@ def error_code(text: str) -> str:
 
 
 def parse_redirect(text: str) -> Redirect | None:
-    """The text of a MOVED or ASK error; None for any other."""
+    """Parses the text of a MOVED or ASK error; None for any other."""
     match = _REDIRECT.fullmatch(text)
     if match is None:
         return None
     verb, slot, host, port = match.groups()
     if int(slot) >= 1 << 14 or not 0 < int(port) < 1 << 16:
         return None
-    # "?" stands for a host name that the member was told to announce and does not know
+    # A member sends "?" if it is configured to announce a host name that it does not know.
     return Redirect(verb == "ASK", int(slot), Place("" if host == "?" else host.strip("[]"), int(port)))

@@ -1,5 +1,4 @@
-"""Owns the question who the master is: asked of the sentinels whenever a connection is made. Runs in the caller's
-thread."""
+"""Discovery of the master: the sentinels are asked whenever a connection is made. Runs in the caller's thread."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Sentinels:
         return self._servers.connect(self.master(deadline), deadline)
 
     def master(self, deadline: float) -> Place:
-        """Where the sentinels say that the master is. A silent sentinel costs its share of the time. Raises
+        """The address of the master according to the sentinels. A silent sentinel costs its share of the time. Raises
         `TierError`."""
         failure = None
         places = self._places

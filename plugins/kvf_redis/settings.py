@@ -1,4 +1,4 @@
-"""Owns what the options mean: they are checked here, once, and become addresses and connectors. Connects to nothing.
+"""The options, checked once and turned into addresses and connectors. Connects to nothing.
 
 No error text, repr or chained exception of this module holds a password or the URL.
 """
@@ -20,7 +20,8 @@ from kvf_redis.options import RedisOptions
 from kvf_redis.places import Place
 from kvframework.errors import ConfigFieldError, TierError
 
-# Of redis-py's pools and retries, or decided here; a URL shared with other programs may hold them.
+# URL options that are passed over: they belong to redis-py's pools and retries or are decided here, and a URL shared
+# with other programs may hold them.
 _NOT_OURS = frozenset(
     (
         "decode_responses",
@@ -40,8 +41,8 @@ _URL_HINT = "percent-encode a password in it, or name an environment variable in
 
 @dataclass(frozen=True)
 class Settings:
-    """`places` are the server, the nodes of the cluster or the sentinels to ask first; () for a Unix socket at `path`.
-    `sentinels` is set for that topology only."""
+    """Checked options. `places` are the server, the nodes of the cluster or the sentinels to ask first; () for a Unix
+    socket at `path`. `sentinels` is set for that topology only."""
 
     connector: Connector
     places: tuple[Place, ...]
@@ -50,7 +51,8 @@ class Settings:
 
 
 def read_settings(options: RedisOptions, *, where: str) -> Settings:
-    """Raises `ConfigFieldError` for options that contradict each other, or name what is not there."""
+    """Checks the options. Raises `ConfigFieldError` for options that contradict each other or name something that does
+    not exist."""
     problem = next(_contradictions(options), None)
     if problem is not None:
         field, fact, hint = problem
@@ -91,7 +93,7 @@ def read_settings(options: RedisOptions, *, where: str) -> Settings:
 
 
 def _contradictions(options: RedisOptions) -> Iterator[tuple[str, str, str]]:
-    """Field, fact and hint of each pair of options that cannot both be meant."""
+    """Field, fact and hint of each pair of options that exclude each other."""
     if options.topology == "single" and options.nodes:
         yield "nodes", "one server has no further nodes", 'set topology = "cluster" or "sentinel"'
     if options.topology == "sentinel" and not options.master_name:
@@ -121,7 +123,7 @@ def _parsed_url(options: RedisOptions, where: str) -> dict[str, Any]:
 
 
 def _is_ambiguous(url: str) -> bool:
-    """An "@" behind the host means that a password with "/", "?" or "#" in it was not percent-encoded."""
+    """True for an "@" behind the host: a password with "/", "?" or "#" in it was not percent-encoded."""
     parts = urlsplit(url)
     behind = parts.query + parts.fragment + ("" if parts.scheme == "unix" else parts.path)
     return "@" in behind
@@ -131,7 +133,7 @@ def _nodes(options: RedisOptions, where: str) -> Iterator[Place]:
     for index, text in enumerate(options.nodes):
         place = Place.parse(text)
         if place is None:
-            # not shown: somebody may have written a password into it
+            # not shown: it may contain a password
             raise ConfigFieldError(
                 f"node {index + 1} is no address",
                 where=f"{where}.nodes",
@@ -142,7 +144,8 @@ def _nodes(options: RedisOptions, where: str) -> Iterator[Place]:
 
 
 def _password(options: RedisOptions, in_url: str | None, where: str) -> Callable[[], str | bytes | None]:
-    """What reads the password for each connection; tried once, so that a mistake is told at the start."""
+    """A function that reads the password for each connection; it is tried once here, so that a mistake is reported at
+    the start."""
     if options.password_file:
         read = _FromFile(options.password_file, f"{where}.password_file")
         problem = ""
@@ -204,7 +207,7 @@ def _add_tls(options: RedisOptions, settings: dict[str, Any], where: str) -> Non
         if problem:
             raise ConfigFieldError(f"{path} cannot be read: {problem}", where=f"{where}.{field}")
         settings[_TLS_NAMES[field]] = path
-    # redis-py 5 does not compare host names unless told to
+    # redis-py 5 compares host names only if asked to
     settings.setdefault("ssl_check_hostname", settings.get("ssl_cert_reqs") != "none")
 
 

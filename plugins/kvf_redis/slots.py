@@ -1,4 +1,4 @@
-"""Owns the map of a cluster: which master serves each hash slot. Pure."""
+"""The slot map of a cluster: which master serves each hash slot. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOTS = 1 << 14
 
 
 class SlotMap:
-    """One member's view of the cluster, with what redirections have told since. Safe to read while `move` changes it.
+    """One member's view of the cluster, updated by redirections since. Safe to read while `move` changes it.
 
     `members` are all nodes that were named, masters first.
     """
@@ -35,7 +35,7 @@ class SlotMap:
         self.covered = sum(master is not None for master in self._masters)
 
     def master_of(self, key: bytes) -> Place | None:
-        """Who serves the key; None if nobody does."""
+        """The master that serves the key; None if its slot has none."""
         return self._masters[slot_of(key)]
 
     def masters(self) -> list[Place]:

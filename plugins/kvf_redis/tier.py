@@ -1,4 +1,4 @@
-"""Owns the tier: the contract's operations in Redis commands. Runs in the caller's storage thread."""
+"""The Redis tier: the tier contract's operations as Redis commands. Runs in the caller's storage thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RedisTier(Tier):
         return [command.outcome for command in commands]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """DELETED: nobody finds the value any more. Pieces on a node that is lost then lie there until they expire."""
+        """DELETED: the value can no longer be found. Pieces on a lost node stay there until they expire."""
         tails = [Tail(self._prefix + key) for key in keys]
         unlinks = [_unlink(tail.key) for tail in tails]
         self._run([command for pair in zip(tails, unlinks, strict=True) for command in pair], deadline)
@@ -53,7 +53,7 @@ class RedisTier(Tier):
         return [unlink.outcome for unlink in unlinks]
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        """Starts the TTL of the keys anew; nothing to do without one."""
+        """Restarts the TTL of the keys; does nothing without one."""
         if not self._ttl_s:
             return
         tails = [Tail(self._prefix + key) for key in keys]
@@ -100,18 +100,18 @@ class RedisTier(Tier):
         self._router.close()
 
     def _run(self, commands: Sequence[Command], deadline: float) -> None:
-        """Raises `TierError` if none of the commands could be carried out."""
+        """Carries out the commands. Raises `TierError` if none of them could be."""
         if commands:
             self._router.run(commands, deadline)
 
     def _try_all(self, commands: Iterator[Command], deadline: float) -> None:
-        """A bounded number at once: a forged trailer may name any number of pieces. What is left at the deadline
-        stays."""
+        """Carries out the commands, a bounded number at once: a forged trailer may name any number of pieces. Commands
+        left at the deadline are not sent."""
         while time.monotonic() < deadline and (batch := list(islice(commands, _AT_ONCE))):
             self._try(batch, deadline)
 
     def _try(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Returns what `_run` raises: these commands may fail without failing the call."""
+        """Returns the error that `_run` raises: these commands may fail without failing the call."""
         try:
             self._run(commands, deadline)
         except TierError as error:

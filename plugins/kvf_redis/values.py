@@ -1,5 +1,5 @@
-"""Owns the steps that store or load one value, in pieces or not: which commands, and what their outcomes mean together.
-No I/O: the tier runs the commands of a whole batch at once, step by step."""
+"""The steps that store or load one value, in pieces or whole: their commands, and the joint meaning of the outcomes. No
+I/O: the tier runs the commands of a whole batch at once, step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _PIECE_TTL_SLACK_S = 60
 
 
 class Writing:
-    """First run `pieces`; then, if `ready`, `before` and `first`; then delete what `remains`."""
+    """The store of one value. Run `pieces` first; then, if `ready`, `before` and `first`; then delete what `remains`
+    names."""
 
     def __init__(self, key: bytes, value: Borrowed, *, max_bytes: int, ttl_s: int) -> None:
         self.before = Tail(key)
@@ -42,7 +43,7 @@ class Writing:
         return self._possible and all(piece.outcome is Outcome.STORED for piece in self.pieces)
 
     def remains(self) -> Iterator[bytes]:
-        """Keys of pieces that belong to no value any more: of what was replaced, or of this writing if it failed."""
+        """Keys of orphaned pieces: those of the replaced value, or of this write if it failed."""
         if self.first.outcome is Outcome.STORED:
             yield from other_pieces(self.before)
         else:
@@ -50,8 +51,8 @@ class Writing:
 
 
 class Reading:
-    """First run `first`, then what `rest` gives, and all that again while it is `torn`; then see `received`. A value
-    with pieces that hold less than `least` bytes is forged."""
+    """The load of one value. Run `first`, then the commands of `rest`, and both again while it is `torn`; then read
+    `received`. A value with pieces that hold less than `least` bytes is forged."""
 
     def __init__(self, key: bytes, value: Borrowed, *, least: int = 1) -> None:
         self._value = value
@@ -66,7 +67,7 @@ class Reading:
 
     @property
     def received(self) -> int | Outcome:
-        """Bytes of the whole value that came, without trailers, or why there are none."""
+        """Bytes of the whole value that were received, without trailers, or the reason why there are none."""
         if self.first.outcome is not Outcome.FOUND:
             return self.first.outcome
         if self._trailer is None:
@@ -74,7 +75,7 @@ class Reading:
         return self.first.nbytes - TRAILER_BYTES + sum(piece.nbytes - TRAILER_BYTES for piece in self._others)
 
     def rest(self) -> list[Get]:
-        """The other pieces, once the first has been read. They are received over its trailer."""
+        """The commands for the other pieces, once the first has been read. They are received over its trailer."""
         first, room = self.first, self._value.nbytes
         if first.outcome is not Outcome.FOUND:
             return []
@@ -95,8 +96,8 @@ class Reading:
         return self._others
 
     def torn(self) -> bool:
-        """True if pieces are missing, so that another writer may have replaced the value meanwhile: it then begins
-        again. A value whose pieces are missing twice is DAMAGED."""
+        """True if pieces are missing, so that another writer may have replaced the value meanwhile: the load then
+        starts over. A value whose pieces are missing twice is DAMAGED."""
         if any(piece.outcome is Outcome.FAILED for piece in self._others):
             self.first.outcome = Outcome.FAILED
         elif self._trailer is not None and not all(map(self._belongs, range(1, len(self._others) + 1))):
@@ -114,12 +115,12 @@ class Reading:
 
 
 def other_pieces(tail: Tail) -> Iterator[bytes]:
-    """Keys of the pieces, without the first, of the value that `tail` is the end of."""
+    """Keys of the pieces, without the first, of the value that ends with `tail`."""
     trailer = parse_trailer(tail.tail)
     if trailer is not None:
         yield from (piece_key(tail.key, trailer, index) for index in range(1, trailer.pieces))
 
 
 def piece_ttl(ttl_s: int) -> int:
-    """How long pieces but the first are kept, in seconds; 0: for ever."""
+    """TTL of all pieces but the first, in seconds; 0: no expiry."""
     return ttl_s + _PIECE_TTL_SLACK_S if ttl_s else 0

@@ -1,4 +1,4 @@
-"""Owns the bytes of one connection: sends straight from the caller's buffers, receives straight into them.
+"""The bytes of one connection: sent straight from the caller's buffers, received straight into them.
 
 Used by one storage thread at a time; only `cut` may come from another. Every call takes an absolute deadline on
 `time.monotonic()` and raises `TimeoutError` when it passes, another `OSError` when the connection breaks, and
@@ -36,10 +36,10 @@ class Wire:
         self._bytes = bytearray(_BUFFER_BYTES)
         self._store = memoryview(self._bytes)
         self._start = self._end = 0
-        self.spoilt = False  # set by who leaves replies unread: the connection is then not used again
+        self.spoilt = False  # set by a caller that leaves replies unread: the connection is not used again
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
-        """Sends all of `buffers`, without joining what is large. Borrows them until it returns."""
+        """Sends all of `buffers`; large ones are not joined. Borrows them until it returns."""
         if not self._vectored:
             for record in _records(buffers):
                 self._arm(deadline)
@@ -101,7 +101,7 @@ class Wire:
         return not poller.poll(0)
 
     def cut(self) -> None:
-        """Ends the connection under a thread that may be using it, which then gets an `OSError`. Never blocks."""
+        """Ends the connection while another thread may be using it; that thread gets an `OSError`. Never blocks."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -113,11 +113,11 @@ class Wire:
         while self._end - self._start < 2:
             self._fill(deadline)
         if not self._bytes.startswith(b"\r\n", self._start):
-            raise ProtocolSurprise("a value is not as long as announced")
+            raise ProtocolSurprise("a value has not its announced length")
         self._start += 2
 
     def _fill(self, deadline: float) -> int:
-        """Receives more into the store; where a CRLF may begin that was not seen before."""
+        """Receives more bytes into the buffer; returns the first index where an unseen CRLF may begin."""
         held = self._end - self._start
         self._store[:held] = self._store[self._start : self._end]
         self._start, self._end = 0, held
@@ -139,7 +139,8 @@ class Wire:
 
 
 def _records(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
-    """What TLS sends at once: small neighbours are joined, each of which would else be a record of its own."""
+    """The buffers as TLS should send them: small neighbours are joined, each of which would otherwise be a record of
+    its own."""
     joined = bytearray()
     for buffer in buffers:
         small = len(buffer) < _SMALL_BYTES

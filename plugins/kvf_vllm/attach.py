@@ -1,6 +1,6 @@
-"""Owns one worker's registration with the server: at the engine's start, or as soon as there is a server.
+"""One worker's registration with the server: at the engine's start, or as soon as a server runs.
 
-Engine side; a thread of its own waits for a server that is not there yet, the connection's supervisor registers again
+Engine side. A thread of its own waits for a server that does not run yet; the connection's supervisor registers again
 after restarts.
 """
 
@@ -73,8 +73,8 @@ class AttachedInstance:
         return self._served
 
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Registers; without a server, or if it refuses, logs why and goes on trying in the background. Waits at most
-        the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
+        """Registers. Without a server, or after its refusal, logs the reason and retries in the background. Blocks for
+        at most the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
         self._tensors = tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
         deadline = time.monotonic() + self._timeout_s
         error = self._tried(tensors, lambda: deadline - time.monotonic())
@@ -101,19 +101,19 @@ class AttachedInstance:
         return self._nbytes(op.end - op.start)
 
     def collect(self) -> None:
-        """Lets go of transfers that have ended. Never blocks."""
+        """Drops transfers that have ended. Never blocks."""
         self._adapter.get_finished()
         self._adapter.take_failed_blocks()
 
     def close(self) -> None:
-        """Unregisters, if the server is there. No transfer may be under way. Idempotent."""
+        """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(self._timeout_s + 1.0)
         self._adapter.close()
 
     def _tried(self, tensors: Mapping[str, LayerTensors], left_s: Callable[[], float]) -> Exception | None:
-        """Registers; why it did not work, None if it did."""
+        """Registers; returns the error of a failure, None after success."""
         try:
             if not self._client.wait_up(max(left_s(), 0.0)):
                 self._client.raise_down()
@@ -166,5 +166,5 @@ class AttachedInstance:
 
 
 def _warn(what: str, error: Exception) -> None:
-    """One line for what the framework says itself; the traceback of anything else."""
+    """Logs one line for this framework's own errors, with a traceback for any other."""
     log.warning("%s: %s", what, error, exc_info=None if isinstance(error, KVFrameworkError) else error)

@@ -1,7 +1,6 @@
-"""Owns the form `canonical`: which of vLLM's KV layouts hold each element of keys and values as it is, by vLLM's own
-names, and the views that show it. Such objects are read by engines of other layouts, so what is not named here is
-refused. Engine side, pure.
-"""
+"""The form `canonical`: the vLLM KV layouts, by vLLM's own names, that hold each element of keys and values unchanged,
+and the views that show it. Such objects are read by engines of other layouts, so layouts not named here are refused.
+Engine side, pure."""
 
 from __future__ import annotations
 
@@ -21,14 +20,15 @@ if TYPE_CHECKING:
     Planes = tuple[torch.Tensor, torch.Tensor]
 
 AXES = ("block", "token", "head", "dim")
-# Every one of them has the same axes, in another order of memory: the tensors' strides say it.
+# All of them have the same axes, in another order of memory, which the tensors' strides express.
 _ANY_ORDER = frozenset({"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"})
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """One layer's cache in vLLM's own words. `dtype` is that of the cache, `model_dtype` what the model computes in;
-    `spec` is the class of its cache's description, `packed` whether that says anything of an order of its own."""
+    """One layer's cache in vLLM's own words. `dtype` is that of the cache, `model_dtype` that of the model's
+    computation; `spec` is the class of its cache's description, `packed` is True if the description names an order of
+    its own."""
 
     backend: str
     isa: str
@@ -49,13 +49,14 @@ class LayerForm:
 
 
 def _side_by_side(tensor: torch.Tensor, dim: int) -> Planes:
-    """Of `[blocks, heads, tokens, 2 * dim]`: a token's key, then its value."""
+    """Views of `[blocks, heads, tokens, 2 * dim]`: a token's key, then its value."""
     keys, values = tensor[..., :dim], tensor[..., dim:]
     return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 def _keys_transposed(tensor: torch.Tensor, dim: int) -> Planes:
-    """In each block and head first all keys, as `[dim, tokens]`, then all values, as `[tokens, dim]`."""
+    """Views of blocks that hold for each head first all keys, as `[dim, tokens]`, then all values, as `[tokens,
+    dim]`."""
     blocks, heads, tokens, _ = tensor.shape
     halves = tensor.view(blocks, heads, 2, tokens * dim)
     keys = halves[:, :, 0].view(blocks, heads, dim, tokens)
@@ -68,8 +69,8 @@ class _Exact(NamedTuple):
     planes: Callable[[torch.Tensor, int], Planes]
 
 
-# By attention backend and instruction set. What `amx` packs has more axes than a view of a block may have; of the
-# others nobody has looked yet.
+# By attention backend and instruction set. Blocks packed for `amx` have more axes than a view of a block may have; the
+# others have not been examined yet.
 _EXACT = {
     ("FLASH_ATTN", ""): _Exact(_ANY_ORDER, _side_by_side),
     ("FLASHINFER", ""): _Exact(_ANY_ORDER, _side_by_side),
@@ -105,7 +106,7 @@ class CanonicalBlocks:
     def planes(
         self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
     ) -> dict[str, Planes]:
-        """By layer, views of the engine's memory. Raises `BadLayout`."""
+        """The keys and values of each layer, as views of the engine's memory. Raises `BadLayout`."""
         for group in groups:
             _check_order(group.layers)
         found = {}
@@ -129,7 +130,8 @@ def _check(name: str, form: LayerForm) -> None:
 
 
 def _check_order(names: Sequence[str]) -> None:
-    """Objects hold layers in the model's order, which vLLM tells by numbers in their names only."""
+    """Checks the order of the layers: objects hold them in the model's order, which vLLM gives only by numbers in their
+    names."""
     numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
     places = [int(found[0]) for found in numbers if len(found) == 1]
     if len(places) != len(names) or places != sorted(set(places)):

@@ -1,8 +1,8 @@
-"""vLLM's view of the connector: `KvFrameworkConnector`, thin over `SchedulerSide` and `WorkerSide`. vLLM makes one of
+"""vLLM's view of the connector: `KvFrameworkConnector`, thin over `SchedulerSide` and `WorkerSide`. vLLM creates one of
 each role, in the scheduler's process and in every worker's, and calls it from that process's engine thread.
 
-Selected by vLLM's own option, see docs/engines/vllm.md. What it refuses, it refuses at the engine's start; after that
-an exception would end the engine, so every call is guarded by `harmless`.
+Selected by vLLM's own option, see docs/engines/vllm.md. All refusals happen at the engine's start; later an exception
+would end the engine, so every call is guarded by `harmless`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM before 0.32 does not ask where hits come from
+except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
 from kvf_vllm.attach import AttachedInstance
@@ -56,14 +56,14 @@ register()
 
 
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
-    """A `StepPlan` on vLLM's way from the scheduler to the workers."""
+    """Wraps a `StepPlan` for vLLM's transfer from the scheduler to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """A `StepReport` on vLLM's way from the workers to the scheduler."""
+    """Wraps a `StepReport` for vLLM's transfer from the workers to the scheduler."""
 
     def __init__(self, report: StepReport) -> None:
         self.report = report
@@ -74,7 +74,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """See `KVConnectorBase_V1`. Raises `VersionMismatch`, `ConfigFieldError`, `BadLayout` or `TransportMismatch` for an
-    engine that it cannot serve; a server that is not there costs recompute only."""
+    engine that it cannot serve; a server that does not run costs recompute only."""
 
     _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
@@ -115,7 +115,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
-        """Raises what the framework says of this engine; anything else leaves the engine without a cache."""
+        """Passes on the errors of this framework, which concern this engine; any other error leaves the engine without
+        a cache."""
         try:
             start()
         except KVFrameworkError:
@@ -135,7 +136,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def requires_kv_delivery(self) -> bool:
         return False
 
-    # the worker's side
+    # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._start("the worker's side", lambda: self._start_worker(kv_caches))
@@ -165,7 +166,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker = worker
 
     def _form_of(self, kv_caches: dict[str, torch.Tensor]) -> BlockForm:
-        """Raises `BadLayout` if blocks are to be canonical and are not known to convert exactly."""
+        """The form of the blocks. Raises `BadLayout` for form canonical if the blocks are not known to convert
+        exactly."""
         config, caches = self._vllm_config, self._kv_cache_config
         if self._options.layout == "opaque":
             first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
@@ -213,7 +215,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         report = self._worker.take_report() if self._worker is not None else None
         return Report(report) if report else None
 
-    # the scheduler's side
+    # The scheduler's side.
 
     @harmless(lambda: (0, False), then=lambda self, request, *_: self._scheduling().leave_out(request.request_id))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -251,7 +253,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks that are still read are fenced when they are given to others.
+        # Blocks that are still read are fenced when they are given to other requests.
         self._scheduling().finished(request)
         return False, None
 
@@ -264,7 +266,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def take_events(self) -> Iterable[KVCacheEvent]:
         return [published(event) for event in self._scheduling().events.take()]
 
-    # both
+    # Both sides.
 
     @harmless()
     def get_kv_connector_stats(self) -> Counted | None:
@@ -299,7 +301,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 def _check_failure_policy(transfer: Any) -> None:
     """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
-    # Under vLLM's MultiConnector it is the engine's that counts, not the one beside this connector. Workers know it.
+    # Under vLLM's MultiConnector the engine's policy counts, not that of this connector's configuration. Only workers
+    # see both.
     engine = get_current_vllm_config_or_none()
     for each in (transfer, getattr(engine, "kv_transfer_config", None)):
         if each is not None and each.kv_load_failure_policy != "recompute":
@@ -321,13 +324,13 @@ def _connect(options: VllmOptions, name: str) -> KVClient:
 
 
 def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]:
-    """The blocks that requests were given since the last step and will write to."""
+    """The blocks that requests were given since the last step and that will be written."""
     cached = scheduler_output.scheduled_cached_reqs
     given = [(request.block_ids, request.num_computed_tokens) for request in scheduler_output.scheduled_new_reqs]
     for request_id, table, computed in zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     ):
-        # A resumed request is given its whole table, others what was added to it.
+        # A resumed request is given its whole table, others only their new blocks.
         given.append((table or (), computed if request_id in cached.resumed_req_ids else 0))
     return {
         block
@@ -338,7 +341,7 @@ def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]
 
 
 def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """The tokens of each of vLLM's block hashes, 0 if nobody wants events."""
+    """The tokens of each of vLLM's block hashes, 0 if events are off."""
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events:
         return 0

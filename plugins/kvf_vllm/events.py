@@ -1,11 +1,11 @@
-"""What routers hear of the blocks that lie with the server: stored, and no longer there. Pure.
+"""The events for routers about blocks in the server: stored, and removed. Pure.
 
-A server tells engines nothing of what it evicts: that something is gone is seen, and announced, when a lookup misses
-what this engine has announced. A server that is slow or away looks the same; whatever is found later is not announced
-again until it is stored again.
+A server does not report its evictions to engines: a removal is noticed, and announced, when a lookup misses a block
+that this engine has announced. A server that is slow or down looks the same; a block that is found later is not
+announced again until it is stored again.
 
-What is announced must not look like other content to a router, which builds its index from tokens and these fields:
-images stand in the extra keys, as in vLLM's own events; a salt stands there or the block is not announced.
+An announced block must not look like other content to a router, which builds its index from tokens and these fields:
+images stand in the extra keys, as in vLLM's own events; a salt stands there too, or the block is not announced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kvf_vllm.requests import EngineRequest, Wish
 
 MAX_ANNOUNCED = 1 << 20
-# By it NVIDIA Dynamo tells salts from the other extra keys. What Dynamo itself sends to vLLM as a salt has it already.
+# The tag by which NVIDIA Dynamo tells salts from the other extra keys. Salts that Dynamo itself sends to vLLM have it
+# already.
 SALT_TAG = "dynamo-cache-salt:"
 
 # A block's extra keys, as in vLLM's events: (identifier, offset in the block) of an image, and a salt as text.
@@ -29,7 +30,7 @@ ExtraKeys = tuple[tuple[str, int] | str, ...]
 @dataclass(frozen=True)
 class BlocksStored:
     """`hashes` are vLLM's own, a hash for each `block_size` of `tokens`; `parent` is the one before the first.
-    `extra_keys` has an entry for each block, () if no block has any. `salt` is what routers call the request's salt."""
+    `extra_keys` has an entry for each block, () if no block has any. `salt` is the request's salt as routers see it."""
 
     hashes: Sequence[bytes]
     parent: bytes | None
@@ -45,9 +46,9 @@ class BlocksRemoved:
 
 
 class Announcements:
-    """`block_size` is that of vLLM's hashes, 0: nothing is announced. Blocks of salted requests are announced only with
-    `salts`, since all who subscribe learn them. The oldest announcements are forgotten beyond `MAX_ANNOUNCED` blocks.
-    """
+    """The announced blocks. `block_size` is that of vLLM's hashes; with 0 nothing is announced. Blocks of salted
+    requests are announced only with `salts`, since all subscribers learn the salts. The oldest announcements are
+    dropped beyond `MAX_ANNOUNCED` blocks."""
 
     def __init__(self, block_size: int, *, salts: bool = False) -> None:
         self._block_size = block_size
@@ -56,7 +57,7 @@ class Announcements:
         self._events: list[BlocksStored | BlocksRemoved] = []
 
     def of(self, request: EngineRequest, wish: Wish, start: int, end: int) -> BlocksStored | None:
-        """The event for when tokens `[start, end)` of a request are stored, None if that is not announced."""
+        """The event for the store of tokens `[start, end)` of a request, None if it is not announced."""
         size, hashes = self._block_size, request.block_hashes
         if not self._names(request, wish) or start % size or end % size or len(hashes) * size < end:
             return None
@@ -79,7 +80,7 @@ class Announcements:
             self._announced.popitem(last=False)
 
     def looked_up(self, request: EngineRequest, wish: Wish, hit_end: int, end: int) -> None:
-        """A lookup up to `end` found what lies before `hit_end`."""
+        """Records a lookup up to `end` with a hit up to `hit_end`: announced blocks between them are removed."""
         if hit_end >= end or not self._names(request, wish):
             return
         span = request.block_hashes[-(-hit_end // self._block_size) : end // self._block_size]
@@ -90,25 +91,25 @@ class Announcements:
             self._events.append(BlocksRemoved(gone))
 
     def forget(self) -> None:
-        """Nothing that was announced is found any more by this engine."""
+        """Announces the removal of everything announced so far: this engine no longer finds it."""
         if self._announced:
             self._events.append(BlocksRemoved(list(self._announced)))
             self._announced.clear()
 
     def take(self) -> list[BlocksStored | BlocksRemoved]:
-        """Since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 
     def _names(self, request: EngineRequest, wish: Wish) -> bool:
-        """Whether vLLM's hashes name the request's content to a router, and may."""
-        # vLLM's hashes know nothing of the connector's own salt: they are those of the same tokens without it.
+        """True if vLLM's hashes name the request's content to a router, and announcing them is allowed."""
+        # vLLM's hashes do not cover the connector's own salt: they are those of the same tokens without it.
         return bool(self._block_size) and not wish.own_salt and (self._salts or not request.cache_salt)
 
 
 def _extra_keys(features: Sequence[Any], salt: str, starts: range, size: int) -> Sequence[ExtraKeys | None]:
-    """By block: the images and the like in it, and where each begins; in the first block the salt. Dynamo reads it
-    there of every event; vLLM has it in the first block of a prompt."""
+    """By block: its images and similar inputs with their offsets; in the first block also the salt. Dynamo reads the
+    salt in the first block of every event; vLLM has it in the first block of a prompt."""
     if not features and not salt:
         return ()
     found: list[ExtraKeys | None] = []

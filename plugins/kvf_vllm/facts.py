@@ -1,6 +1,5 @@
-"""Owns what is read out of vLLM's configuration: the KV cache groups, the order of bytes inside a block, the model's
-name. vLLM's classes are told by their names, so that nothing here imports vLLM.
-"""
+"""Facts from vLLM's configuration: the KV cache groups, the order of bytes inside a block, the model's name. vLLM's
+classes are recognised by their names, so that nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from kvf_vllm.identity import ModelFacts, files_of
 from kvf_vllm.layouts import GroupFacts, packing_name
 from kvframework.errors import BadLayout, TransportMismatch
 
-# Attention that needs all tokens before a position, as far as which blocks are kept is concerned.
+# Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW = frozenset({"SlidingWindowSpec"})
-# What of a layer's cache spec and of the layer says how bytes lie in a block.
+# The fields of a layer's cache spec and of the layer that determine the order of bytes in a block.
 _SPEC_FACTS = (
     "num_kv_heads",
     "num_heads",
@@ -37,7 +36,7 @@ _SPEC_FACTS = (
     "model_version",
     "alignment",
 )
-# Of a cache that holds keys and values as they are.
+# The fields of a cache that holds keys and values unchanged.
 _PLAIN = {"kv_quant_mode": 0, "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
 
 
@@ -81,21 +80,21 @@ def check_parallel(parallel: Any) -> None:
 
 
 def rank_of(parallel: Any, kv_cache_config: Any) -> tuple[int, int, bool]:
-    """(rank, world size, whether this worker stores) among workers with KV of their own. Tensor-parallel workers that
+    """(rank, world size, True if this worker stores) among workers with KV of their own. Tensor-parallel workers that
     hold the same KV (MLA) are one rank: the first of them stores, all of them load."""
     replicas = max(int(getattr(kv_cache_config, "kv_tp_replicas", 1)), 1)
     return parallel.rank // replicas, max(parallel.world_size // replicas, 1), parallel.rank % replicas == 0
 
 
 def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int]) -> str:
-    """The packing of a worker's blocks, by what its attention layers say. Raises `BadLayout` if they are not there."""
+    """The packing of a worker's blocks, according to its attention layers. Raises `BadLayout` if they are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
     backends, isas, dtypes, sizes = set(), set(), set(), set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _specs_by_layer(group).items():
             backend, layer = _backend(layers, name), layers[name]
-            # Layers count by their place: their names are the model's business.
+            # Layers count by their index: their names belong to the model.
             facts[f"{index}.{len(facts)}"] = [
                 backend,
                 str(getattr(layer, "isa", "")),
@@ -111,7 +110,7 @@ def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis:
 
 
 def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:
-    """What vLLM says of each layer's cache. Raises `BadLayout` for a layer that names no attention backend."""
+    """The form of each layer's cache. Raises `BadLayout` for a layer that names no attention backend."""
     layers = vllm_config.compilation_config.static_forward_context
     forms = {}
     for group in kv_cache_config.kv_cache_groups:
@@ -143,14 +142,14 @@ def _backend(layers: Mapping[str, Any], name: str) -> str:
 
 
 def model_of(vllm_config: Any) -> ModelFacts:
-    """What names the model. Looks for its files in the local cache; downloads nothing."""
+    """The facts that identify the model. Looks for its files in the local cache; downloads nothing."""
     # All workers of an engine have one parent.
     engine = f"{getattr(vllm_config, 'instance_id', '') or uuid.uuid4().hex}-{os.getppid()}"
     started = _process_started()
     facts = _facts(vllm_config.model_config, vllm_config.load_config, engine, started)
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    # Methods without a model of their own name the target's.
+    # Speculative methods without a draft model name the target model here.
     if draft is None or draft is vllm_config.model_config:
         return facts
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
@@ -182,7 +181,7 @@ def _facts(model: Any, load: Any, engine: str, started: float) -> ModelFacts:
 
 
 def _process_started() -> float:
-    """Seconds since the epoch; infinite where the kernel does not say."""
+    """The start of this process in seconds since the epoch; infinite where the kernel does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -192,8 +191,8 @@ def _process_started() -> float:
 
 
 def _long_rope(model: Any) -> bool:
-    """Whether rotary embeddings of type `longrope` take their long factors, for every prompt: vLLM does so when the
-    longest one may exceed the length of training."""
+    """True if rotary embeddings of type `longrope` use their long factors, for every prompt: vLLM does so when the
+    longest prompt may exceed the training length."""
     config = getattr(model, "hf_text_config", model.hf_config)
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     # One for all layers, or one for each type of them.
@@ -207,7 +206,7 @@ def _long_rope(model: Any) -> bool:
 
 
 def _layer_specs(spec: Any) -> dict[str, Any]:
-    """By layer; a spec that stands for a whole group under ""."""
+    """Cache specs by layer; a spec for a whole group is under ""."""
     inner = getattr(spec, "kv_cache_specs", None)
     return dict(inner) if inner is not None else {"": spec}
 
@@ -218,7 +217,7 @@ def _specs_by_layer(group: Any) -> dict[str, Any]:
 
 
 def _files(model: str, revision: str | None, download_dir: str | None, code: bool) -> tuple[Path, ...]:
-    """The files that decide the model's weights, () if they are not here."""
+    """The files that determine the model's weights, () if they are not on this machine."""
     path = Path(model)
     if path.is_file():
         # A GGUF file, or the first of its shards: `name-00001-of-00003.gguf`.

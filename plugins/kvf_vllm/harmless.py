@@ -1,4 +1,5 @@
-"""Calls whose exceptions do not reach the engine: an answer that costs only the cache, a count, one line in the log."""
+"""Calls whose exceptions do not reach the engine: a default answer that costs only the cache, a count, one line in the
+log."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Noting(Protocol):
-    """Whose methods are guarded."""
+    """An object whose methods are guarded."""
 
     def note_error(self, where: str, error: Exception) -> None: ...
 
 
 class ErrorNotes:
-    """One line for each kind of error in each place, with its traceback. For one thread."""
+    """Logs one line for each kind of error in each place, with its traceback. For one thread."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, type[Exception]]] = set()
@@ -33,8 +34,8 @@ class ErrorNotes:
 def harmless(
     default: Callable[[], object] = lambda: None, then: Callable[..., object] | None = None
 ) -> Callable[[F], F]:
-    """A method that answers `default()` where it would raise. `then` gets the method's arguments before that; what it
-    returns, if it does and is not None, is the answer."""
+    """Decorates a method so that it returns `default()` where it would raise. `then` is called first, with the method's
+    arguments; its result replaces the default unless it is None or `then` raises."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)

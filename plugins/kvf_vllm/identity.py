@@ -1,4 +1,4 @@
-"""What a vLLM engine's KV is called, so that engines whose KV may differ never share it. Reads weight files.
+"""The name of a vLLM engine's KV: engines whose KV may differ never share a name. Reads weight files.
 
 A model's name and revision do not name its weights: a checkpoint may be overwritten in place. So the revision always
 holds a digest over every byte of the weight files, or the name that the user gave them.
@@ -20,9 +20,10 @@ from kvframework.errors import ConfigFieldError
 log = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Left by training beside the weights; vLLM does not read them either.
+# Training leaves these files beside the weights; vLLM does not read them either.
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-# What else in a model's directory changes KV and is not in its configuration: scales, and how images become numbers.
+# Further files of a model's directory that change KV and are not in its configuration: scales, and the preprocessing of
+# images.
 _BESIDE_WEIGHTS = frozenset(
     {
         "hf_quant_config.json",
@@ -34,7 +35,7 @@ _BESIDE_WEIGHTS = frozenset(
         "video_preprocessor_config.json",
     }
 )
-# Formats that load the files of the model's directory. Others have their weights from elsewhere.
+# Formats that load the files of the model's directory. Other formats load weights from elsewhere.
 _FORMATS_OF_FILES = frozenset(
     {
         "auto",
@@ -52,15 +53,15 @@ _FORMATS_OF_FILES = frozenset(
         "sharded_state",
     }
 )
-# What may differ between two loads of the same weights.
+# Fields that may differ between two loads of the same weights.
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_cache"}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What vLLM knows of its model. `files` decide its weights, (): they are no local files. `dtype` is what it
-    computes in, `settings` are the engine's own settings that change KV. `draft` proposes tokens, and keeps KV. The
-    engine is the one called `engine`, whose weights were read after `started`, seconds since the epoch."""
+    """The model as vLLM knows it. `files` determine its weights, (): they are no local files. `dtype` is that of its
+    computation, `settings` are the engine's own settings that change KV. `draft` is the model that proposes tokens, and
+    keeps KV. `engine` names the engine, whose weights were read after `started`, seconds since the epoch."""
 
     name: str
     revision: str
@@ -77,8 +78,8 @@ class ModelFacts:
 
 
 def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
-    """`model` and `weights` are the user's names for them; with both, the KV is called as engines of other kinds call
-    it, see `named_identity`. Without `weights`, reads the weight files whole, once, see `digest_files`.
+    """`model` and `weights` are the user's names for them; with both, the KV has the same name as in engines of other
+    kinds, see `named_identity`. Without `weights`, reads the weight files whole, once, see `digest_files`.
 
     Raises `ConfigFieldError` if the weights have no name: they are no local files, or change while they are read, and
     `weights` is empty.
@@ -104,7 +105,7 @@ def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIden
 
 
 def files_of(directory: Path, *, code: bool = False) -> tuple[Path, ...]:
-    """The files of a model's directory that decide its KV, beside its configuration; with `code` the modelling code
+    """The files of a model's directory that determine its KV, beside its configuration; with `code` the modelling code
     too. () if there are no weights. Raises `OSError`."""
     found = sorted(path for path in directory.iterdir() if path.is_file())
     weights = [path for path in found if path.suffix in WEIGHT_SUFFIXES and path.name not in _NOT_WEIGHTS]
@@ -115,7 +116,7 @@ def files_of(directory: Path, *, code: bool = False) -> tuple[Path, ...]:
 
 
 def fingerprint(files: tuple[Path, ...]) -> str:
-    """32 hex digits over the names, sizes and bytes of the files, wherever they lie. Raises `OSError`."""
+    """32 hex digits over the names, sizes and bytes of the files, independent of their folder. Raises `OSError`."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvf-vllm-bytes")
     for path, content in sorted(digest_files(files).items(), key=lambda item: item[0].name):
         digest.update(f"{path.name}:{content.size}:{content.digest}\n".encode())
@@ -136,7 +137,7 @@ def _weights(facts: ModelFacts) -> str:
         raise _unnamed(facts, f"cannot be read: {error}") from error
     if not changed:
         return content
-    # vLLM may have loaded what the file held before.
+    # vLLM may have loaded the former contents of the file.
     log.warning(
         "%s of %s changed after this engine started: its KV is shared with no other engine until it starts again",
         ", ".join(changed[:3]),
@@ -146,7 +147,8 @@ def _weights(facts: ModelFacts) -> str:
 
 
 def _changed_since(path: Path, started: float) -> bool:
-    """Files that a hub's cache links to are written once, often by this engine's own download."""
+    """True if the file was written after `started`. Files that a hub's cache links to are written once, often by this
+    engine's own download, and count as unchanged."""
     found = path.stat()
     return not path.is_symlink() and max(found.st_mtime, found.st_ctime) > started
 

@@ -1,7 +1,6 @@
-"""Owns how vLLM's KV memory is declared to the framework: layer groups, block tables, and the form `opaque`, blocks as
-they are under a name for all that two engines must have in common to read each other's. Pure, by vLLM's own names;
-nothing is guessed from shapes. `canonical` has the other form.
-"""
+"""The declaration of vLLM's KV memory to the framework: layer groups, block tables, and the form `opaque`, in which
+blocks stay unchanged under a name for everything that two engines must share to read each other's. Pure, by vLLM's own
+names; nothing is guessed from shapes. `canonical` has the other form."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kvframework.errors import BadLayout
 if TYPE_CHECKING:
     import torch
 
-# vLLM's block pool never gives this block out: it stands where a window has given a block away.
+# vLLM's block pool never hands out this block: it takes the place of a block that a window has freed.
 NULL_BLOCK = 0
 # The order of bytes inside a block that the supported releases of vLLM use.
 _ERA = "vllm1"
@@ -36,8 +35,7 @@ class GroupFacts:
 
 
 class BlockForm(Protocol):
-    """In which form blocks become objects: the layout plugin's name, the packing in the namespace, and what the plugin
-    is given."""
+    """The form of blocks as objects: the layout plugin's name, the packing in the namespace, and the plugin's input."""
 
     @property
     def layout(self) -> str: ...
@@ -56,7 +54,7 @@ class BlockForm(Protocol):
 
 @dataclass(frozen=True)
 class OpaqueBlocks:
-    """Blocks as they lie in memory."""
+    """Blocks in the form in which vLLM keeps them in memory."""
 
     packing: str
     layout: str = "opaque"
@@ -71,8 +69,8 @@ class OpaqueBlocks:
 
 
 def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Mapping[str, object]) -> str:
-    """Names the order of bytes inside a block. `facts` is everything else that it depends on: cache layout, and of each
-    layer heads, head sizes, quantisation and so on."""
+    """Names the order of bytes inside a block. `facts` are all further facts that it depends on: cache layout, and of
+    each layer heads, head sizes, quantisation and so on."""
     text = json.dumps(facts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-pack").hexdigest()
     return "/".join((_ERA, backend, *([isa] if isa else []), dtype, f"b{block_size}", digest))
@@ -94,7 +92,7 @@ def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, 
 def block_tensors(
     groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
 ) -> dict[str, torch.Tensor]:
-    """The layers' tensors, group by group, with vLLM's blocks on the first axis: views, where a backend cuts blocks
+    """The layers' tensors, group by group, with vLLM's blocks on the first axis: views, where a backend splits blocks
     into smaller ones. Layers that use the KV of another are left out.
 
     Raises `BadLayout` for a layer that is missing, or whose blocks are not vLLM's.
@@ -129,8 +127,8 @@ def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, 
 
 
 def whole_prompt_loadable(groups: Sequence[GroupFacts]) -> bool:
-    """Whether KV of a whole prompt is of use: vLLM then computes the last token again, and a window may have let go of
-    what that token sees."""
+    """True if KV of a whole prompt is useful: vLLM then computes the last token again, and a window may have freed
+    blocks that this token attends to."""
     return not any(group.window for group in groups)
 
 
@@ -142,8 +140,8 @@ def blocks_between(groups: Sequence[GroupFacts], table: GroupBlocks, start: int,
 
 
 def storable(groups: Sequence[GroupFacts], block_ids: list[list[int]], tokens: int) -> list[list[int]] | None:
-    """The same with `NO_BLOCK` for what a window has given away; None if there is no table for all `tokens`, or a block
-    is missing where all are needed."""
+    """`block_ids` with `NO_BLOCK` for blocks that a window has freed; None if the table does not cover all `tokens`, or
+    a block is missing where all are needed."""
     found = []
     for group, ids in zip(groups, block_ids, strict=True):
         if len(ids) * group.block_size != tokens or (not group.window and NULL_BLOCK in ids):

@@ -1,4 +1,4 @@
-"""Owns that what the connector has to say stands in vLLM's log. Runs once in each of vLLM's processes."""
+"""The framework's log records in vLLM's log. Runs once in each of vLLM's processes."""
 
 from __future__ import annotations
 

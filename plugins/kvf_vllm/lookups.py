@@ -1,4 +1,4 @@
-"""Owns the scheduler's questions to the server: one request's digests, its lookups and their tickets.
+"""The scheduler's requests to the server: one request's digests, its lookups and their tickets.
 
 Scheduler process, scheduler thread. A lookup waits for its short deadline at most; failures are misses.
 """
@@ -13,13 +13,13 @@ from kvframework.errors import KVFrameworkError
 
 
 class LookupService(Protocol):
-    """What the scheduler side asks."""
+    """The scheduler side's access to the server."""
 
     def serve(self, served: Served) -> None:
-        """How the workers name content. Before it, nothing else is called."""
+        """Sets the names of content that the workers use. Called before any other method."""
 
     def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
-        """An empty digest list, None as long as the server has never been reached."""
+        """A new empty digest list; None as long as the server has never been reached."""
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
 
@@ -29,7 +29,7 @@ class LookupService(Protocol):
 
 
 class ServerLookups:
-    """Over a `KVClient`, which it borrows."""
+    """Lookups over a `KVClient`, which is borrowed."""
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class ServerLookups:
         )
 
     def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
-        # Only `usable` promises that nothing waits for a first handshake.
+        # Only `usable` guarantees that no call waits for a first handshake.
         if self._served is None or not self._client.usable:
             return None
         try:

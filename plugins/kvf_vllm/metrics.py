@@ -1,5 +1,5 @@
-"""The connector's counters as vLLM shows them: in its log lines and in its `/metrics`. Runs in vLLM's front end, and
-where a step's counts are merged."""
+"""The connector's counters as vLLM shows them: in its log lines and in its `/metrics`. Runs in vLLM's front end, and in
+the processes that merge a step's counts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.tally import COUNTERS, PREFIX, REASON, SECONDS, merged, summary
 
-# By class and name. When a process makes another engine, vLLM takes its own metrics out of Prometheus' registry, and
+# By class and name. When a process creates another engine, vLLM removes its own metrics from Prometheus' registry, and
 # only those: the connector's stay, and count for all engines of the process.
 _made: dict[tuple[Any, str], Any] = {}
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Counted(KVConnectorStats):  # type: ignore[misc]
-    """What a `Tally` took, on vLLM's way to its front end."""
+    """Wraps the counts of a `Tally` for vLLM's transfer to its front end."""
 
     data: dict[str, Any]
 
@@ -66,7 +66,7 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
                 buckets=_BUCKETS,
                 labelnames=labelnames,
             )
-        # Without them a scrape before the first event would not show what there is.
+        # Created now, so that a scrape before the first event shows all series.
         for labels in self.per_engine_labelvalues.values():
             for name, counter in self._counters.items():
                 if name != REASON:
@@ -95,7 +95,7 @@ def _metric(kind: Any, name: str, **described: Any) -> Any:
     try:
         _made[kind, name] = kind(name=name, **described)
     except ValueError:
-        # "Duplicated timeseries in CollectorRegistry". Raised again if it is somebody else's.
+        # "Duplicated timeseries in CollectorRegistry". Raised again if the metric belongs to another library.
         if (kind, name) not in _made:
             raise
     return _made[kind, name]

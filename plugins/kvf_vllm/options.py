@@ -73,7 +73,7 @@ class VllmOptions(Options, frozen=True):
 
 
 def parse_options(extra: Mapping[str, object]) -> VllmOptions:
-    """The options among vLLM's extra configuration; keys of others (without the prefix) are not looked at.
+    """The options among vLLM's extra configuration; keys without the prefix are passed over.
 
     Raises `ConfigFieldError` for an unknown key or a value of the wrong type.
     """

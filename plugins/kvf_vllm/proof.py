@@ -1,6 +1,5 @@
-"""Owns the proof that keys and values lie where form `canonical` sees them: vLLM writes a pattern by its own code, into
-the block that it never gives out, and the views must show it. Runs in the worker, once, before the engine serves.
-"""
+"""The proof that keys and values lie where form `canonical` expects them: vLLM writes a pattern by its own code, into
+the block that it never hands out, and the views must show it. Runs in the worker, once, before the engine serves."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ def prove_planes(
     kv_caches: Mapping[str, torch.Tensor],
     planes: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """`layers` are vLLM's attention layers, `planes` the views of each, `[blocks, tokens, heads, dim]`. Nobody may use
-    the null block meanwhile; what was in it is put back. Raises `BadLayout` naming the layer."""
+    """`layers` are vLLM's attention layers, `planes` the views of each, `[blocks, tokens, heads, dim]`. The null block
+    must be unused meanwhile; its former contents are restored. Raises `BadLayout` naming the layer."""
     with torch.inference_mode():
         for name, (keys, values) in planes.items():
             update = getattr(layers[name].impl, "do_kv_cache_update", None)

@@ -1,6 +1,5 @@
-"""The connector's events as vLLM's publisher sends them, among vLLM's own. Their medium is CPU, whatever tier of the
-server the blocks lie in by now.
-"""
+"""The connector's events as vLLM's publisher sends them, among vLLM's own. Their medium is CPU, for blocks in any tier
+of the server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The connector's name in vLLM's factory, so that `"kv_connector": "KvFrameworkConnector"` is enough, and vLLM's
-MultiConnector, which finds the classes of statistics by that name, does.
+"""The connector's name in vLLM's factory, so that `"kv_connector": "KvFrameworkConnector"` is enough, also for vLLM's
+MultiConnector, which finds the classes of statistics by that name.
 
 `register` is an entry point of vLLM's group `vllm.general_plugins`: each of its processes calls it, also in engines
-that do not use the connector. So it imports nothing that vLLM would not, and whatever fails is a line for debugging.
+that do not use the connector. So it imports nothing that vLLM would not, and any failure is a line at debug level.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the connector, which is imported when it is asked for. Idempotent. Never raises."""
+    """Registers the connector, which is imported on first use. Idempotent. Never raises."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    # vLLM's caller does not catch: it would end an engine that may not even want the connector.
+    # vLLM's caller does not catch: an exception would end an engine that may not even use the connector.
     except Exception as error:  # noqa: BLE001
         log.debug("%s is not registered with this vLLM: %r", NAME, error)

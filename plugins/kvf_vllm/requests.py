@@ -1,6 +1,5 @@
-"""What is asked of one vLLM request: whether its KV may be loaded and stored, under which salt, and what besides
-its tokens names its content. Pure; `EngineRequest` says what of vLLM's request is looked at.
-"""
+"""The facts about one vLLM request: whether its KV may be loaded and stored, its salt, and the inputs besides its
+tokens that name its content. Pure; `EngineRequest` lists the fields of vLLM's request that are read."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _MAX_SALT = 256
 
 
 class EngineRequest(Protocol):
-    """What is looked at of `vllm.v1.request.Request`."""
+    """The fields of `vllm.v1.request.Request` that are read."""
 
     request_id: str
     all_token_ids: Sequence[int]
@@ -36,8 +35,8 @@ class EngineRequest(Protocol):
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request allows. `own_salt`: part of the salt is the connector's own option, of which vLLM's block hashes
-    know nothing. `reason` says why it is left out, "" if it is not."""
+    """The permissions of a request. `own_salt`: part of the salt is the connector's own option, which vLLM's block
+    hashes do not cover. `reason` says why the request is left out, "" if it is not."""
 
     load: bool = True
     store: bool = True
@@ -47,8 +46,8 @@ class Wish:
 
 
 def wish_of(request: EngineRequest) -> Wish:
-    """By the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans) and
-    `kvframework.salt`. Whatever is not understood leaves the request out."""
+    """The wish in the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans)
+    and `kvframework.salt`. An unknown key or value leaves the request out."""
     reason = _left_out(request)
     if reason:
         return Wish(False, False, reason=reason)
@@ -70,12 +69,12 @@ def wish_of(request: EngineRequest) -> Wish:
 
 
 def salted(salt: str, generation: str) -> str:
-    """The salt of a request after the cache was reset: nothing from before is found."""
+    """The salt of a request after the cache was reset: objects from before are no longer found."""
     return _joined(salt, generation)
 
 
 def chunk_extras(request: EngineRequest, chunk_tokens: int) -> Mapping[int, bytes]:
-    """By chunk: the digests of images and the like that lie in it, and where, since their tokens are all alike."""
+    """By chunk: the digests and positions of images and similar inputs in it, since their tokens are all alike."""
     places: dict[int, list[tuple[str, int]]] = {}
     for feature in request.mm_features:
         offset, length = int(feature.mm_position.offset), int(feature.mm_position.length)
@@ -97,7 +96,7 @@ def _left_out(request: EngineRequest) -> str:
 
 
 def _joined(one: str, other: str) -> str:
-    """One salt for two: either alone stays as it is, so that other engines can use it too."""
+    """One salt for two: either alone stays unchanged, so that other engines can use it too."""
     if not (one and other) and len(one or other) <= _MAX_SALT:
         return one or other
     return hashlib.blake2b(json.dumps([one, other]).encode(), digest_size=16).hexdigest()

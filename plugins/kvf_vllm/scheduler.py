@@ -1,5 +1,5 @@
-"""The scheduler side: which tokens of a request are loaded, which chunks are stored when, and which stores must
-end before their blocks are written.
+"""The scheduler side: the tokens of a request to load, the chunks to store and when, and the stores that must end
+before their blocks are written.
 
 A pure state machine; vLLM's scheduler thread drives it, and only `LookupService` does I/O.
 """
@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
-    planned, `hit_end` what the last answer to vLLM promised, `own_end` the token up to which vLLM had computed it or
-    this connector loads it, `loading` how many workers still load, `miss` why the last answer was none."""
+    planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
+    had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
+    the last miss."""
 
     request: EngineRequest
     wish: Wish
@@ -57,8 +58,8 @@ class _Unfinished:
 
 
 class SchedulerSide:
-    """`workers` is how many report; `loads` and `stores` are vLLM's role for this engine; with an `event_block_size`
-    (that of vLLM's block hashes) there are `events`. For one thread."""
+    """`workers` is the number of reporting workers; `loads` and `stores` are vLLM's role for this engine; with an
+    `event_block_size` (that of vLLM's block hashes) there are `events`. For one thread."""
 
     def __init__(
         self,
@@ -88,17 +89,17 @@ class SchedulerSide:
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadOp] = []
-        # Blocks that another connector may load into, which begins before vLLM speaks of them.
+        # Blocks that another connector may load into, which begins before vLLM schedules them.
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
         self._generation = ""
 
-    # what vLLM's scheduler asks
+    # Requests of vLLM's scheduler.
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
-        """vLLM's `get_num_new_matched_tokens`: tokens beyond `computed` that can be loaded and whether that happens
-        between steps; None to be asked again."""
+        """vLLM's `get_num_new_matched_tokens`: the number of tokens beyond `computed` that can be loaded, and True if
+        they are loaded between steps; a number of None asks vLLM to call again."""
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
         if not (self._loads and tracked.wish.load):
@@ -127,7 +128,7 @@ class SchedulerSide:
         return external, self._is_async
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
-        """vLLM's `update_state_after_alloc`: the request got its blocks, `table` is all of them."""
+        """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
@@ -160,7 +161,7 @@ class SchedulerSide:
         self.tally.took("lookup", tracked.search.found_after_s)
 
     def allocated_in_vain(self, request_id: str, table: GroupBlocks, external: int) -> None:
-        """In place of `allocated`, if that has raised: what vLLM was promised is a load that fails."""
+        """Replaces `allocated` after that has raised: the load promised to vLLM fails."""
         self.leave_out(request_id)
         tracked = self._tracked.get(request_id)
         if tracked is None or not external or tracked.loading:
@@ -170,7 +171,7 @@ class SchedulerSide:
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
-        """Neither loads nor stores for this request from now on: something about it has raised."""
+        """Stops loads and stores for this request after an error in its handling."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.wish = Wish(False, False, reason="error")
@@ -182,8 +183,9 @@ class SchedulerSide:
         tables: Callable[[str], GroupBlocks | None],
         new_blocks: Iterable[int] = (),
     ) -> StepPlan:
-        """What the workers do in this step, vLLM's `build_connector_meta`. `scheduled` says how many tokens of each
-        request are computed; `tables` gives a request's blocks; `new_blocks` were given out since the last step."""
+        """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
+        tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
+        last step."""
         written = self._foreign.union(new_blocks)
         self._foreign = set()
         for load in self._planned_loads:
@@ -199,14 +201,14 @@ class SchedulerSide:
         return StepPlan(loads, stores, fence)
 
     def plan_in_doubt(self) -> StepPlan:
-        """In place of `plan_step`, if that has raised: what is planned is loaded, nothing is stored, and all stores end
-        before the step, since any of their blocks may be written in it."""
+        """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
+        the step, since any of their blocks may be written in it."""
         loads, self._planned_loads = self._planned_loads, []
         self._foreign = set()
         return StepPlan(loads, [], list(self._unfinished))
 
     def heard(self, report: StepReport) -> None:
-        """What the workers say after a step."""
+        """Applies the report of the workers after a step."""
         if report.served:
             self._learn(report.served)
         for number, count in report.ended.items():
@@ -222,7 +224,7 @@ class SchedulerSide:
         for request_id in report.failed:
             if request_id in self._tracked:
                 tracked = self._tracked[request_id]
-                # Asked again, it might fail again, and so on without end.
+                # A second attempt might fail again, and so on without end.
                 tracked.failed = True
                 tracked.stored = min(tracked.stored, tracked.start)
         for request_id, start in report.unstored.items():
@@ -237,26 +239,26 @@ class SchedulerSide:
                     tracked.search.release()
 
     def finished(self, request: EngineRequest) -> None:
-        """vLLM's `request_finished`, aborts included. A load under way goes on, with a pin of its own: vLLM keeps the
-        blocks until the workers have told its end."""
+        """vLLM's `request_finished`, aborts included. A load in progress goes on, with a pin of its own: vLLM keeps the
+        blocks until the workers have reported its end."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             tracked.search.release()
 
     def reset(self) -> None:
-        """From now on this engine finds nothing of before: the weights may have changed. What the server has stays, it
-        belongs to others too."""
+        """Hides all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
+        belong to other engines too."""
         self._generation = secrets.token_hex(8)
         self.events.forget()
         for store in self._unfinished.values():
             store.event = None
         for tracked in self._tracked.values():
             tracked.search.release()
-            # Their KV may be of both kinds.
+            # Their KV may be from before and after the reset.
             tracked.wish = Wish(False, False, reason="reset")
 
     def close(self) -> None:
-        """Lets go of all tickets."""
+        """Releases all tickets."""
         for tracked in self._tracked.values():
             tracked.search.release()
         self._tracked.clear()
@@ -283,7 +285,7 @@ class SchedulerSide:
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
 
     def _awaits_workers(self) -> bool:
-        """Whether the workers have not yet said, in their first step, whether there is a server."""
+        """True if not all workers have reported, in their first step, whether a server runs."""
         now = self._clock()
         if self._first_asked is None:
             self._first_asked = now
@@ -307,9 +309,9 @@ class SchedulerSide:
     ) -> Iterable[StoreOp]:
         assert self._served is not None
         request, chunk = tracked.request, self._served.chunk_tokens
-        # Drafted tokens may be rejected: only those that are known count.
+        # Drafted tokens may be rejected: only known tokens count.
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
-        # What another connector loads within this step may fail: the next one tells.
+        # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
         if end <= tracked.stored or is_foreign:
             return

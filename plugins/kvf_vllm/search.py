@@ -1,6 +1,5 @@
-"""Owns one request's way to what the server has of its prompt: asking, asking again, waiting for L2 up to a deadline,
-and the ticket that pins what was found. A pure state machine over `LookupService`; takes a clock.
-"""
+"""The search for one request's prefix in the server: lookups, polls while L2 loads, a deadline, and the ticket that
+pins the hit. A pure state machine over `LookupService`; takes a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from collections.abc import Callable
 from kvf_vllm.lookups import LookupService
 from kvframework.client import LookupResult, RequestHashes
 
-# A request may be asked about at every step for as long as there is no room for it.
+# The scheduler may ask about a request at every step for as long as it has no room for it.
 POLL_S = 0.002
 MISS_HOLDS_S = 0.5
 # Well before the server's default of 60 s ends a ticket.
@@ -17,7 +16,8 @@ TICKET_HOLDS_S = 20.0
 
 
 class PrefixSearch:
-    """At most one ticket at a time. `release` ends it. `found_after_s` is how long the last answer took."""
+    """One search, with at most one ticket at a time, which `release` ends. `found_after_s` is the duration of the last
+    lookup."""
 
     def __init__(self, service: LookupService, *, deadline_s: float, clock: Callable[[], float]) -> None:
         self.found_after_s = 0.0
@@ -30,8 +30,8 @@ class PrefixSearch:
         self._polled_at = 0.0
 
     def hit_end(self, hashes: RequestHashes, start: int, end: int) -> int | None:
-        """The token up to which the server has all chunks from `start` (a multiple of the chunk), None while L2 is
-        being asked: ask again. What it has stays pinned until `release` or another `start`."""
+        """The token up to which the server has all chunks from `start` (a multiple of the chunk), None while L2 loads:
+        call again. The hit stays pinned until `release` or another `start`."""
         now = self._clock()
         if self._result is None or self._start != start or self._is_stale(now):
             self.release()
@@ -47,7 +47,7 @@ class PrefixSearch:
                     return None
                 self.found_after_s = self._clock() - self._asked_at
             else:
-                # What L1 has will do. A load that goes on fills L1 for those who come later.
+                # The hit in L1 is enough. A load that goes on fills L1 for later requests.
                 self._result = self._service.poll(self._result)
                 self._result = LookupResult(self._result.hit_tokens, self._result.ticket)
                 if not self._result.hit_tokens:
@@ -55,14 +55,14 @@ class PrefixSearch:
         return start + self._result.hit_tokens
 
     def give_up(self) -> None:
-        """Lets go of what was found and takes it for a miss, for as long as a miss holds. Idempotent."""
+        """Releases the hit and treats it as a miss, for as long as a miss holds. Idempotent."""
         if self._result is not None:
             result, self._result = self._result, LookupResult(0)
             if result.ticket:
                 self._service.free(result)
 
     def release(self) -> None:
-        """Lets go of what was found; whoever asks next asks the server. Idempotent."""
+        """Releases the hit; the next call asks the server. Idempotent."""
         self.give_up()
         self._result = None
 

@@ -1,4 +1,4 @@
-"""Owns what scheduler and workers tell each other once a step: the plan and the report. Plain data, no behaviour but
+"""The messages between scheduler and workers once per step: the plan and the report. Plain data, no behaviour but
 merging; vLLM carries it between the processes."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ GroupBlocks = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker knows once the server has accepted it: how scheduler and workers name content."""
+    """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content."""
 
     model_name: str
     namespace: bytes
@@ -36,7 +36,7 @@ class LoadOp:
 
 @dataclass(frozen=True)
 class StoreOp:
-    """Tokens `[start, end)` lie in `block_ids` after the step. `number` names the operation in this engine's life."""
+    """Tokens `[start, end)` lie in `block_ids` after the step. `number` is unique in this engine's life."""
 
     number: int
     request_id: str
@@ -50,7 +50,7 @@ class StoreOp:
 @dataclass
 class StepPlan:
     """From the scheduler to each worker. Stores whose numbers are in `fence` must have ended before the step writes
-    anywhere: their blocks may belong to others now."""
+    anything: their blocks may belong to other requests now."""
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
@@ -61,10 +61,9 @@ class StepPlan:
 class StepReport:
     """From the workers to the scheduler, merged over all of them.
 
-    `served` holds what each worker (by rank) has learnt since its last report, None while it has no server. `loaded`
-    and `ended` count, by request and by store, the workers that are done with it, `stored` those that stored all of it.
-    `failed` are requests with a failed load, `unstored` those of whose store nothing was sent, with the token where it
-    was to begin.
+    `served` holds the news of each worker (by rank) since its last report, None while it has no server. `loaded` and
+    `ended` count, by request and by store, the workers that have finished it, `stored` those that stored all of it.
+    `failed` are requests with a failed load, `unstored` those with a store that was not sent, with its first token.
     """
 
     served: dict[int, Served | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Owns which releases of vLLM the connector follows. Pure."""
+"""The releases of vLLM that the connector supports. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Owns the connector's counters: their names, what they mean, and how those of several workers become one. Pure.
+"""The connector's counters: their names, their meaning, and the merging of several workers' counts. Pure.
 
-Each side counts for itself; vLLM takes what was counted since the last step, carries it to its own front end, logs a
-summary and shows it in its `/metrics`.
+Each side counts for itself; vLLM takes the counts since the last step, carries them to its own front end, logs a
+summary and shows them in its `/metrics`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECONDS: dict[str, str] = {
 
 
 class Tally:
-    """Counts until somebody takes them. For one thread."""
+    """Counts until the next `take`. For one thread."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class Tally:
         self._seconds.setdefault(name, []).append(seconds)
 
     def take(self) -> dict[str, Any]:
-        """All that was counted since the last call, as plain data; {} if nothing was."""
+        """All counts since the last call, as plain data; {} if there are none."""
         found: dict[str, Any] = dict(self.counts)
         if self._seconds:
             found["seconds"] = self._seconds
@@ -64,7 +64,7 @@ class Tally:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What two took, as one."""
+    """Two results of `take` as one."""
     counts = Counter({name: value for name, value in one.items() if name != "seconds"})
     counts.update({name: value for name, value in other.items() if name != "seconds"})
     seconds = {
@@ -75,7 +75,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
-    """For one line in vLLM's log: counts as they are, bytes in MiB, of durations the mean in milliseconds."""
+    """The counts for one line in vLLM's log: counts unchanged, bytes in MiB, durations as the mean in milliseconds."""
     found: dict[str, int | float] = {}
     for name, value in data.items():
         if name == "seconds":

@@ -1,5 +1,5 @@
-"""The worker side: the loads and stores of one step, what became of them, and that a store has ended before its
-blocks are written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
+"""The worker side: the loads and stores of one step, their results, and the end of each store before its blocks are
+written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
 
 With an engine-driven transport every transfer is done when it is submitted; with a server-driven one it ends later.
 """
@@ -19,18 +19,18 @@ from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)
 
-# A transfer's own deadline ends it long before; this is for a transport that forgot its own.
+# A transfer's own deadline ends it long before; this covers a transport that misses its own deadline.
 LAST_RESORT_S = 120.0
 O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 _DONE = {"load": "loaded", "store": "stored"}
 
 
 class Instance(Protocol):
-    """This worker's registration with the server, which comes and goes."""
+    """This worker's registration with the server, which may end and begin again during its life."""
 
     @property
     def served(self) -> Served | None:
-        """How content is named, None as long as no server has accepted this worker."""
+        """The names of content, None as long as no server has accepted this worker."""
 
     def load(self, op: LoadOp) -> Future[LoadOutcome]: ...
 
@@ -43,7 +43,7 @@ class Instance(Protocol):
 
 class WorkerSide:
     """`stores` False: this worker holds the same KV as another one, which stores it. `block_size` is that of an engine
-    with one KV cache group, whose failed loads can be told by their blocks. For one thread."""
+    with one KV cache group, which reports failed loads by their blocks. For one thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class WorkerSide:
         self._is_spoiled = False
 
     def before_step(self, plan: StepPlan) -> None:
-        """Ends the stores whose blocks are about to be written. Waits for them."""
+        """Ends the stores whose blocks will be written in this step. Waits for them."""
         self._is_spoiled = False
         for number in plan.fence:
             entry = self._storing.get(number)
@@ -86,7 +86,8 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the loads; synchronous ones are over when this returns."""
         for op in plan.loads:
-            # Without digests it is one that the scheduler could not name, see `SchedulerSide.allocated_in_vain`.
+            # A load without digests stands for one that the scheduler could not plan, see
+            # `SchedulerSide.allocated_in_vain`.
             future = (
                 self._submitted(partial(self._instance.load, op), LoadOutcome.failed)
                 if op.digests
@@ -99,8 +100,8 @@ class WorkerSide:
         self._settle_loads()
 
     def store(self, plan: StepPlan) -> None:
-        """Starts the stores of what the step has computed. If a load that the step was to use has failed, what it
-        computed may be wrong: nothing is stored then."""
+        """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
+        KV may be wrong: nothing is stored then."""
         for op in plan.stores:
             if self._is_spoiled or self._instance.served is None:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
@@ -115,8 +116,8 @@ class WorkerSide:
         self._settle_stores()
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads between steps have ended since the last call, and those of them that failed and can only
-        be told by request. Never blocks."""
+        """Requests whose loads between steps have ended since the last call, and the failed ones among them that can
+        only be reported by request. Never blocks."""
         self._settle_loads()
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
@@ -128,7 +129,7 @@ class WorkerSide:
         return failed
 
     def take_report(self) -> StepReport:
-        """What the scheduler is to know since the last call."""
+        """The report for the scheduler since the last call."""
         self._settle_stores()
         served = self._instance.served
         if self._told != [served]:
@@ -147,7 +148,7 @@ class WorkerSide:
     def _submitted(self, submit: Callable[[], Future[O]], failed: Callable[[BaseException], O]) -> Future[O]:
         try:
             return submit()
-        # Whatever fails, the engine goes on without the cache.
+        # After any failure the engine goes on without the cache.
         except Exception as error:
             self.tally.count("errors")
             log.exception(
@@ -201,7 +202,7 @@ class WorkerSide:
             self._end(future)
 
     def _end(self, future: Future[O]) -> None:
-        """Returns once the transfer touches the blocks no more."""
+        """Cancels the transfer; returns once it no longer touches the blocks."""
         if future.query():
             return
         try:

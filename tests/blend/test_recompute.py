@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvf_blend.engine.recompute import Held, by_deviation, by_ratio, by_threshold  # noqa: E402
+from kvf_blend.engine.recompute import Held, by_deviation  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -67,24 +67,6 @@ def test_the_share_that_deviates_most_is_chosen(prompt, share):
     assert not chosen or not left or min(by_position[at] for at in chosen) >= max(left)
 
 
-@given(prompts(), SHARES)
-def test_without_a_measure_the_first_of_each_segment_are_chosen_in_proportion(held, share):
-    chosen = set(check(held, by_ratio(held, share)))
-    assert len(chosen) == wanted(share, held.loaded)
-    for start, end in held.segments:
-        here = [at for at in range(start, end) if at in chosen]
-        assert here == list(range(start, start + len(here)))
-        assert abs(len(here) - share * (end - start)) < 1 + 1e-6
-
-
-@given(measured(), st.floats(0, 100))
-def test_by_threshold_all_beyond_it_are_chosen_and_only_these(prompt, threshold):
-    held, deviation = prompt
-    chosen = check(held, by_threshold(held, deviation, threshold))
-    beyond = ~(deviation <= threshold)
-    assert chosen == held.loaded_positions()[beyond].tolist()
-
-
 @pytest.mark.parametrize(
     ("tokens", "prefix", "segments"),
     [
@@ -107,8 +89,6 @@ def test_what_makes_no_sense_of_a_prompt_is_refused(tokens, prefix, segments):
 def test_shares_and_measures_that_do_not_fit_are_refused():
     held = Held(10, 0, ((2, 6),))
     for share in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError):
-            by_ratio(held, share)
         with pytest.raises(ValueError):
             by_deviation(held, torch.zeros(4), share)
     with pytest.raises(ValueError):

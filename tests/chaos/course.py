@@ -1,4 +1,4 @@
-"""Owns the course of one run: a world, a thread for each lane of its faults, and what is checked meanwhile and at the
+"""The course of one run: a world, a thread for each lane of its faults, and the checks during the run and at its
 end."""
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Show = Callable[[Ledger, Sequence[Fault]], None]
 
 
 class Broken(AssertionError):
-    """A promise was broken. The text says which, after which faults, and how to run it again."""
+    """A broken promise. The text names it, the faults before it, and the command that repeats the run."""
 
 
 class Course:
-    """One run: `run()` once. `show` is called now and then, with the faults that have begun."""
+    """One run; `run()` may be called once. `show` is called at intervals with the faults that have begun."""
 
     def __init__(self, plan: Plan, lanes: Sequence[Lane] = LANES, show: Show = lambda _ledger, _begun: None) -> None:
         self.ledger = Ledger()
@@ -44,7 +44,7 @@ class Course:
         self._warm: dict[int, Footprint] = {}
 
     def run(self) -> Ledger:
-        """What was seen. Raises `Broken`."""
+        """Run to the end and return the ledger. Raises `Broken`."""
         log = ""
         with tempfile.TemporaryDirectory(prefix="kvf-chaos-") as folder:
             world = World(self._plan, Path(folder), self.ledger)
@@ -57,7 +57,7 @@ class Course:
                 check_nothing_left(world.mark)
             except AssertionError as error:
                 self.ledger.violate(str(error))
-            except Exception:  # noqa: BLE001  whatever it is, the run has failed
+            except Exception:  # noqa: BLE001  any error means that the run has failed
                 self.ledger.violate(traceback.format_exc())
         if self.ledger.violation:
             raise Broken(self._account(log))
@@ -97,7 +97,7 @@ class Course:
         assert self._has_proven(), f"nothing was proven: {dict(self.ledger.tally)}"
 
     def _enough(self, seconds: float) -> bool:
-        """On a busy machine it goes on until something was proven."""
+        """Whether the run may end; on a busy machine it continues until something was proven."""
         return seconds >= self._plan.seconds + (0.0 if self._has_proven() else _LONGER_S)
 
     def _has_proven(self) -> bool:
@@ -112,18 +112,18 @@ class Course:
                 faults.run(fault)
             except AssertionError as error:
                 self.ledger.violate(f"in {fault.kind}: {error}")
-            except Exception:  # noqa: BLE001  whatever it is, the run has failed
+            except Exception:  # noqa: BLE001  any error means that the run has failed
                 self.ledger.violate(f"in {fault.kind}: {traceback.format_exc()}")
 
     def _note_footprint(self, world: World) -> None:
-        """Once of each server, when it is warm."""
+        """Record the footprint of each server once, when it is warm."""
         process = world.server.process
         if process is None or process.pid in self._warm:
             return
         try:
             if world.status()["server"]["uptime_s"] >= _WARM_S:
                 self._warm[process.pid] = Footprint(process.pid)
-        except (KVFrameworkError, OSError):  # it is away just now
+        except (KVFrameworkError, OSError):  # the server is down at the moment
             return
 
     def _account(self, log: str) -> str:

@@ -1,7 +1,7 @@
-"""An engine of the chaos harness, in a process of its own: it looks up, loads and stores prompts until it is told to
-stop, and checks every byte that it loads. Needs torch.
+"""An engine of the chaos harness, in its own process: it looks up, loads and stores prompts until the harness stops it,
+and checks every byte that it loads. Needs torch.
 
-It ends with a traceback only if it is wrong itself. A broken promise is told, see `tests.chaos.events`.
+A traceback at its end is a bug of the harness. Broken promises are reported as messages, see `tests.chaos.events`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.chaos.watch import STOPS, Watch
 from tests.tiers.prompts import Prompt, overlapping
 
 PROMPTS = 60
-L2_S = 2.0  # for L2 to be asked
+L2_S = 2.0  # seconds for L2 to answer
 SURE_S = 1.0  # well below the leases and tickets of these servers
 PAUSE_S, AWAY_S = 0.05, 0.2  # between two turns, and while the server is away
 _REGISTER_S = 300.0
@@ -36,7 +36,7 @@ _TELL_EVERY_S = 0.5
 
 
 class Pause:
-    """An event of the engine that comes late: the transfer waits for it with its ranges in hand."""
+    """An event of the engine that comes late: the transfer waits for it while it holds its ranges."""
 
     def __init__(self, seconds: float, then: Callable[[], object] = lambda: None) -> None:
         self._seconds = seconds
@@ -48,7 +48,7 @@ class Pause:
 
 
 class Engine:
-    """One thread, blocking, like an engine that has one request at a time."""
+    """An engine with one thread and one request at a time; its calls block."""
 
     def __init__(self, settings: Settings, line: Connection) -> None:
         self._line = line
@@ -77,7 +77,7 @@ class Engine:
         self._told_at = 0.0
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Work until the harness asks for the end."""
         ways: list[tuple[Callable[[Prompt, RequestHashes], None], int]] = [
             (self._turn, 16),
             (self._abandon_lookup, 1),
@@ -87,11 +87,11 @@ class Engine:
             (self._withdraw_store, 1),
         ]
         took_s = 0.0
-        # At most half of the time it works: the server needs some of the machine too, to start most of all.
+        # At most half of the time it works: the server needs processor time too, above all to start.
         while not self._line.poll(min(took_s, PAUSE_S) if self._client.usable else AWAY_S):
             began = time.monotonic()
             prompt = self._chance.choice(self._prompts)
-            # Few request ids, so that those of all engines collide.
+            # Few request ids, so that ids of different engines collide.
             request = RequestHashes(
                 self._client.hasher,
                 CHUNK,
@@ -106,7 +106,8 @@ class Engine:
                 self._tell_tally()
 
     def tell(self, event: Event) -> None:
-        """From any thread. A harness that is gone needs to know nothing; the next poll ends this process."""
+        """Report an event, from any thread. Errors are ignored: if the harness has ended, the next poll ends this
+        process."""
         with self._telling, suppress(OSError):
             self._line.send_bytes(encode(event))
 
@@ -137,12 +138,12 @@ class Engine:
         self._count(aborted=1)
 
     def _forget_lookup(self, prompt: Prompt, request: RequestHashes) -> None:
-        """Its ticket ends by time."""
+        """End without releasing the ticket, which then expires."""
         self._scheduler.lookup(request)
         self._count(aborted=1)
 
     def _abort_store(self, prompt: Prompt, request: RequestHashes) -> None:
-        """What it writes must never be seen."""
+        """Write and abort: the bytes must never become visible."""
         try:
             key = self._worker.key(request, 0, request.hashed_tokens)
             registration = self._worker.registration
@@ -155,19 +156,19 @@ class Engine:
         self._count(aborted=1)
 
     def _withdraw_store(self, prompt: Prompt, request: RequestHashes) -> None:
-        """The request ends while its KV is being gathered."""
+        """End the request while its KV is being gathered."""
         blocks = self._blocks(len(prompt))
         self._memory.compute(self._namespace, prompt.digests, blocks)
         pause = Pause(self._chance.uniform(0, 0.02), lambda: self._scheduler.end_request(request.request_id))
         future = self._worker.submit_store(request, 0, request.hashed_tokens, [blocks], event=pause)  # type: ignore[arg-type]
-        future.result(60.0)  # its blocks are the store's until then
+        future.result(60.0)  # until then the store uses these blocks
         self._worker.get_finished()
         self._count(aborted=1)
 
     # steps
 
     def _load(self, prompt: Prompt, request: RequestHashes) -> int:
-        """The chunks that were loaded, every byte of which was right."""
+        """Return the number of loaded chunks, after a check of every byte."""
         began, failures, boot_id = time.monotonic(), self._watch.failures.total(), self._client.boot_id
         found = self._scheduler.wait(self._scheduler.lookup(request), L2_S)
         pinned = time.monotonic()
@@ -230,7 +231,7 @@ class Engine:
             self.tell(Complaint(f"a store of {chunks} chunks said {outcome}", began, time.monotonic()))
         self._count(chunks_stored=outcome.stored, chunks_dropped=outcome.dropped)
         if claim is not None and outcome.stored and outcome.stored + outcome.present == chunks:
-            # What the load before had found may have gone since, so the claim is that of the chunks stored here.
+            # Chunks that the load found may have been evicted since, so the claim covers only the chunks stored here.
             self.tell(msgspec.structs.replace(claim, first=first))
 
     def _claim(self, request: RequestHashes) -> Claim | None:
@@ -245,7 +246,7 @@ class Engine:
         return Claim(self._model, self._namespace, digests, 0, evictions, boot_id, began)
 
     def _blocks(self, chunks: int) -> list[int]:
-        """Scattered, or neighbours."""
+        """Draw blocks, either scattered or adjacent."""
         if self._chance.random() < 0.5:
             first = self._chance.randrange(BLOCKS - chunks * PER_CHUNK + 1)
             return list(range(first, first + chunks * PER_CHUNK))
@@ -255,7 +256,7 @@ class Engine:
         return Pause(self._chance.uniform(0.0, 0.05)) if self._chance.random() < 0.2 else None
 
     def _register(self) -> bytes:
-        """The server may be down, or not yet know that the last incarnation is dead."""
+        """Register; the server may be down, or may not know yet that the last incarnation has died."""
         until = time.monotonic() + _REGISTER_S
         while True:
             try:
@@ -277,7 +278,7 @@ class Engine:
 
 
 def live(settings: Settings, line: Connection) -> None:
-    """The process's life, until the harness says anything on `line` or is gone."""
+    """Run the engine until the harness sends a message on `line` or ends."""
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO, force=True)
     torch.set_num_threads(1)
     engine = Engine(settings, line)

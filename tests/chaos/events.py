@@ -1,5 +1,5 @@
-"""Owns what an engine process is told, and what it tells the harness: one message of JSON each. Times are those of
-`time.monotonic`, which all processes of a machine share."""
+"""Messages between the harness and an engine process, each one a JSON document. Times are those of `time.monotonic`,
+which all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Of an engine process. `incarnation` counts its starts."""
+    """Settings of an engine process. `incarnation` counts its starts."""
 
     endpoint: str
     seed: int
@@ -19,11 +19,11 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """One message."""
+    """One message from an engine to the harness."""
 
 
 class Tally(Event, frozen=True):
-    """What has happened since the last one."""
+    """Counts since the last tally."""
 
     turns: int = 0
     loads: int = 0
@@ -36,7 +36,7 @@ class Tally(Event, frozen=True):
 
 
 class Claim(Event, frozen=True):
-    """STORE said that every chunk of this prompt from `first` on is there. `evictions` and `boot_id` are the server's,
+    """A STORE that stored every chunk of this prompt from `first` on. `evictions` and `boot_id` are those of the server
     before the store, at `began`."""
 
     model: str
@@ -58,7 +58,7 @@ class Complaint(Event, frozen=True):
 
 
 class TimedOut(Event, frozen=True):
-    """A control call was given up."""
+    """A control call that timed out."""
 
     name: str
     ended: float
@@ -73,6 +73,6 @@ def encode(event: Event) -> bytes:
 
 
 def decode(message: bytes) -> AnyEvent:
-    """Raises `msgspec.DecodeError`."""
+    """Decode an event. Raises `msgspec.DecodeError`."""
     event: AnyEvent = _decoder.decode(message)
     return event

@@ -1,4 +1,4 @@
-"""Owns what each kind of fault does to a world. Called by the thread of its lane; returns when the fault is over."""
+"""The effect of each kind of fault on a world. The thread of its lane calls it; it returns when the fault is over."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.tiers.damage import KINDS, damage_in_folder, damage_in_redis
 
 REDIS, DISK = 0, 1
 DAMAGED = 20
-# Until status shows that a tier is down, or that it is back: its breaker tries again after 10 s at most.
+# Bound until status shows that a tier is down, or up again: its breaker retries after 10 s at most.
 TOLD_S = 60.0
-# Wire faults under which no request can be answered.
+# Wire faults under which no request succeeds.
 OUTAGES = {"wire_refuse", "wire_stall", "wire_reset"}
 
 
 class Faults:
-    """`ended` says that the run is over, so that a fault ends early."""
+    """`ended` waits for the end of the run, which cuts a fault short."""
 
     def __init__(self, world: World, ended: Callable[[float], bool]) -> None:
         self._world = world
@@ -148,7 +148,7 @@ class Faults:
         with self._world.ledger.work("damage_disk"):
             keys = [bytes.fromhex(path.name) for path in self._world.disk.glob("??/*") if _is_value(path)]
             for _ in range(min(DAMAGED, len(keys))):
-                # What was evicted or damaged meanwhile may be nothing that can be damaged so.
+                # An object that was evicted or damaged in the meantime may not allow this damage.
                 with suppress(OSError, ValueError):
                     pair = chance.sample(keys, 2)
                     if not any((self._world.disk / path_of(key)).is_symlink() for key in pair):
@@ -157,13 +157,13 @@ class Faults:
     # what status must show
 
     def _down(self, seconds: float) -> None:
-        """For so long; an outage that lasts is told."""
+        """Wait for the outage; status must show one that lasts over a second."""
         if seconds > 1.0:
             self._await_state(REDIS, "down")
         self._ended(seconds)
 
     def _await_state(self, tier: int, wanted: str) -> None:
-        """`wanted` is "closed", or "down" for any other state."""
+        """Wait until status shows `wanted`: "closed", or "down" for any other state."""
 
         deadline = time.monotonic() + TOLD_S
         while not self._ended(0.1):
@@ -171,7 +171,7 @@ class Faults:
             try:
                 if (self._world.status()["l2"][tier]["state"] == "closed") == (wanted == "closed"):
                     return
-            except (KVFrameworkError, OSError):  # the server is away as well
+            except (KVFrameworkError, OSError):  # the server is down as well
                 deadline = now + TOLD_S
             if self._world.ledger.explained(("kill_server",), now, now):
                 deadline = now + TOLD_S

@@ -1,6 +1,6 @@
-"""Owns what is known of a run: which faults were at work when, what engines said, and the first broken promise.
+"""The records of a run: the active faults, the reports of the engines, and the first broken promise.
 
-In the harness's process; told by its threads.
+Used in the harness's process, by all of its threads.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 
 from tests.chaos.events import Complaint, Event, Tally, TimedOut
 
-# How long after its end a fault still explains something.
+# Seconds after its end in which a fault still explains a failure.
 AFTERMATH_S = 1.0
-# One call under way and the ends of what it held; a request more if a PONG from before was still to be read.
+# One call in flight and the ends of all that it held; one request more if an earlier PONG was still unread.
 MOST_TIMEOUTS = 8
 
 
 @dataclass
 class Work:
-    """A fault at work; `engine` is the number of the one that it concerns."""
+    """An active fault; `engine` is the number of the engine that it affects, None for all."""
 
     kind: str
     engine: int | None
@@ -33,7 +33,7 @@ class Work:
 
 
 class Ledger:
-    """Thread-safe. `failed` is set with the first violation, which `violation` tells."""
+    """Thread-safe. `failed` is set at the first violation, whose text is `violation`."""
 
     def __init__(self) -> None:
         self.tally: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def violate(self, text: str) -> None:
-        """The first one stays."""
+        """Record a violation; only the first is kept."""
         with self._lock:
             self.violation = self.violation or text
         self.failed.set()
@@ -56,7 +56,7 @@ class Ledger:
 
     @contextmanager
     def work(self, kind: str, engine: int | None = None) -> Iterator[None]:
-        """Around the whole time in which a fault may be felt."""
+        """Mark the whole time in which a fault may have effects."""
         work = Work(kind, engine, time.monotonic())
         with self._lock:
             self._works.append(work)
@@ -67,7 +67,7 @@ class Ledger:
             work.ended = time.monotonic()
 
     def explained(self, kinds: Sequence[str], began: float, ended: float, engine: int | None = None) -> bool:
-        """Whether a fault of `kinds` that concerns `engine` was at work between two times."""
+        """Whether a fault of `kinds` that affects `engine` was active between two times."""
         with self._lock:
             return any(
                 work.kind in kinds
@@ -78,7 +78,7 @@ class Ledger:
             )
 
     def hear(self, engine: int, event: Event) -> None:
-        """What an engine says, in the thread that reads it."""
+        """Record an engine's report, in the thread that reads it."""
         if isinstance(event, Tally):
             self.count(**msgspec.structs.asdict(event))
         elif isinstance(event, TimedOut):
@@ -92,7 +92,7 @@ class Ledger:
                 self.violate(f"engine {engine}: {event.text}")
 
     def check_silences(self) -> None:
-        """While the server is stopped, an engine loses time once, not with every call."""
+        """Check that a stopped server cost each engine one timeout and not one for every call."""
         with self._lock:
             stops = [work for work in self._works if work.kind == "stop_server"]
             for stop in stops:

@@ -1,7 +1,7 @@
-"""Owns an engine's paged KV memory and what every chunk must hold in it. Needs torch.
+"""An engine's paged KV memory, and the correct content of every chunk in it. Needs torch.
 
 The KV of a chunk is a pure function of its namespace, its digest (which names all tokens up to its end) and the place
-within it, so that whoever loads a byte can check it.
+within it, so that any engine that loads a byte can check it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POISON = -0x21524111
 
 
 def content(namespace: bytes, digest: bytes) -> torch.Tensor:
-    """[planes, layers, tokens, heads, dim], int32."""
+    """Return the KV of a chunk: [planes, layers, tokens, heads, dim], int32."""
     seed = hashlib.blake2b(namespace + digest, digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
     shape = (PLANES, LAYERS, CHUNK, HEADS, DIM)
@@ -29,7 +29,7 @@ def content(namespace: bytes, digest: bytes) -> torch.Tensor:
 
 
 class PagedMemory:
-    """`kv_caches` are float32 for the cache; here they are compared as the integers of the same bits."""
+    """Paged KV memory. `kv_caches` are float32 for the cache; the checks compare the same bits as integers."""
 
     def __init__(self) -> None:
         self._bits = torch.full((LAYERS, PLANES, BLOCKS, BLOCK, HEADS, DIM), _POISON, dtype=torch.int32)
@@ -37,22 +37,22 @@ class PagedMemory:
         self.kv_caches = {f"layer{index}": self._bits[index].view(torch.float32) for index in range(LAYERS)}
 
     def poison(self) -> None:
-        """Nothing that anybody computed is here."""
+        """Fill the memory with a pattern that is no KV."""
         self._bits.fill_(_POISON)
 
     def compute(self, namespace: bytes, digests: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Fills `blocks` with the KV of these chunks, and everything else with none."""
+        """Fill `blocks` with the KV of these chunks, and all other blocks with poison."""
         self._computed = self._expected(namespace, digests, blocks, 0)
         self._bits.copy_(self._computed)
 
     def changed(self) -> bool:
-        """Whether anything is not as `compute` left it."""
+        """Whether any word differs from what `compute` left."""
         return not torch.equal(self._bits, self._computed)
 
     def wrong_bytes(
         self, namespace: bytes, digests: Sequence[bytes], blocks: Sequence[int], skipped_tokens: int = 0
     ) -> str:
-        """What differs from these chunks in these blocks, and nothing anywhere else; "" if nothing does."""
+        """Describe how the memory differs from these chunks in these blocks and poison elsewhere; "" if it does not."""
         expected = self._expected(namespace, digests, blocks, skipped_tokens)
         if torch.equal(self._bits, expected):
             return ""
@@ -66,7 +66,7 @@ class PagedMemory:
         )
 
     def stray_bytes(self, blocks: Sequence[int]) -> str:
-        """Whether anything but `blocks` was written since `poison`; "" if not."""
+        """Report a write outside of `blocks` since `poison`; "" for none."""
         others = torch.ones(BLOCKS, dtype=torch.bool)
         others[list(blocks)] = False
         return "" if bool((self._bits[:, :, others] == _POISON).all()) else "blocks that a load does not name"

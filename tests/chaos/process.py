@@ -1,6 +1,6 @@
-"""Owns one engine process as the harness sees it: started, killed, stopped, started again, and heard.
+"""One engine process as the harness sees it: it starts, kills, stops and restarts the process, and reads its reports.
 
-Engines are forked from a process that has imported torch, since most of their lives are short.
+Engines are forked from a process that has imported torch, since most of them live only briefly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ENGINE = "tests.chaos.engine"
 
 
 def start_nursery(mark: str) -> None:
-    """Whose children engines are. It lives as long as the harness's process does, so it does not inherit the variable
-    `mark`, which tells the processes of one run. Returns at once."""
+    """Start the process from which engines are forked. It lives as long as the harness's process, so it does not
+    inherit the variable `mark`, which identifies the processes of one run. Returns at once."""
     value = os.environ.pop(mark)
     try:
         forkserver.set_forkserver_preload([_ENGINE])
@@ -34,8 +34,8 @@ def start_nursery(mark: str) -> None:
 
 
 class EngineProcess:
-    """`hear` is called, in a thread of its own, with what the engine says; `died` once it has ended without being told
-    to. `heard` is set when it has first said anything. For one thread but for that."""
+    """One engine process, used by one thread. `hear` is called with the engine's reports in its own thread, which calls
+    `died` if the process ends unasked. `heard` is set at the first report."""
 
     def __init__(
         self, settings: Settings, log: Path, hear: Callable[[AnyEvent], None], died: Callable[[str], None]
@@ -52,7 +52,7 @@ class EngineProcess:
         self._ending = False
 
     def start(self) -> None:
-        """Does not wait for the engine to be at work."""
+        """Start the process; does not wait until the engine works."""
         self._ending = False
         ours, theirs = self._context.Pipe()
         arguments = (self._settings, str(self.log), theirs)
@@ -65,7 +65,7 @@ class EngineProcess:
         self._settings = msgspec.structs.replace(self._settings, incarnation=self._settings.incarnation + 1)
 
     def signal(self, number: int) -> None:
-        """SIGSTOP or SIGCONT; nothing if it has ended."""
+        """Send SIGSTOP or SIGCONT; no effect on a process that has ended."""
         if self._process is not None and self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, number)
 
@@ -76,13 +76,13 @@ class EngineProcess:
             self._reap()
 
     def ask_to_stop(self) -> None:
-        """It ends after the turn that it is at."""
+        """Ask the engine to end after its current turn."""
         if self._line is not None:
             self._ending = True
             self._line.send_bytes(b"stop")
 
     def join(self) -> str:
-        """Waits for the end that it was asked for; what is wrong with that, "" if nothing is."""
+        """Wait for the requested end; return the problem with it, "" for none."""
         if self._process is None:
             return ""
         self._process.join(_END_S)
@@ -119,7 +119,7 @@ class EngineProcess:
 
 
 def _become_engine(settings: Settings, log: str, line: Connection) -> None:
-    """In the new process."""
+    """The main function of the new process."""
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 2)
     from tests.chaos.engine import live

@@ -1,5 +1,5 @@
-"""Owns what must be true once nobody does anything: nothing is held, nothing has grown, nothing is left behind. All of
-it raises `AssertionError`."""
+"""Checks of a system at rest: nothing is held, nothing has grown, nothing is left behind. Each check raises
+`AssertionError`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.chaos.world import MARK, World
 from tests.support.wire_client import WireClient
 from tests.tiers.nodes import await_state
 
-_L2_S = 60.0  # for what is on its way to L2 or from there
+_L2_S = 60.0  # for writes to L2 and loads from it
 _AT_ONCE_S = 10.0
 
 
 def check_rest(world: World) -> None:
-    """After the last engine has ended and the last fault is over."""
+    """Check the server after the last engine has ended and the last fault is over."""
     with world.server.client() as client:
         for index in range(2 if world.plan.l2 else 0):
             await_state(client, "closed", index)
@@ -33,7 +33,7 @@ def check_rest(world: World) -> None:
 
 
 def check_end(world: World) -> None:
-    """Ends the server, in order."""
+    """End the server by SIGTERM."""
     status = world.server.stop()
     assert status == 0, f"the server ended with status {status}"
     left = sorted(path.name for path in world.server.log_file.parent.iterdir() if path != world.server.log_file)
@@ -48,7 +48,7 @@ def check_logs(world: World) -> None:
 
 
 def check_nothing_left(mark: str) -> None:
-    """After everything has ended: no process of the run, nothing in shared memory."""
+    """Check after the end of all processes: no process of the run is left, and nothing in shared memory."""
     left = [pid for pid in _pids() if f"{MARK}={mark}".encode() in _environment(pid)]
     assert not left, f"processes of the run still run: {left}"
     shared = [path.name for path in Path("/dev/shm").glob("*kvf*")]
@@ -61,7 +61,7 @@ def _under_way(status: dict[str, Any]) -> dict[str, int]:
 
 
 def _held(status: dict[str, Any]) -> dict[str, int]:
-    """By anybody but the client that asks."""
+    """What clients other than the asking one hold."""
     found = {name: status["l1"][name] for name in ("pins", "pin_leases", "write_leases", "quarantined_bytes")}
     sessions = len(status["messaging"]["sessions"]) - 1
     return {**found, "tickets": status["tickets"], "instances": len(status["instances"]), "sessions": sessions}

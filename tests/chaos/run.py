@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.run --seed N --seconds S`: one run of the chaos harness with a live account."""
+"""`python -m tests.chaos.run --seed N --seconds S`: one run of the chaos harness with live output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAST_FAULTS = 8
 
 
 def account(ledger: Ledger, begun: Sequence[Fault], began: float) -> Table:
-    """What was seen so far, beside the last faults."""
+    """Return a table of the tally so far and of the last faults."""
     table = Table(title=f"{time.monotonic() - began:.0f} s", box=None)
     table.add_column("seen")
     table.add_column("faults", no_wrap=True)

@@ -1,6 +1,6 @@
-"""Owns the schedule of faults: everything that will go wrong follows from the seed, before anything has started. Pure.
+"""The schedule of faults: a pure function of the seed, fixed before any process starts.
 
-Faults lie in lanes. Those of a lane come one after the other; the lanes overlap, so a server may be killed while its
+Faults lie in lanes. The faults of a lane are sequential; the lanes overlap, so a server may be killed while its
 Redis stalls and an engine is stopped.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from kvframework.testing.faults import WIRE_FAULTS
 
-SHORT_S, LONG_S = (0.05, 0.5), (2.5, 5.0)  # below and beyond the leases of these servers
+SHORT_S, LONG_S = (0.05, 0.5), (2.5, 5.0)  # below and above the leases of these servers
 FIRST_S = 2.0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: how long it lasts at least, by chance out of one of `lasts`."""
+    """A kind of fault, and the ranges of its least duration; one range is drawn at random."""
 
     name: str
     lasts: Sequence[tuple[float, float]] = ((0.0, 0.0),)
@@ -28,7 +28,7 @@ class Kind:
 @dataclass(frozen=True)
 class Lane:
     name: str
-    gap_s: tuple[float, float]  # from the end of one fault to the beginning of the next
+    gap_s: tuple[float, float]  # from the end of one fault to the start of the next
     kinds: Sequence[Kind]
 
 
@@ -82,8 +82,8 @@ OF_L2 = ("redis", "disk")
 
 @dataclass(frozen=True)
 class Fault:
-    """`at` is when it begins, in seconds after the start, if those before it in its lane have ended. `number` is
-    whatever else is left to chance in it: which engine, which bytes."""
+    """A drawn fault. `at` is its start in seconds after the run's, if the earlier faults of its lane have ended.
+    `number` seeds its remaining random choices: the engine, the bytes."""
 
     at: float
     lane: str
@@ -96,7 +96,7 @@ class Fault:
 
 
 def draw(seed: int, seconds: float, lanes: Sequence[Lane] = LANES) -> list[Fault]:
-    """In order of time. In the second half no server is killed, so that what leaks in it can be seen at the end."""
+    """Draw the faults, ordered by time. No server is killed in the second half, so that leaks in it show at the end."""
     faults = [fault for lane in lanes for fault in _of_lane(lane, random.Random(f"{seed}/{lane.name}"), seconds)]
     return sorted(faults, key=lambda fault: (fault.at, fault.lane))
 

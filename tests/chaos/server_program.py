@@ -1,5 +1,5 @@
-"""`kvframework serve` on a disk that is slow when the harness says so, and with one bug if it is told to plant one: a
-harness that cannot fail proves nothing."""
+"""`kvframework serve` on a disk with an adjustable delay, and with one planted bug on request: a harness that cannot
+fail proves nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvframework.storage.manager import StorageManager
 from kvframework.testing.faults import FaultyTier
 
 SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
-# A bug shows once in so many calls.
+# A bug occurs once in this number of calls.
 RARELY = 4
 
 
 class SlowDisk(FaultyTier):
-    """Each call waits first for as many seconds as stand in a file."""
+    """Delay each call by the number of seconds that a file contains."""
 
     def __init__(self, inner: Tier, slowness: Path) -> None:
         super().__init__(inner, 0, ())
@@ -48,7 +48,7 @@ def slow_disk() -> None:
 
 
 def wrong_byte() -> None:
-    """A byte of a published object changes."""
+    """Change a byte of a published object."""
 
     def committed(manager: Any, result: int, _objects: list[Any]) -> int:
         for stored in _objects[:1]:
@@ -59,7 +59,7 @@ def wrong_byte() -> None:
 
 
 def lost_commit() -> None:
-    """Objects that are said to be stored are not."""
+    """Report objects as stored without storing them."""
 
     def committed(manager: Any, result: int, objects: list[Any]) -> int:
         with manager.lock:
@@ -71,7 +71,7 @@ def lost_commit() -> None:
 
 
 def leaked_pin() -> None:
-    """What is pinned once more is never let go."""
+    """Never release an object that was pinned again."""
 
     def committed(manager: Any, result: int, objects: list[Any]) -> int:
         manager.pin_present([stored.key for stored in objects[:1]])
@@ -81,7 +81,7 @@ def leaked_pin() -> None:
 
 
 def leaked_range() -> None:
-    """Memory that is neither free nor used."""
+    """Leak memory of the arena, which is then neither free nor used."""
 
     def committed(manager: Any, result: int, _objects: list[Any]) -> int:
         with manager.lock:

@@ -1,5 +1,5 @@
-"""Owns what strangers and bad clients do to a server: each function is one burst, from the harness's process, after
-which the server must answer an honest client. Raises whatever that client is told, or `TimeoutError`."""
+"""Attacks on a server by strangers and bad clients: each function is one burst from the harness's process, after which
+the server must answer an honest client. Raises the errors of that client, or `TimeoutError`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.wire_client import WireClient
 from tests.tiers.prompts import CHUNK_TOKENS, prompt
 
 _ANSWER_S = 5.0
-_MODEL = "stranger"  # a namespace of their own: whoever may connect may also store
+_MODEL = "stranger"  # a separate namespace: any client that may connect may also store
 _PROMPTS = 8
-# What concerns others if it happens to be right.
+# Requests that affect other clients if their payload happens to be valid.
 _NOT_SENT = {"CLEAR"}
 
 
 def frames(endpoint: str, chance: random.Random) -> None:
-    """Messages of any number of frames, and bytes that are no ZMQ at all."""
+    """Messages of any number of frames, and bytes that are not ZMQ."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
@@ -47,7 +47,7 @@ def frames(endpoint: str, chance: random.Random) -> None:
 
 
 def payloads(endpoint: str, chance: random.Random) -> None:
-    """Requests of a client with a session, each with something changed."""
+    """Requests of a client with a session, each with a random change."""
     with WireClient(endpoint, timeout=_ANSWER_S) as client:
         key = _key(_registered(client, chance), chance)
         for _ in range(100):
@@ -63,21 +63,21 @@ def payloads(endpoint: str, chance: random.Random) -> None:
 
 
 def half_open(endpoint: str, chance: random.Random) -> None:
-    """Liveness sockets that say too little, or what names no session."""
+    """Liveness sockets that send too little, or name no session."""
     with ExitStack() as stack:
         client = stack.enter_context(WireClient(endpoint, timeout=_ANSWER_S, liveness=False))
         assert client.hello is not None
         for _ in range(80):
             live = stack.enter_context(socket.socket(socket.AF_UNIX))
             live.settimeout(_ANSWER_S)
-            with suppress(OSError):  # the queue of connections is full, or the server has closed this one already
+            with suppress(OSError):  # the backlog is full, or the server has closed this one already
                 live.connect(client.hello.liveness)
                 live.sendall(chance.randbytes(chance.choice((0, 5, 16, 40))))
         _honest(endpoint)
 
 
 def die_with_pins(endpoint: str, chance: random.Random) -> None:
-    """Clients that end between LOOKUP and RETRIEVE, and in mid retrieve."""
+    """Clients that end between LOOKUP and RETRIEVE, and during a RETRIEVE."""
     with ExitStack() as stack:
         first = stack.enter_context(WireClient(endpoint, timeout=_ANSWER_S))
         instance = _instance(chance)

@@ -1,4 +1,4 @@
-"""What the harness makes of what engines say: which complaint a fault explains, and which is a violation."""
+"""The ledger's verdict on the reports of engines: a fault explains a complaint, or it is a violation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.chaos.ledger import AFTERMATH_S, MOST_TIMEOUTS, Ledger
 
 
 def late(ledger: Ledger, engine: int, after: float = 0.0) -> str:
-    """Engine `engine` tells of a call that came late, `after` seconds from now; what is violated."""
+    """Report a late call of engine `engine`, `after` seconds from now, and return the violation."""
     now = time.monotonic() + after
     ledger.hear(engine, Complaint("it came late", now, now, excuses=("stop_engine", "stop_server")))
     return ledger.violation

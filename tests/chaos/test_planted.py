@@ -1,4 +1,4 @@
-"""The harness finds what is planted in a server: a harness that cannot fail proves nothing."""
+"""The harness finds the bugs that are planted in a server: a harness that cannot fail proves nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Owns the watch over an engine's waits: no future outlives its deadline, and no call takes longer than it may.
+"""Checks of an engine's waits: no future outlives its deadline, and no call exceeds its limit.
 
-Runs in the engine process: in whatever threads make and resolve requests, and in one of its own.
+Runs in the engine process: in the threads that make and resolve requests, and in its own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvframework.client import KVClient
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
 from tests.chaos.events import Complaint, Event, TimedOut
 
-# What a machine may take on which every core is busy with something else.
+# Delay that a machine may add while every core is busy with other work.
 ALLOWANCE_S = 2.0
 _LOOK_EVERY_S = 0.25
 STOPS = ("stop_engine", "stop_all_engines")
 
 
 class Watch:
-    """Stands between a client and its connection from when it is made."""
+    """A wrapper of a client's connection, installed when the watch is made."""
 
     def __init__(self, client: KVClient, tell: Callable[[Event], None]) -> None:
         self.failures: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class Watch:
             self._tell(Complaint(text, began, now, excuses=STOPS))
 
     def _look(self) -> None:
-        """Tells of what never comes."""
+        """Report futures that never resolve."""
         told = set()
         while not self._over.wait(_LOOK_EVERY_S):
             now = time.monotonic()
@@ -106,7 +106,7 @@ class Watch:
                     self._tell(Complaint(text, began, now, excuses=STOPS))
 
     def check_nothing_is_pending(self) -> None:
-        """To be called once, when the client is closed."""
+        """Report pending futures; called once, when the client is closed."""
         self._over.set()
         with self._lock:
             pending = sorted(name for name, _, _ in self._pending.values())

@@ -1,5 +1,5 @@
-"""Owns the proof that what a STORE said is stored is found at once from another process. A thread and a client of the
-harness."""
+"""A check that a STORE's objects can be found at once from another process. Runs in the harness, by its own thread and
+client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.tiers.prompts import CHUNK_TOKENS
 
 _ANSWER_S = 2.0
 _AT_ONCE_S = 1.0
-# What was stored last is evicted last: after fewer evictions it must still be there.
+# The newest object is evicted last: after fewer evictions than this it must still be there.
 _FEW_EVICTIONS = 16
 
 
 class Witness:
-    """Asks for one claim after the other. Those that it cannot ask in time are counted and left."""
+    """A thread that checks one claim after the other. Claims that it cannot check in time are counted and skipped."""
 
     def __init__(self, endpoint: str, ledger: Ledger) -> None:
         self._endpoint = endpoint
@@ -46,7 +46,7 @@ class Witness:
                 continue
             try:
                 self._judge(claim)
-            except (KVFrameworkError, OSError):  # the server is away, or another one
+            except (KVFrameworkError, OSError):  # the server is down, or a new one has started
                 self._ledger.count(claims_left=1)
                 self._forget()
         self._forget()

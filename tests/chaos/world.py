@@ -1,6 +1,6 @@
-"""Owns the processes of a run: a server, a Redis behind a proxy and a folder behind the server, and engines before it.
+"""The processes of a run: a server, its two tiers (a Redis behind a proxy, and a folder), and the engines.
 
-Each part is driven by one thread at a time; `status` may be asked from any.
+One thread at a time drives each part; any thread may call `status`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REDIS = ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a run consists of. `bug` names one of `server_program.BUGS`."""
+    """The parameters of a run. `bug` names one of `server_program.BUGS`."""
 
     seed: int
     seconds: float
@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class World:
-    """Use it as a context manager: whatever it started ends with it."""
+    """A context manager that ends every process it started."""
 
     def __init__(self, plan: Plan, folder: Path, ledger: Ledger) -> None:
         self.plan = plan
@@ -84,12 +84,12 @@ class World:
         self._stack.close()
 
     def status(self) -> dict[str, Any]:
-        """By a client of its own. Raises whatever a server that is away makes of it."""
+        """Query by a new client. Raises the errors of that client if the server is down."""
         with self.server.client(timeout=2.0) as client:
             return client.status()
 
     def set_slowness(self, seconds: float) -> None:
-        """Of every call to the folder from now on."""
+        """Set the delay of every later call to the folder."""
         if seconds:
             self._slowness.write_text(str(seconds))
         else:
@@ -110,8 +110,8 @@ class World:
         ]
 
     def _engine(self, number: int) -> EngineProcess:
-        """Two models, whose KV must never be mixed up. One engine in three moves its bytes over the wire. One waits for
-        the server as engines do in earnest; on a busy machine that leaves the others to do the work."""
+        """Engines use two models, whose KV must never mix. One engine in three moves its bytes over the wire. One has
+        short deadlines, like real engines; longer ones let the others work on a busy machine."""
         settings = Settings(
             endpoint=self.server.endpoint,
             seed=self.plan.seed,
@@ -132,6 +132,6 @@ class World:
         return EngineProcess(settings, self.folder / f"engine-{number}.log", hear, died)
 
     def _environment(self, name: str, value: str) -> None:
-        """All processes of the run inherit it."""
+        """Set a variable that all processes of the run inherit."""
         os.environ[name] = value
         self._stack.callback(os.environ.pop, name, None)

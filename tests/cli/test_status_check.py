@@ -84,7 +84,7 @@ def test_a_tier_whose_writes_hang_is_named_until_they_go_on(tmp_path: Path, monk
         wait_until(lambda: client.status()["problems"], 60, "the hanging write to be seen")
         done = check(server)
         assert done.returncode == 1
-        assert re.fullmatch(r"l2\.0: a put to hanging goes on, \d+ s after its deadline\n", done.stdout)
+        assert re.fullmatch(r"l2\.0: a put to hanging still runs \d+ s after its deadline\n", done.stdout)
         (tier,) = client.status()["l2"]
         assert (tier["state"], tier["pending_calls"], tier["overdue_call"]) == ("closed", 1, "put")
         assert tier["oldest_call_s"] > tier["overdue_s"] > 0

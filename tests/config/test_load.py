@@ -182,7 +182,7 @@ def test_a_wrong_field_is_told_with_its_place(load: Load, case: str) -> None:
 
 
 def test_an_endpoint_is_checked_with_the_rest(load: Load) -> None:
-    with pytest.raises(EndpointError, match=r"kvf\.toml: \[server\] endpoint: plain tcp:// needs CURVE keys"):
+    with pytest.raises(EndpointError, match=r"kvf\.toml: \[server\] endpoint: tcp:// needs CURVE keys"):
         load('[server]\nendpoint = "tcp://0.0.0.0:5555"')
 
 

@@ -87,8 +87,8 @@ def test_the_default_is_never_changed() -> None:
         ("layout.first.use=x", "'first' to index an array of 3"),
         ("layout.-1.use=x", "'-1' to index an array of 3"),
         ("layout.9=x", "'9' to index an array of 3"),
-        ("l1.use.x=1", "is a value"),
-        ("l1.use.x.y=1", "is a value"),
+        ("l1.use.x=1", "a value that is not a table"),
+        ("l1.use.x.y=1", "is a value, not a table"),
     ],
 )
 def test_a_bad_override_says_so(override: str, fact: str) -> None:

@@ -1,7 +1,7 @@
-"""Owns the builds that the tests of CUDA need: the simulated driver, and the gather kernel for the host.
+"""Builds for the tests of CUDA: the simulated driver, and the gather kernel for the host.
 
-Each is built once per run, into a directory that goes with the process. What cannot be built skips the test, with the
-compiler's word for it.
+Each is built once per run, into a directory that is removed with the process. A failed build skips the test and shows
+the compiler's message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHIM = _HERE / "host_kernel.h"
 
 @functools.cache
 def driver_library() -> Path:
-    """The simulated driver, alone in its directory. Skips if it cannot be had."""
+    """The simulated driver, alone in its directory. Skips if it cannot be built."""
     if not _has_bindings():
         pytest.skip("cuda-bindings is not installed")
     found = compiler("cc")
@@ -43,7 +43,7 @@ def driver_library() -> Path:
 
 @functools.cache
 def kernels_library() -> Path:
-    """The plugin's kernels, built for the host. Skips if that cannot be had."""
+    """The plugin's kernels, built for the host. Skips if they cannot be built."""
     for needed in (_GATHER, _SHIM):
         if not needed.exists():
             pytest.skip(f"{needed.name} is not there")
@@ -55,7 +55,7 @@ def kernels_library() -> Path:
 
 
 def environment(node: Path, *, kernels: bool = False) -> dict[str, str]:
-    """What a new process needs beside this one's variables to find the simulated driver, and `node` by it."""
+    """Return the variables by which a new process finds the simulated driver, and `node` by it."""
     found = {
         NODE_VARIABLE: str(node),
         "LD_LIBRARY_PATH": os.pathsep.join(
@@ -66,7 +66,7 @@ def environment(node: Path, *, kernels: bool = False) -> dict[str, str]:
 
 
 def preload() -> None:
-    """Has `cuda.bindings` of this process find the simulated driver. Skips if it has found another one before."""
+    """Make `cuda.bindings` of this process load the simulated driver. Skips if it has loaded another one before."""
     library = driver_library()
     others = {path for path in _loaded() if path != str(library)}
     if others:
@@ -92,7 +92,7 @@ def _has_bindings() -> bool:
 
 
 def compiler(name: str) -> str:
-    """Where it is. Skips if it is not installed."""
+    """Return the path of a build tool. Skips if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"there is no {name} to build it with")

@@ -1,4 +1,4 @@
-"""What tests of CUDA stand on: the simulated driver, in the test's own process or in others."""
+"""Fixtures of the CUDA tests: the simulated driver, in the test's own process or in others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cuda.peers import Peer
 
 @pytest.fixture(scope="session")
 def _node_of_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CudaNode]:
-    """A process has one, as it has one driver."""
+    """One per process, since a process has one driver."""
     preload()
     with CudaNode(tmp_path_factory.mktemp("cuda") / "node", seed=5, max_delay_s=0.0005) as node:
         yield node
@@ -24,7 +24,7 @@ def _node_of_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CudaN
 
 @pytest.fixture(scope="class")
 def cuda_node(_node_of_process: CudaNode) -> Iterator[CudaNode]:
-    """The simulated node of this process and of those that it starts meanwhile."""
+    """The simulated node of this process and of processes started while it exists."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(_node_of_process.path).items():
             patch.setenv(name, value)
@@ -33,7 +33,7 @@ def cuda_node(_node_of_process: CudaNode) -> Iterator[CudaNode]:
 
 @pytest.fixture(scope="class")
 def cuda_kernels(cuda_node: CudaNode) -> Iterator[None]:
-    """Kernels run as well, on the host; they are compiled for a GPU beforehand."""
+    """A node on which kernels run as well, on the host; for a GPU they are compiled beforehand."""
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KERNELS_VARIABLE, environment(cuda_node.path, kernels=True)[KERNELS_VARIABLE])
@@ -42,7 +42,7 @@ def cuda_kernels(cuda_node: CudaNode) -> Iterator[None]:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[CudaNode]:
-    """One of the test's own, for processes that it starts."""
+    """A node for processes that the test starts."""
     driver_library()
     with CudaNode(tmp_path / "node", nbytes=1 << 20, seed=11) as made:
         yield made

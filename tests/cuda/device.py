@@ -1,6 +1,5 @@
-"""Owns a GPU as an engine uses it: memory, a stream of work that takes its time, reads and writes. By cuda-bindings
-alone, so that it is the same on a real driver and on the simulated one. Thread-safe.
-"""
+"""A GPU as an engine uses it: memory, a slow stream of work, reads and writes. It uses cuda-bindings alone, so that it
+behaves the same on a real driver and on the simulated one. Thread-safe."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ _NON_BLOCKING = 1
 _PORTABLE_AND_MAPPED = 3
 _GEQ = 0
 _POLL_S = 0.0002
-# At once: while work stands still, an allocation might wait for it.
+# Allocated at once: an allocation might wait for work that is held back.
 _PINNED_BYTES = 8 << 20
 
 
 class CudaError(RuntimeError):
-    """A call that failed; its name and the driver's name of the error."""
+    """A failed call: its name, and the driver's name of the error."""
 
 
 def call(function: Callable[..., Any], *arguments: object) -> Any:
-    """The call's one value, a tuple of several, or None. Raises `CudaError`."""
+    """Return the call's one value, a tuple of several, or None. Raises `CudaError`."""
     status, *values = function(*arguments)
     if status:
         raise CudaError(f"{function.__name__}: {status.name}")
@@ -34,8 +33,8 @@ def call(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 class CudaDevice:
-    """The device of `ordinal` in this process, in its primary context; negative: counted from the last. It is what a
-    `DeviceTensor` has for its runtime."""
+    """The device `ordinal` in this process, in its primary context; a negative number counts from the last. It is the
+    runtime of a `DeviceTensor`."""
 
     def __init__(self, ordinal: int = 0) -> None:
         call(cu.cuInit, 0)
@@ -56,7 +55,7 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Its context is the calling thread's."""
+        """Make its context the calling thread's."""
         call(cu.cuCtxPushCurrent, self._context)
         try:
             yield
@@ -72,13 +71,13 @@ class CudaDevice:
         return address
 
     def write(self, address: int, data: bytes) -> None:
-        """Blocking."""
+        """Write, blocking."""
         self.finish(0)
         with self.current():
             call(cu.cuMemcpyHtoD, address, data, len(data))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Blocking."""
+        """Read, blocking."""
         self.finish(0)
         found = bytearray(nbytes)
         with self.current():
@@ -93,12 +92,12 @@ class CudaDevice:
         return self._streams[-1]
 
     def finish_work(self) -> None:
-        """Returns once all that was given to `write_later` is there."""
+        """Wait until all queued `write_later` writes are done."""
         self.finish(self._work)
 
     def finish(self, stream: int, timeout: float = 20.0) -> None:
-        """Returns once the stream has done what it holds. Raises `CudaError` if that does not come; the driver's own
-        call would wait for ever."""
+        """Wait until the stream is idle. Raises `CudaError` after a timeout; the driver's own call would wait for
+        ever."""
         deadline = time.monotonic() + timeout
         with self.current():
             while (status := cu.cuStreamQuery(stream)[0]) == cu.CUresult.CUDA_ERROR_NOT_READY:
@@ -109,7 +108,7 @@ class CudaDevice:
             raise CudaError(f"cuStreamQuery: {status.name}")
 
     def write_later(self, address: int, data: bytes) -> int:
-        """Queues a write that does nothing before `let_go`; the event behind it."""
+        """Queue a write that waits for `let_go`; return the event behind it."""
         staging = self._staging(len(data))
         ctypes.memmove(staging, data, len(data))
         with self.current():
@@ -122,11 +121,11 @@ class CudaDevice:
         return int(event)
 
     def let_go(self) -> None:
-        """What was queued so far may be done."""
+        """Let the work that was queued so far run."""
         self._gate.value = self._held
 
     def read_later(self, address: int, nbytes: int, stream: int) -> Callable[[], bytes | None]:
-        """Queues a read; what it returns gives the bytes once they are there, None before."""
+        """Queue a read; return a function that gives the bytes once they are there, None before."""
         staging = self._staging(nbytes)
         with self.current():
             event = call(cu.cuEventCreate, _NO_TIMING)
@@ -146,8 +145,8 @@ class CudaDevice:
         return read
 
     def close(self) -> None:
-        """Frees all. Idempotent; whoever borrowed memory has closed it. Raises `CudaError`, with nothing freed, if a
-        stream does not come to its end."""
+        """Free everything. Idempotent; borrowers of its memory must have closed it. Raises `CudaError`, with nothing
+        freed, if a stream does not become idle."""
         if self._pinned:
             self.let_go()
             for stream in (0, *self._streams):
@@ -164,7 +163,7 @@ class CudaDevice:
             call(cu.cuDevicePrimaryCtxRelease, self._device)
 
     def _staging(self, nbytes: int) -> int:
-        """Pinned host memory that is used for nothing else."""
+        """Pinned host memory that has no other use."""
         at = self._pinned_used
         self._pinned_used += -(-nbytes // 64) * 64
         assert self._pinned_used <= _PINNED_BYTES, "so much is read and written later that the pinned memory is used up"

@@ -1,4 +1,4 @@
-"""Owns a node of the simulated CUDA driver: its table in one directory, as a test sees it from above.
+"""A node of the simulated CUDA driver: its table in one directory, as a test observes and controls it.
 
 The structures are those of `simulated/table.h`. Rows are changed under flock, as the driver does.
 """
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 Fault = Literal["copy_fails", "poison", "hold"]
 
-# What a process finds its node by.
+# The variable by which a process finds its node.
 NODE_VARIABLE = "KVF_SIMULATED_CUDA"
 
 _FAULTS: dict[str, int] = {name: number for number, name in enumerate(get_args(Fault), start=1)}
@@ -103,7 +103,7 @@ class _Table(ctypes.Structure):
 
 
 class Violation(NamedTuple):
-    """Something that a real device would have let pass. `process` is the id of the process."""
+    """A misuse that a real device would not detect. `process` is the id of the process."""
 
     kind: str
     text: str
@@ -138,7 +138,7 @@ class CudaNode:
         table.device_count = devices
         table.physical = 1 << 20
         for number in range(devices):
-            # The first four bytes tell them apart: that is how far people write them out.
+            # The first four bytes distinguish them, since people often write only those.
             row, name = table.devices[number], uuid.UUID(int=(number + 1) << 120 | seed << 64 | 0x5EED)
             row.uuid[:] = name.bytes
             row.nbytes, row.mig = nbytes, mig
@@ -147,7 +147,7 @@ class CudaNode:
 
     @classmethod
     def attached(cls, directory: str | Path) -> CudaNode:
-        """The node that was made in `directory`, for another observer."""
+        """Attach to the node in `directory`, as another observer."""
         node = cls.__new__(cls)
         node._open(Path(directory))
         node.devices = node._names()
@@ -165,22 +165,22 @@ class CudaNode:
             self._mapped.close()
             self._file.close()
 
-    # what goes wrong
+    # injected faults
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
-        """The next `count` batched copies or kernels on the device fail, poison the context of their process, or stop
-        in the middle until `release`. Works across processes. Raises `ValueError` for what is not known."""
+        """Make the next `count` batched copies or kernels on the device fail, poison the context of their process, or
+        stop halfway until `release`. Works across processes. Raises `ValueError` for an unknown kind."""
         if fault not in _FAULTS:
             raise ValueError(f"there is no fault {fault!r}: {', '.join(_FAULTS)}")
         with self._locked():
             self._table.faults[_FAULTS[fault]][self._number(device)].remaining += count
 
     def hits(self, fault: Fault) -> int:
-        """How often such a fault has happened."""
+        """Return how often such a fault has happened."""
         return sum(row.hits for row in self._table.faults[_FAULTS[fault]])
 
     def release(self) -> None:
-        """Ends every fault that is left, and lets copies on that were held."""
+        """End every remaining fault, and let held copies continue."""
         with self._locked():
             for rows in self._table.faults:
                 for row in rows:
@@ -188,22 +188,22 @@ class CudaNode:
             self._table.released += 1
 
     def vanish(self, device: str, *, back: bool = False) -> None:
-        """Every call on the device fails from now on, in every process, until it is `back`."""
+        """Make every call on the device fail, in every process, until `back`."""
         self._table.devices[self._number(device)].vanished = not back
 
     @contextmanager
     def virtual_memory(self) -> Iterator[None]:
-        """What is allocated meanwhile cannot be exported, as what a virtual-memory allocator maps."""
+        """Make later allocations impossible to export, like those that a virtual-memory allocator maps."""
         self._table.virtual_memory = 1
         try:
             yield
         finally:
             self._table.virtual_memory = 0
 
-    # what is seen
+    # observations
 
     def violations(self) -> list[Violation]:
-        """What was done wrong so far."""
+        """Return the violations so far."""
         try:
             lines = (self.path / "violations").read_text().splitlines()
         except FileNotFoundError:
@@ -212,21 +212,22 @@ class CudaNode:
         return [Violation(kind, text, int(process)) for kind, process, text in rows]
 
     def launched(self) -> tuple[int, int]:
-        """How many batched copies and kernels there have been."""
+        """Return the number of batched copies and kernels so far."""
         return self._table.batches, self._table.kernels
 
     def mappings(self) -> int:
-        """How many allocations are open in living processes other than their own."""
+        """Return how many allocations are open in living processes other than their owner."""
         return self._openings(_MEMORY)
 
     def events(self) -> int:
-        """How many interprocess events of living processes are not destroyed, and openings of them not closed."""
+        """Return the number of interprocess events of living processes that are not destroyed, and of open imports of
+        them."""
         alive = _Alive()
         own = sum(row.state == _LIVE and alive(row.owner) for row in self._table.events)
         return own + self._openings(_EVENT)
 
     def allocated(self, device: str) -> int:
-        """Bytes of the device that a living process holds, as its owner or by a mapping."""
+        """Return the bytes of the device that a living process holds, as owner or by a mapping."""
         number, alive = self._number(device), _Alive()
         mapped = {
             row.row for row in self._table.openings if row.state == _LIVE and row.of == _MEMORY and alive(row.owner)
@@ -260,14 +261,14 @@ class CudaNode:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Of a descriptor of its own: one that was shared would share the lock.
+        # It needs its own descriptor: a shared one would share the lock.
         with (self.path / "table").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
 class _Alive:
-    """Which processes live; each is looked at once."""
+    """Return the processes that live; each is looked up once."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], bool] = {}
@@ -280,7 +281,7 @@ class _Alive:
 
 
 def _started(pid: int) -> int:
-    """When a process began; 0 if it is gone or a zombie."""
+    """Return the start time of a process; 0 if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

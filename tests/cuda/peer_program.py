@@ -92,7 +92,7 @@ def launch(function: Any, blocks: int, threads: int, stream: int, parameters: by
 
 
 def elsewhere(function: str, *arguments: object) -> tuple[Any, ...]:
-    """In a thread that has no context."""
+    """Call in a thread that has no context."""
     found: list[tuple[Any, ...]] = []
     thread = threading.Thread(target=lambda: found.append(getattr(cu, function)(*arguments)))
     thread.start()

@@ -1,4 +1,4 @@
-"""Owns processes on a simulated node, as tests speak to them: see `peer_program`."""
+"""Processes on a simulated node that a test controls; see `peer_program`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cuda.building import environment
 from tests.cuda.node import CudaNode
 
 DATA = bytes(range(256))
-# What new memory holds.
+# The content of new memory.
 STALE = b"\xc5"
 # Flags of a stream and of an opened handle.
 NON_BLOCKING = 1
@@ -21,11 +21,11 @@ LAZY = 1
 
 
 class Refused(Exception):
-    """What the driver said; its name of the error."""
+    """An error of the driver, with the driver's name for it."""
 
 
 class Peer:
-    """On device `ordinal` of what it sees. `variables` are added to its environment."""
+    """A process on device `ordinal` of those it sees. `variables` are added to its environment."""
 
     def __init__(self, node: CudaNode, *, ordinal: int = 0, **variables: str) -> None:
         self.process = subprocess.Popen(
@@ -42,7 +42,7 @@ class Peer:
             raise
 
     def __call__(self, function: str, *arguments: object, keep: str = "_") -> Any:
-        """Calls it there. Raises `Refused`."""
+        """Call the function in the process. Raises `Refused`."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([keep, function, *map(_plain, arguments)]) + "\n")
@@ -76,7 +76,7 @@ class Peer:
 
 
 def kinds(node: CudaNode) -> list[str]:
-    """Of what was done wrong so far."""
+    """Return the kinds of the violations so far."""
     return [violation.kind for violation in node.violations()]
 
 

@@ -1,4 +1,4 @@
-"""Owns the rig of `cuda_ipc`: how the transport kit uses a GPU as an engine would, real or simulated."""
+"""The rig of `cuda_ipc`: the transport kit's use of a GPU as an engine would use it, real or simulated."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ LEAD_BYTES = 1280
 
 
 def make(**options: object) -> CudaRig:
-    """On the first real GPU; `options` are the server's for the transport."""
+    """Make a rig on the first real GPU; `options` are the server's for the transport."""
     return CudaRig(None, options, device=0)
 
 
 def make_simulated(node: str, device: int = -1, **options: object) -> CudaRig:
-    """On a GPU of those that this process sees of a simulated node, whose driver it finds; if nothing is said the last:
-    a driver that takes the first must not pass."""
+    """Make a rig on a GPU of a simulated node, by default the last that this process sees: a driver that takes the
+    first must not pass."""
     return CudaRig(CudaNode.attached(node), options, device)
 
 
 class CudaRig(TransportRig):
-    """Without a `node`, what only a simulated driver can do raises `NotImplementedError`, or is 0."""
+    """The rig of `cuda_ipc`. Without a `node`, functions of the simulated driver raise `NotImplementedError`, or return
+    0."""
 
     transport = "cuda_ipc"
 
@@ -49,13 +50,13 @@ class CudaRig(TransportRig):
 
     @cached_property
     def _gpu(self) -> CudaDevice:
-        """Made when it is needed: a server has a rig, too, and uses no GPU."""
+        """Created on first use: a server has a rig, too, and uses no GPU."""
         from tests.cuda.device import CudaDevice
 
         return CudaDevice(self._ordinal)
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        # Not at the beginning, as an allocator that hands out parts of a slab.
+        # Not at the beginning: the place lies within an allocation, as with an allocator that splits slabs.
         address = self._gpu.allocate(LEAD_BYTES + math.prod(shape) * dtype_bytes(dtype)) + LEAD_BYTES
         return DeviceTensor(self._gpu, address, shape, contiguous(shape), dtype)  # type: ignore[arg-type, return-value]
 

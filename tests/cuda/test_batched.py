@@ -1,4 +1,4 @@
-"""The columns that go to the copy engines: which fragments, and that none touches two slices of the arena."""
+"""The columns that the copy engines receive: the fragments, none of which touches two slices of the arena."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARENA = 1 << 20
 
 
 class Asked:
-    """Stands where the driver's call is, and says `status`."""
+    """A stand-in for the driver's call, which returns `status`."""
 
     def __init__(self, status: int = 0) -> None:
         self.copies: list[tuple[int, int, int]] = []

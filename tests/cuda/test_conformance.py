@@ -21,7 +21,7 @@ class TestSimulatedDma(TransportConformance):
 
 @pytest.mark.usefixtures("cuda_kernels")
 class TestSimulatedKernel(Content, Faults):
-    """What depends on what copies: the bytes, and what becomes of a copy that fails."""
+    """Tests that depend on the copy engine: the bytes, and the effect of a failed copy."""
 
     @pytest.fixture(scope="class")
     @classmethod

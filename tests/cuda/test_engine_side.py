@@ -1,5 +1,5 @@
-"""The parts of the transport's engine half that need no driver: identities, words that streams wait for, what is taken
-for an event or a stream."""
+"""The parts of the transport's engine half that need no driver: identities, words that streams wait for, accepted
+events and streams."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PATTERN = bytes((7 * number + number // 251) % 255 + 1 for number in range(MEMOR
 
 
 class HostKernels:
-    """The kernels as plain functions; `launch` stands where the driver's is."""
+    """The kernels as plain functions; `launch` replaces the driver's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -141,7 +141,7 @@ def test_a_kernel_copies_what_the_fragments_say(
         source_at, target_at = (there, offset) if to_arena else (offset, there)
         expected[target_at : target_at + run] = PATTERN[source_at : source_at + run]
     assert ctypes.string_at(at_arena if to_arena else at_device, MEMORY) == bytes(expected)
-    # What lies before and behind is nobody's.
+    # Bytes before and behind belong to no fragment.
     whole = arena if to_arena else device
     begin = (at_arena if to_arena else at_device) - ctypes.addressof(whole)
     assert not any(whole.raw[:begin]) and not any(whole.raw[begin + MEMORY :])  # noqa: PT018

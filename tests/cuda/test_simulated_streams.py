@@ -20,7 +20,7 @@ NO_TIMING, INTERPROCESS = 2, 6
 
 
 def gated(peer: Peer, stream: str) -> None:
-    """Has the stream stand still until `open_gate`."""
+    """Hold the stream until `open_gate`."""
     peer("cuMemHostAlloc", 4096, 3, keep="gate")
     peer("cuStreamWaitValue32", stream, "$gate", 1, 0)
 
@@ -30,7 +30,7 @@ def open_gate(peer: Peer) -> None:
 
 
 def settle(peer: Peer) -> None:
-    """Returns when all is done that nothing holds: many times the delay of a piece of work has passed."""
+    """Wait until all work that nothing holds is done: many times the delay of a piece of work."""
     peer("cuStreamCreate", NON_BLOCKING, keep="settling")
     peer("cuEventCreate", NO_TIMING, keep="settled")
     for _ in range(20):

@@ -1,5 +1,5 @@
 """What only this transport meets, on the simulated driver: GPUs that are seen otherwise elsewhere or fall off the bus,
-memory that cannot be lent, drivers and installations that lack one of the copy engines."""
+memory that cannot be exported, drivers and installations that lack one of the copy engines."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ for _ in range(2):
 
 
 def test_a_stream_can_be_held_again_after_the_context_was_given_back(cuda_node: CudaNode) -> None:
-    """Its pinned memory goes with a context, and an engine without torch may make one more."""
+    """A context owns its pinned memory, and an engine without torch may make another context."""
     done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert cuda_node.violations() == []

@@ -68,7 +68,12 @@ def client(rigs: list[SimulatedRig], server: Server) -> Iterator[KVClient]:
 def pids(server: Server) -> Callable[[], dict[str, int]]:
     transport = server.service._transports["simdev"].server
     assert isinstance(transport, DeviceServerTransport)
-    return transport.copier_pids
+
+    def running() -> dict[str, int]:
+        devices: list[dict[str, Any]] = transport.status()["devices"]  # type: ignore[assignment]
+        return {each["device"]: each["pid"] for each in devices if each["pid"] is not None}
+
+    return running
 
 
 @pytest.fixture

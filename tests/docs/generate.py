@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.docs import deprecation_list, error_reference, hook_reference, option_tables
+from tests.docs import error_reference, hook_reference, option_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 RENEW = "python -m tests.docs.generate"
@@ -16,7 +16,6 @@ def generated() -> dict[Path, str]:
     files = {
         ROOT / "docs" / "errors.md": NOTE + error_reference.page(),
         ROOT / "docs" / "plugins" / "hooks.md": NOTE + hook_reference.page(),
-        deprecation_list.PAGE: deprecation_list.renewed(),
     }
     return files | {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
 

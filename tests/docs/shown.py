@@ -1,4 +1,4 @@
-"""Owns how what a page shows is taken out of it and tried."""
+"""Extraction of the examples that a page shows, and runs of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code blocks of a page's text in that language."""
+    """Return the code blocks of a page's text in that language."""
     return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 def entry_points(package: str) -> dict[str, str]:
-    """What a `pyproject.toml` registers at the top of modules."""
+    """Return the entry points of a `pyproject.toml`, for top-level modules."""
     return dict(re.findall(r'^"([\w.]+)" = "(\w+)"$', package, re.MULTILINE))
 
 
 def prove(folder: Path) -> int:
-    """Runs pytest there as somebody does who has only what lies there; how many tests passed. Blocks up to 100 s."""
+    """Run pytest with only the files of that folder; return the number of passed tests. Blocks up to 100 s."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--strict-markers"]
     done = subprocess.run(
         [*command, "--rootdir", ".", "-c", os.devnull],

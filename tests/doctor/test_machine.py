@@ -17,10 +17,9 @@ import pytest
 from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api import Finding
 from kvframework.config import load_config
-from kvframework.doctor import accelerator, interpreter, limits, memory, numa
+from kvframework.doctor import accelerator, interpreter, memory, numa
 from kvframework.doctor.checkup import examine, run_check
 from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
-from kvframework.messaging.server import gate
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
@@ -121,10 +120,6 @@ def test_descriptors_are_counted(limit: str, level: str, text: str) -> None:
     found = in_a_child(limit)["limits.descriptors"]
     assert found[0] == level
     assert text in found[1]
-
-
-def test_the_doctor_knows_the_gates_numbers() -> None:
-    assert (limits.SAFE_LIMIT, limits.SESSIONS_SHARE) == (gate.SAFE_LIMIT, gate.SESSIONS_SHARE)
 
 
 def test_locked_memory_is_told() -> None:

@@ -29,7 +29,7 @@ from tests.fuzz.mutation import mutated, mutated_bytes, mutated_frames
 from tests.golden.samples import every_field, required_fields
 
 Answer = Callable[[int, str], list[bytes]]
-WELCOME = m.HelloReply(1, b"b" * 16, b"s" * 16, 256, "sha256", "sha256/1", ("cpu_gather",), ("paged",))
+WELCOME = m.HelloReply(1, b"b" * 16, b"s" * 16, 256, "sha256", "sha256/1", ("cpu_gather",))
 WAIT_S = 0.1
 
 

@@ -146,7 +146,6 @@ _LAYOUT = {"format": ""}
 @pytest.mark.parametrize(
     ("struct", "payload"),
     [
-        (m.Hello, _largest(m.Hello, {"capabilities": array_of(b"\xa0", _MANY)})),
         (m.RegisterKvCache, _largest(m.RegisterKvCache, {"handles": array_of(b"\xc4\x00", _MANY // 2)})),
         (
             m.RegisterKvCache,

@@ -15,6 +15,7 @@ import zmq
 from kvframework.api import Future, Handler, Message, Promise, Reply, RequestSpec
 from kvframework.errors import BadRange, Cancelled
 from kvframework.messaging.client.connection import Connection
+from kvframework.messaging.server.dispatch import Served
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.client_deadlines import LOCAL
@@ -116,29 +117,24 @@ class Work:
 
 
 def make_server(endpoint: str, work: Work, **options: Any) -> MessageServer:
-    return MessageServer(
-        endpoint=endpoint,
+    welcome = HelloReply(
+        version=0,
+        boot_id=work.boot_id,
+        session=b"",
+        chunk_size=256,
+        hasher="sha256",
+        hasher_fingerprint=HASHER,
+        transports=(),
+    )
+    served = Served(
         handlers=options.pop("handlers", work.handlers()),
-        welcome=options.pop("welcome", None)
-        or (
-            lambda *_: HelloReply(
-                version=0,
-                boot_id=work.boot_id,
-                session=b"",
-                chunk_size=256,
-                hasher="sha256",
-                hasher_fingerprint=HASHER,
-                transports=(),
-                layouts=(),
-            )
-        ),
+        welcome=options.pop("welcome", None) or (lambda *_: welcome),
         hasher_fingerprint=HASHER,
         arena_fd=options.pop("arena_fd", None),
         on_session_end=work.ended.append,
         on_tick=work.tick,
-        tick_s=0.02,
-        **options,
     )
+    return MessageServer(endpoint, served, tick_s=0.02, **options)
 
 
 class Lab:

@@ -172,7 +172,7 @@ class StubServer:
                 name = envelope.type
                 if name == "HELLO":
                     self.hellos += 1
-                    answer = HelloReply(1, self.boot_id, b"s" * 16, 256, "h", HASHER, (), ())
+                    answer = HelloReply(1, self.boot_id, b"s" * 16, 256, "h", HASHER, ())
                 elif isinstance(answer, ErrorPayload):
                     name = ERROR_TYPE
                 if answer is not None:

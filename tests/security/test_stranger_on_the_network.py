@@ -173,7 +173,6 @@ def test_a_server_elsewhere_names_no_socket_of_this_machine(tmp_path: Path) -> N
                 "sha256",
                 HASHER,
                 (),
-                (),
                 liveness=str(tmp_path / "trap"),
             )
             router.send_multipart([identity, *join(split(frames).request_id, "HELLO", reply)])

@@ -57,9 +57,9 @@ def test_a_model_has_a_name_that_can_be_shown(server: ServerProcess, name: str) 
     with server.client() as client:
         with pytest.raises(errors.RequestError, match="cannot be shown"):
             client.register(model_name=name)
-        layout = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), attention_backend=name)
+        layout = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),))
         with pytest.raises(errors.RequestError, match="cannot be shown"):
-            client.call("REGISTER_KV_CACHE", m.RegisterKvCache(9, "m", 1, 0, bytes(16), "cpu_gather", layout))
+            client.call("REGISTER_KV_CACHE", m.RegisterKvCache(9, name, 1, 0, bytes(16), "cpu_gather", layout))
         client.register(model_name="Modell/größer 2")
 
 

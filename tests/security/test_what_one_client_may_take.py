@@ -201,8 +201,6 @@ def test_a_layout_is_kept_and_therefore_bounded(client: WireClient) -> None:
     names = tuple("n" * 600 for _ in range(2000))
     with pytest.raises(errors.MessageTooLarge, match="names are too long"):
         register(KVLayout("paged", (LayerGroup(2000, 16, 1, 8, "float32", layer_names=names),)))
-    with pytest.raises(errors.MessageTooLarge, match="attention_backend"):
-        register(KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), attention_backend="x" * 2000))
 
 
 def test_block_sizes_without_a_common_multiple_are_refused(client: WireClient) -> None:

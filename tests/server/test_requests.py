@@ -49,7 +49,7 @@ def test_the_eight_scalars_name_the_namespace_on_both_sides(client: WireClient) 
 
 def test_a_layout_registration_shows_in_the_status(client: WireClient) -> None:
     group = LayerGroup(3, 16, 2, 8, "float16", axes=("plane", "block", "token", "head", "dim"))
-    layout = KVLayout("paged", (group,), num_blocks=10, attention_backend="FLASH")
+    layout = KVLayout("paged", (group,), num_blocks=10)
     namespace = compute_namespace(
         model="m", desc=canonical_desc(layout, 256), hasher_fingerprint="sha256/1", world_size=4
     )
@@ -70,7 +70,6 @@ def test_a_layout_registration_shows_in_the_status(client: WireClient) -> None:
         "num_blocks": 10,
         "format": "paged",
         "shapes": [[2, 3, 256, 16]],
-        "attention_backend": "FLASH",
         "bytes_per_token": 192.0,
         "group_physical_block_sizes": [16],
         "group_compress_ratios": [1],

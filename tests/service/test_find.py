@@ -131,7 +131,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
 
 
 def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.service.lookups.UNPIN_AT_ONCE", RANKS + 1)
+    monkeypatch.setattr("kvframework.storage.lookup_tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
     lookups = Lookups(storage, KeyResolver(Sha256()), ticket_s=10.0)
@@ -144,8 +144,8 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     now[0] = 10.0
     left = []
     for _ in range(3):
-        lookups.expire()
-        left.append(len(lookups))
+        lookups.tickets.expire()
+        left.append(len(lookups.tickets))
     assert left == [3, 1, 0]
     assert lookups.status()["lookups"] == 5
     storage.close()

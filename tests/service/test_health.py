@@ -64,7 +64,7 @@ def test_a_tier_whose_call_does_not_end() -> None:
     assert problems(document(l2=[tier(overdue_call="put", overdue_s=0.3)])) == [], "a little late"
     hung = tier(overdue_call="put", overdue_s=33.1)
     assert problems(document(l2=[tier(), hung])) == [
-        {"where": "l2.1", "fact": "a put to redis goes on, 33 s after its deadline"}
+        {"where": "l2.1", "fact": "a put to redis still runs 33 s after its deadline"}
     ]
 
 
@@ -112,7 +112,7 @@ def test_what_was_lost_while_there_was_no_server_is_counted_and_no_problem() -> 
 def test_doors_that_are_shut() -> None:
     seen = {"in_use": 700, "limit": 1000, "tcp": False, "sessions": False, "local": True, "shut_out": {}}
     (problem,) = problems(document(messaging={"counters": {}, "descriptors": seen}))
-    fact = "700 of 1000 descriptors are in use: new TCP connections and new clients do not come in"
+    fact = "700 of 1000 descriptors are in use: new TCP connections and new clients are not accepted"
     assert problem == {"where": "messaging.descriptors", "fact": fact}
 
 

@@ -132,7 +132,7 @@ def shut_down(world: World) -> str | None:
 def rest(world: World) -> str | None:
     """All clients die, the tiers are well: everything comes to its end."""
     for number in range(len(world.clients)):
-        world.lookups.end_owner(world.clients[number].owner)
+        world.lookups.tickets.end_owner(world.clients[number].owner)
         world.manager.end_owner(world.clients[number].owner)
         world.clients[number] = world.fresh_client()
     for writing in world.copies.writings:

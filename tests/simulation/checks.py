@@ -30,7 +30,7 @@ def check_deadlines(world: World) -> None:
         must(write.quarantined or world.now < write.deadline, "a write lease outlived its deadline")
     for pin in book.pins.values():
         must(not pin.held or world.now < pin.deadline, "a pin outlived its deadline")
-    for ticket in world.lookups._tickets.values():
+    for ticket in world.lookups.tickets._table:
         must(ticket.pending or world.now < ticket.deadline, "a ticket outlived its deadline")
 
 
@@ -74,9 +74,9 @@ def _leases(world: World) -> None:
     book = table._leases
     owners = {client.owner for client in world.clients} | {INTERNAL_OWNER}
     must(set(book._of) <= owners, "somebody who is dead holds a lease")
-    must({ticket.owner for ticket in world.lookups._tickets.values()} <= owners, "somebody who is dead holds a ticket")
+    must({ticket.owner for ticket in world.lookups.tickets._table} <= owners, "somebody who is dead holds a ticket")
     must(book.writes.keys() == model.writings.keys(), "other write leases are open than were given")
-    known = {ticket.pins for ticket in world.lookups._tickets.values()}
+    known = {ticket.pins for ticket in world.lookups.tickets._table}
     known |= {guard.id for client in world.clients for guard in client.reads}
     pins = {lease.id for lease in book.pins.values() if lease.owner != INTERNAL_OWNER}
     must(pins <= known, "a pin is left that nobody will end")

@@ -174,10 +174,10 @@ def end_session(world: World) -> str | None:
 def die(world: World) -> str | None:
     number = world.dice.pick(len(world.clients))
     owner = world.clients[number].owner
-    world.lookups.end_owner(owner)
+    world.lookups.tickets.end_owner(owner)
     world.manager.end_owner(owner)
     must(not world.manager._table._leases.of(owner), "a dead client holds a lease")
-    must(all(ticket.owner != owner for ticket in world.lookups._tickets.values()), "a dead client holds a ticket")
+    must(all(ticket.owner != owner for ticket in world.lookups.tickets._table), "a dead client holds a ticket")
     world.clients[number] = world.fresh_client()
     return f"client {owner} dies"
 

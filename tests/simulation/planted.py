@@ -8,17 +8,18 @@ from typing import Any
 from unittest import mock
 
 from kvframework.api import Outcome, PackedKey
-from kvframework.service.lookups import Lookups, Ticket
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.tickets import Ticket, TicketTable
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.l2.write_queue import Batch, WriteQueue
+from kvframework.storage.lookup_tickets import LookupTickets
 from kvframework.storage.manager import StorageManager
 
 Plant = Callable[[], Any]
@@ -78,20 +79,22 @@ def the_pins_of_the_dead_stay(original: Any, book: LeaseBook, owner: int, reques
     return [lease for lease in original(book, owner, request_id) if isinstance(lease, WriteLease)]
 
 
-@plant(Lookups, "end_owner")
-def the_tickets_of_the_dead_stay(_original: Any, _lookups: Lookups, _owner: int, _request: str | None = None) -> int:
-    return 0
+@plant(TicketTable, "of")
+def the_tickets_of_the_dead_stay(_original: Any, *_arguments: Any) -> list[Ticket]:
+    return []
 
 
-@plant(Lookups, "_loaded")
-def a_ticket_that_ended_pins_again(original: Any, lookups: Lookups, ticket: Ticket, grid: Any) -> None:
+@plant(LookupTickets, "_loaded")
+def a_ticket_that_ended_pins_again(original: Any, tickets: LookupTickets, ticket: Ticket, wanted: Any) -> None:
     ticket.ended = False
-    original(lookups, ticket, grid)
+    original(tickets, ticket, wanted)
 
 
-@plant(Lookups, "_load_ended")
-def a_ticket_without_a_hit_ends_before_it_is_asked(original: Any, lookups: Lookups, ticket: Ticket) -> None:
-    original(lookups, ticket)
+@plant(TicketTable, "load_ended")
+def a_ticket_without_a_hit_ends_before_it_is_asked(
+    original: Any, table: TicketTable, ticket: Ticket, now: float
+) -> None:
+    original(table, ticket, now)
     ticket.deadline = 0.0
 
 
@@ -186,12 +189,12 @@ def a_load_that_waited_goes_on_twice(original: Any, queue: TierLoads, due: Any) 
 
 @plant(Loader, "_fetch")
 def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments: Any) -> Any:
-    finish = loader._target.finish_load
-    loader._target.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
+    finish = loader._l1.finish_load
+    loader._l1.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
     try:
         return (yield from original(loader, *arguments))
     finally:
-        loader._target.finish_load = finish  # type: ignore[method-assign]
+        loader._l1.finish_load = finish  # type: ignore[method-assign]
 
 
 @plant(StorageManager, "finish_load")

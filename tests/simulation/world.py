@@ -182,7 +182,7 @@ class World:
         return not pending and not broken and not self.manager._prefetcher.in_flight
 
     def tick(self) -> None:
-        self.lookups.expire()
+        self.lookups.tickets.expire()
         self.manager.tick()
 
     def abandon(self) -> None:

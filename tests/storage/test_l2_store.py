@@ -17,6 +17,7 @@ from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.latency import Latencies
 from kvframework.storage.l2.room import Watermarks, oldest
+from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import L2Store
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier, in_envelope
@@ -47,14 +48,14 @@ def store_of(tier: MemoryTier, codec: str = "none", *, allow: Sequence[str] = ()
 
 def read(store: L2Store, key: PackedKey, nbytes: int) -> bytes | None:
     place = bytearray(os.urandom(nbytes))
-    return bytes(place) if store.get_into([key], [memoryview(place)]) == [True] else None
+    return bytes(place) if run(store.get_steps([key], [memoryview(place)])) == [True] else None
 
 
 def test_what_a_codec_packed_comes_back_and_takes_less_room() -> None:
     tier = MemoryTier()
     store = store_of(tier, "zlib")
     value = b"kv" * 5000
-    assert store.put(K[:1], [memoryview(value)]) == [True]
+    assert run(store.put_steps(K[:1], [memoryview(value)])) == [True]
     assert len(tier.values[K[0]]) < 1000
     assert read(store, K[0], len(value)) == value
     assert (store.counters["bytes_written"], store.counters["bytes_read"]) == (10000, 10000)
@@ -63,7 +64,7 @@ def test_what_a_codec_packed_comes_back_and_takes_less_room() -> None:
 def test_what_does_not_get_smaller_is_stored_as_it_is() -> None:
     tier = MemoryTier()
     value = os.urandom(1000)
-    store_of(tier, "zlib").put(K[:1], [memoryview(value)])
+    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(value)]))
     assert tier.values[K[0]][HEADER_BYTES:] == value
     assert read(store_of(tier), K[0], 1000) == value, "whoever reads needs no codec for it"
 
@@ -71,8 +72,8 @@ def test_what_does_not_get_smaller_is_stored_as_it_is() -> None:
 def test_servers_with_different_codecs_share_a_tier() -> None:
     tier = MemoryTier()
     packed, plain = b"a" * 4000, b"b" * 4000
-    store_of(tier, "zlib").put(K[:1], [memoryview(packed)])
-    store_of(tier).put(K[1:2], [memoryview(plain)])
+    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(packed)]))
+    run(store_of(tier).put_steps(K[1:2], [memoryview(plain)]))
     for store in (store_of(tier, "zlib"), store_of(tier, allow=["zlib"])):
         assert read(store, K[0], 4000) == packed
         assert read(store, K[1], 4000) == plain
@@ -80,7 +81,7 @@ def test_servers_with_different_codecs_share_a_tier() -> None:
 
 def test_a_codec_that_is_not_allowed_is_a_miss_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     tier = MemoryTier()
-    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
+    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(b"a" * 4000)]))
     store = store_of(tier)
     assert read(store, K[0], 4000) is None
     assert read(store, K[0], 4000) is None
@@ -94,10 +95,10 @@ def test_a_codec_that_can_not_be_made_is_a_miss_not_an_error() -> None:
         raise ImportError("no such library")
 
     tier = MemoryTier()
-    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
+    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(b"a" * 4000)]))
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": broken}))
     assert read(store, K[0], 4000) is None
-    assert store.put(K[1:2], [memoryview(b"a" * 4000)]) == [True]
+    assert run(store.put_steps(K[1:2], [memoryview(b"a" * 4000)])) == [True]
     assert read(store, K[1], 4000) == b"a" * 4000
 
 
@@ -107,7 +108,11 @@ def test_what_unpacks_to_something_else_is_deleted() -> None:
             return [memoryview(zlib.compress(bytes(data) + b"more"))]
 
     tier = MemoryTier()
-    L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Liar})).put(K[:1], [memoryview(b"a" * 99)])
+    run(
+        L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Liar})).put_steps(
+            K[:1], [memoryview(b"a" * 99)]
+        )
+    )
     store = store_of(tier, "zlib")
     assert read(store, K[0], 99) is None
     assert (store.counters["corrupt"], tier.values) == (1, {})
@@ -119,18 +124,18 @@ def test_a_truncated_value_is_damage_though_older_bytes_complete_it(codec: str, 
     """The tier lost its end, and the place still holds it from before; so it is for packed bytes, too."""
     tier, value = MemoryTier(), os.urandom(1000) + bytes(2000)
     store = store_of(tier, codec)
-    store.put(K[:1], [memoryview(value)])
+    run(store.put_steps(K[:1], [memoryview(value)]))
     whole = tier.values[K[0]]
     tier.values[K[0]] = whole[:-lost]
     place = bytearray(whole[HEADER_BYTES:].ljust(len(value), b"\0"))
-    assert store.get_into(K[:1], [memoryview(place)]) == [False]
+    assert run(store.get_steps(K[:1], [memoryview(place)])) == [False]
     assert (store.counters["corrupt"], tier.values) == (1, {}), "counted, and not found again"
 
 
 def test_a_value_behind_which_there_is_more_is_damage() -> None:
     tier = MemoryTier()
     store = store_of(tier, "zlib")
-    store.put(K[:1], [memoryview(bytes(1000))])
+    run(store.put_steps(K[:1], [memoryview(bytes(1000))]))
     tier.values[K[0]] += b"more"
     assert read(store, K[0], 1000) is None
     assert (store.counters["corrupt"], tier.values) == (1, {})
@@ -208,7 +213,7 @@ def test_damage_that_shows_without_reading_is_deleted_too() -> None:
 
     tier = Answering(dict.fromkeys(K[:3], b"value"))
     store = store_of(tier)
-    assert store.contains(K[:3]) == [False, True, False]
+    assert run(store.contains_steps(K[:3])) == [False, True, False]
     assert (list(tier.values), store.counters["corrupt"]) == (K[1:3], 1)
 
 
@@ -226,7 +231,7 @@ def test_without_a_codec_no_second_copy_of_an_object_is_made() -> None:
     values = [arena[first : first + (4 << 20)] for first in range(0, len(arena), 4 << 20)]
     tracemalloc.start()
     try:
-        store.put(K[: len(values)], values)
+        run(store.put_steps(K[: len(values)], values))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -251,9 +256,9 @@ def test_a_codec_that_fails_costs_nothing_but_its_own_value(caplog: pytest.LogCa
     tier = MemoryTier()
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Faulty}))
     values = [bytes([first]) * 4000 for first in range(3)]
-    assert store.put(K[:3], [memoryview(value) for value in values]) == [True] * 3
+    assert run(store.put_steps(K[:3], [memoryview(value) for value in values])) == [True] * 3
     places = [memoryview(bytearray(4000)) for _ in values]
-    assert store.get_into(K[:3], places) == [True, False, True]
+    assert run(store.get_steps(K[:3], places)) == [True, False, True]
     assert [bytes(places[0]), bytes(places[2])] == [values[0], values[2]]
     assert set(tier.values) == set(K[:3]), "a bug of the codec says nothing about the value"
     assert store.counters["codec_failed"] == 1
@@ -287,12 +292,12 @@ def test_a_full_tier_loses_what_was_used_longest_ago() -> None:
     store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
     value = bytes(1000 - HEADER_BYTES)
     for key in K[:9]:
-        store.put([key], [memoryview(value)])
+        run(store.put_steps([key], [memoryview(value)]))
     assert tier.scans == 0, "there was room"
-    store.put(K[9:10], [memoryview(value)])
+    run(store.put_steps(K[9:10], [memoryview(value)]))
     assert list(tier.values) == K[5:10], "down to the low watermark, the new one included"
     assert (tier.scans, store.counters["evicted"]) == (1, 5)
-    store.check()
+    run(store.check_steps())
     assert store.status()["usage"] == {"used_bytes": 5000, "capacity_bytes": 10_000}
 
 
@@ -311,10 +316,12 @@ def test_a_batch_beyond_a_small_tier_goes_in_parts() -> None:
     tier = Full(10_000)
     store = store_of(tier, watermarks=Watermarks(0.9, 0.8))
     value = memoryview(bytes(1000 - HEADER_BYTES))
-    assert store.put(K[:25], [value] * 25) == [True] * 25
+    assert run(store.put_steps(K[:25], [value] * 25)) == [True] * 25
     assert (store.counters["store_failed"], store.counters["stored"]) == (0, 25)
     assert list(tier.values)[-1] == K[24]
-    assert store.put(K[30:33], [value, memoryview(bytes(20_000)), value]) == [True, False, True], "only what never fits"
+    assert run(store.put_steps(K[30:33], [value, memoryview(bytes(20_000)), value])) == [True, False, True], (
+        "only what never fits"
+    )
 
 
 def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
@@ -332,7 +339,7 @@ def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
 
     tier = Strict()
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Shaped}))
-    assert store.put(K[:1], [memoryview(bytes(5000))]) == [True]
+    assert run(store.put_steps(K[:1], [memoryview(bytes(5000))])) == [True]
     assert len(tier.values[K[0]]) == HEADER_BYTES + 64
 
 
@@ -344,16 +351,16 @@ def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     tier = Broken(1000)
     store = store_of(tier)
     with pytest.raises(TierError, match="cannot list"):
-        store.put(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))])
+        run(store.put_steps(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))]))
     assert list(tier.values) == K[:1], "for which there was room"
 
 
 def test_what_a_tier_can_never_hold_pushes_nothing_out() -> None:
     tier = Disk(10_000)
     store = store_of(tier)
-    store.put(K[:4], [memoryview(bytes(2000))] * 4)
+    run(store.put_steps(K[:4], [memoryview(bytes(2000))] * 4))
     tier.refused.add(K[4])
-    assert store.put(K[4:5], [memoryview(bytes(20_000))]) == [False]
+    assert run(store.put_steps(K[4:5], [memoryview(bytes(20_000))])) == [False]
     assert list(tier.values) == K[:4]
 
 
@@ -390,8 +397,8 @@ def test_quantiles_are_right_to_a_tenth(seconds: list[float], q: float) -> None:
 def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:
     tier = MemoryTier()
     store = store_of(tier)
-    store.put(K[:1], [memoryview(b"value")])
-    assert store.contains(K[:3]) == [True, False, False]
+    run(store.put_steps(K[:1], [memoryview(b"value")]))
+    assert run(store.contains_steps(K[:3])) == [True, False, False]
     assert (store.counters["hits"], store.counters["misses"]) == (0, 2)
     assert read(store, K[0], 5) == b"value"
     assert (store.counters["hits"], store.counters["misses"]) == (1, 2)

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from kvframework.errors import ConfigFieldError, TierError
+from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import L2Store
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier
@@ -27,7 +28,7 @@ def store(tier: MemoryTier) -> L2Store:
 def ask(store: L2Store, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(TierError):
-            store.contains(KEYS)
+            run(store.contains_steps(KEYS))
 
 
 def test_a_bug_is_told_with_class_call_and_traceback_once(

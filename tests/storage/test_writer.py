@@ -70,11 +70,11 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.down = True
     for _ in range(3):
         with pytest.raises(OSError):
-            node.stores[0].put(K[100:101], [memoryview(b"value")])
+            run(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]))
     node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
+    other = threading.Thread(target=run, args=(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]),))
     other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
@@ -166,10 +166,10 @@ def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Nod
     node.tier.max_bytes = 0
     for _ in range(3):
         with pytest.raises(OSError):
-            node.stores[0].put(K[:1], [memoryview(b"value")])
+            run(node.stores[0].put_steps(K[:1], [memoryview(b"value")]))
     assert node.stores[0].state == "open"
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    node.stores[0].check()
+    run(node.stores[0].check_steps())
     assert node.stores[0].state == "closed"
 
 

@@ -1,4 +1,4 @@
-"""A certificate for tests, made by the `openssl` command for the occasion."""
+"""A certificate for tests, made by the `openssl` command on demand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Certificate(NamedTuple):
-    """PEM files. Signed by itself, so it is also what the other side must trust."""
+    """PEM files. The certificate is self-signed, so the other side must trust it as well."""
 
     certificate: Path
     key: Path
 
 
 def make_certificate(directory: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> Certificate:
-    """For servers and clients with these names."""
+    """Make a certificate for servers and clients with these names."""
     made = Certificate(directory / "cert.pem", directory / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-nodes", "-days", "2"]

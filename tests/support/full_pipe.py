@@ -1,4 +1,4 @@
-"""A pipe that is full and that is not read, for what writes into it."""
+"""A full pipe that has no reader, for tests of writers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def full_pipe() -> Iterator[tuple[int, int]]:
-    """The descriptors of its two ends; a write blocks."""
+    """Yield the descriptors of its two ends; a write blocks."""
     reader, writer = os.pipe()
     try:
         fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)

@@ -1,4 +1,4 @@
-"""A TCP port that nobody listens on. Another process may take it between the answer and its use."""
+"""A TCP port without a listener. Another process may take it between the answer and its use."""
 
 from __future__ import annotations
 

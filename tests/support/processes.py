@@ -1,4 +1,4 @@
-"""What a process holds, seen from outside: descriptors, threads, memory, children. Linux only."""
+"""A process seen from outside: descriptors, threads, memory, children. Linux only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def descriptors(pid: int) -> dict[int, str]:
-    """What each open descriptor is."""
+    """Return the target of each open descriptor."""
     found = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -21,23 +21,23 @@ def threads(pid: int) -> int:
 
 
 def own_bytes(pid: int) -> int:
-    """Anonymous resident memory: without the arena, which is a shared mapping."""
+    """Return the anonymous resident memory: without the arena, which is a shared mapping."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
 
 
 def arenas(pid: int) -> int:
-    """How many memfds are mapped."""
+    """Return the number of mapped memfds."""
     return sum("/memfd:" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def busy_s(pid: int) -> float:
-    """Processor time that it has used."""
+    """Return the processor time used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> set[int]:
-    """The processes that it has started and that still live."""
+    """Return the living children of the process."""
     found = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return {int(child) for each in found for child in each}

@@ -1,4 +1,4 @@
-"""What of a tier's `get_into` most tests look at: whether a value came. How long it was, the kit's tests look at."""
+"""The outcomes of a tier's `get_into` without lengths, for most tests; the kit tests the lengths."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from kvframework.api import Outcome
 
 
 def outcomes_of(answers: Sequence[int | Outcome]) -> list[Outcome]:
-    """FOUND in the place of the bytes that were received."""
+    """Replace each number of received bytes by FOUND."""
     return [each if isinstance(each, Outcome) else Outcome.FOUND for each in answers]

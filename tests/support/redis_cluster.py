@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 SLOTS = 1 << 14
 _PATIENCE_S = 60.0
-# Short at first, because a new cluster waits for as long. Then long, so that a machine that is slow does not look like
-# one that is dead; tests of a failover make it short again.
+# Short at first, because a new cluster waits this long. Then long, so that a slow machine does not look like a dead
+# one; tests of a failover make it short again.
 _STARTING_TIMEOUT_MS = 1_000
 _NODE_TIMEOUT_MS = 30_000
 
@@ -43,7 +43,7 @@ class RedisCluster:
     ) -> None:
         options = [*options, "--cluster-node-timeout", str(_STARTING_TIMEOUT_MS)]
         options += ["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]
-        # Redis 7 names no replica that has heard nothing of its master yet, and of an idle one only a ping is heard.
+        # Redis 7 does not list a replica that has no word from its master yet, and an idle master sends only pings.
         options += ["--cluster-require-full-coverage", "no", "--repl-ping-replica-period", "1"]
         servers = []
         for index in range(masters * (2 if replicas else 1)):
@@ -86,7 +86,7 @@ class RedisCluster:
             server.stop()
 
     def on(self, server: RedisServer, *words: str | int | bytes) -> object:
-        """What the server answers to a command."""
+        """Return the server's answer to a command."""
         with server.client() as client:
             return client.execute_command(*words)
 
@@ -94,7 +94,7 @@ class RedisCluster:
         return _text(self.on(server, "CLUSTER", "MYID"))
 
     def master_of(self, slot: int) -> RedisServer:
-        """The one server that says of itself that it serves the slot; waits while none or two say so."""
+        """Return the one server that claims the slot; waits while none or two claim it."""
         found: list[RedisServer] = []
 
         def agreed() -> bool:
@@ -106,13 +106,13 @@ class RedisCluster:
 
     @contextmanager
     def killed(self, master: RedisServer) -> Iterator[None]:
-        """Within it the server is dead. Afterwards it follows a master again and all slots are served, whatever the
-        test did: the cluster is other tests' too."""
+        """The server is dead within the block. Afterwards it is a replica again and all slots are served, whatever the
+        test did: other tests share the cluster."""
         master.kill9()
         try:
             yield
         except BaseException:
-            # Where no replica was promoted it is a master again, of nothing.
+            # Where no replica was promoted, it is a master again, with no data.
             master.start()
             self.await_ok()
             raise
@@ -121,7 +121,7 @@ class RedisCluster:
         self.await_ok()
 
     def other_than(self, server: RedisServer) -> RedisServer:
-        """Another master."""
+        """Return another master."""
         return next(each for each in self.running if each is not server and self.is_master(each))
 
     def replica_of(self, master: RedisServer) -> RedisServer:
@@ -132,12 +132,12 @@ class RedisCluster:
         return _role(self.on(server, "ROLE"))[0] == "master"
 
     def move(self, slot: int, source: RedisServer, target: RedisServer) -> None:
-        """Gives a slot to another master, without the keys that tests left in it; all masters know when it returns."""
+        """Move a slot to another master, without the keys that tests left in it; all masters know when it returns."""
         left = self.on(source, "CLUSTER", "GETKEYSINSLOT", slot, 1000)
         assert isinstance(left, list)
         if left:
             self.on(source, "DEL", *left)
-        # Only who imports a slot raises its epoch by taking it; else what others still say of the slot may win.
+        # Only the importing server raises its epoch when it takes the slot; else old claims of other servers may win.
         self.on(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
         self.on(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
         others = [each for each in self.running if each not in (source, target) and self.is_master(each)]
@@ -146,7 +146,8 @@ class RedisCluster:
 
     @contextmanager
     def migrating(self, slot: int, source: RedisServer, target: RedisServer) -> Iterator[None]:
-        """Within it `source` answers ASK for keys of the slot that it does not hold; then all is as before."""
+        """Within the block, `source` answers ASK for keys of the slot that it does not hold; afterwards all is as
+        before."""
         self.on(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
         self.on(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
         try:
@@ -156,7 +157,7 @@ class RedisCluster:
                 self.on(server, "CLUSTER", "SETSLOT", slot, "STABLE")
 
     def await_promotion(self, replica: RedisServer) -> None:
-        """Until the replica is a master, and each slot is served by one server that the others know."""
+        """Wait until the replica is a master, and each slot is served by one server that the others know."""
         wait_until(lambda: self.is_master(replica), _PATIENCE_S, "the promotion")
         self.await_ok()
 
@@ -164,7 +165,7 @@ class RedisCluster:
         wait_until(self._all_served, _PATIENCE_S, "a cluster whose slots are all served")
 
     def await_replica(self, server: RedisServer) -> None:
-        """Until the server follows a master."""
+        """Wait until the server follows a master."""
         wait_until(lambda: self._follows(server), _PATIENCE_S, "a replica in step")
 
     @property
@@ -181,7 +182,7 @@ class RedisCluster:
             self.on(server, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
         for index, master in enumerate(self.masters):
             self.on(master, "CLUSTER", "ADDSLOTS", *range(index * size, min((index + 1) * size, SLOTS)))
-        for index, server in enumerate(self.servers):  # each with each: gossip would take seconds
+        for index, server in enumerate(self.servers):  # each with each, since gossip would take seconds
             for other in self.servers[:index]:
                 self.on(server, "CLUSTER", "MEET", "127.0.0.1", other.port)
         known = f"cluster_known_nodes:{len(self.servers)}"
@@ -199,7 +200,7 @@ class RedisCluster:
         return _text(self.on(server, "CLUSTER", "INFO"))
 
     def _all_served(self) -> bool:
-        """Each slot by one server, and every server knows of one for each."""
+        """Wait until one server serves each slot, and every server knows it."""
         served = [slot for server in self.running for slot in self._slots(server)]
         return len(served) == SLOTS == len(set(served)) and all(self._is_ok(server) for server in self.running)
 
@@ -212,17 +213,17 @@ class RedisCluster:
         return isinstance(role, list) and _text(role[0]) == "slave" and _text(role[3]) == "connected"
 
     def _told(self, server: RedisServer) -> int:
-        """How many nodes the server names for the slots it names fewest for."""
+        """Return the number of nodes that the server names for the slots with the fewest."""
         slots = self.on(server, "CLUSTER", "SLOTS")
         assert isinstance(slots, list)
         return min((len(each) - 2 for each in slots), default=0)
 
     def _slots(self, server: RedisServer) -> list[int]:
-        """What the server says that it serves itself."""
+        """Return the slots that the server claims for itself."""
         mine = next(line for line in _text(self.on(server, "CLUSTER", "NODES")).splitlines() if "myself" in line)
         if "master" not in mine.split()[2]:
             return []
-        # A slot on its way stands there in brackets, too.
+        # A slot in migration is listed there in brackets, too.
         spans = [word.partition("-") for word in mine.split()[8:] if not word.startswith("[")]
         return [slot for first, _, last in spans for slot in range(int(first), int(last or first) + 1)]
 
@@ -239,7 +240,7 @@ def _eventually(action: Callable[[], T]) -> None:
 
 
 def _role(reply: object) -> tuple[str, int]:
-    """The role, and of a replica the port of its master."""
+    """Return the role, and of a replica the port of its master."""
     assert isinstance(reply, list)
     role = _text(reply[0])
     return role, int(reply[2]) if role == "slave" else 0

@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 
 MASTER = "kvf-master"
 _PATIENCE_S = 60.0
-# Long, so that a machine that is slow does not look like one that is dead; see `fail_over_soon`.
+# Long, so that a slow machine does not look like a dead one; see `fail_over_soon`.
 _DOWN_MS = 60_000
 
 
@@ -30,7 +30,7 @@ class Sentinel:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, servers: list[RedisServer], sentinels: list[Sentinel]) -> None:
-        """All are told of all, as if they had met: that would take seconds."""
+        """Introduce all sentinels to each other, which would otherwise take seconds."""
         master, replica = servers
         lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {self._directory}", f"sentinel myid {self.identity}"]
         lines += [f"sentinel monitor {MASTER} 127.0.0.1 {master.port} 2"]
@@ -75,7 +75,7 @@ class Sentinel:
 
 
 class RedisWithSentinels:
-    """Use it as a context manager. `master` and `replica` are the servers that are so now."""
+    """A context manager. `master` and `replica` are the servers in these roles now."""
 
     def __init__(self, directory: Path, *, password: str = "", sentinel_password: str = "") -> None:
         self.servers = []
@@ -119,7 +119,7 @@ class RedisWithSentinels:
         wait_until(lambda: all(each.knows_all() for each in self.sentinels), _PATIENCE_S, "sentinels in contact")
 
     def await_replica(self, server: RedisServer) -> None:
-        """Until it follows the master."""
+        """Wait until the server follows the master."""
 
         def follows() -> bool:
             role = _role(server)
@@ -128,7 +128,7 @@ class RedisWithSentinels:
         wait_until(follows, _PATIENCE_S, "a replica in step")
 
     def await_promotion(self, server: RedisServer) -> None:
-        """Until it is the master, and all sentinels say so."""
+        """Wait until the server is the master, and all sentinels report it."""
 
         def told() -> bool:
             asked = [each.on("SENTINEL", "GET-MASTER-ADDR-BY-NAME", MASTER) for each in self.sentinels]
@@ -137,7 +137,7 @@ class RedisWithSentinels:
         wait_until(lambda: _role(server)[0] == b"master" and told(), _PATIENCE_S, "the promotion")
 
     def bring_back(self, server: RedisServer) -> None:
-        """Starts a server that was killed, as a replica; the sentinels would do that after ten seconds."""
+        """Start a killed server as a replica; the sentinels would do that after ten seconds."""
         master = self.master
         server.start()
         with server.client() as client:
@@ -145,7 +145,7 @@ class RedisWithSentinels:
         self.await_replica(server)
 
     def set_down_after(self, milliseconds: int = _DOWN_MS) -> None:
-        """How long a server is silent until the sentinels take it for dead."""
+        """Set how long a server is silent until the sentinels declare it dead."""
         for sentinel in self.sentinels:
             sentinel.on("SENTINEL", "SET", MASTER, "down-after-milliseconds", milliseconds)
 

@@ -1,4 +1,4 @@
-"""A real redis-server for tests: started, killed, stopped and started again. Nothing of it outlives `stop`."""
+"""A real redis-server for tests: it can be started, killed, stopped and restarted. `stop` leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.certificates import Certificate
 from tests.support.ports import free_port
 
 _START_S = 30.0
-# Of a member of a cluster, whose bus listens 10000 above: below what the kernel gives to anybody.
+# Of a member of a cluster, whose bus listens 10000 above: below the kernel's range of ephemeral ports.
 _CLUSTER_PORTS = range(20_000, 22_700)
 
 
@@ -131,7 +131,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill9(self) -> None:
-        """Ends the process at once; its data is gone."""
+        """End the process at once; its data is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -144,7 +144,7 @@ class RedisServer:
         self.start()
 
     def sigstop(self) -> None:
-        """Freezes the process: connections stay, nothing is answered."""
+        """Freeze the process: connections stay open, and no request is answered."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def sigcont(self) -> None:
@@ -231,4 +231,4 @@ def _free_cluster_port() -> int:
     raise AssertionError("no free port for a member of a cluster")
 
 
-_taken: set[int] = set()  # given to servers of this process, which may not listen yet
+_taken: set[int] = set()  # ports of servers of this process, which may not listen yet

@@ -1,4 +1,4 @@
-"""The Redis tier as tests use it: made from options, and asked for one value or several."""
+"""The Redis tier as tests use it: made from options, and called with one key or several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def redis_options(url: str, **options: object) -> RedisOptions:
 
 
 def open_redis_tier(url: str, **options: object) -> Tier:
-    """As a server makes it; connects on first use."""
+    """Make the tier as a server does; it connects on first use."""
     (provider,) = kvf_tiers()
     assert provider.probe() is None
     return provider.create(redis_options(url, **options), TableContext(where=WHERE))
@@ -41,7 +41,7 @@ def put(tier: Tier, key: bytes, value: bytes, deadline: float | None = None) -> 
 
 
 def get(tier: Tier, *keys: bytes, nbytes: int, deadline: float | None = None) -> tuple[list[Outcome], list[bytes]]:
-    """Outcomes, and the whole buffers of `nbytes`."""
+    """Return the outcomes, and the whole buffers of `nbytes`."""
     buffers = [bytearray(nbytes) for _ in keys]
     outcomes = outcomes_of(
         tier.get_into(keys, [[memoryview(buffer)] for buffer in buffers], deadline=deadline or soon())
@@ -50,7 +50,7 @@ def get(tier: Tier, *keys: bytes, nbytes: int, deadline: float | None = None) ->
 
 
 def key_in(slot: int, serial: int = 0, prefix: bytes = b"kvf:") -> bytes:
-    """A key whose name in Redis lies in the slot."""
+    """Return a key whose name in Redis lies in the slot."""
     number = serial << 40
     while slot_of(prefix + b"%d" % number) != slot:
         number += 1
@@ -58,7 +58,7 @@ def key_in(slot: int, serial: int = 0, prefix: bytes = b"kvf:") -> bytes:
 
 
 def keys_of_every_master(cluster: RedisCluster, each: int = 20) -> dict[bytes, RedisServer]:
-    """Keys, by who serves them."""
+    """Group keys by the server that serves them."""
     found: dict[bytes, RedisServer] = {}
     left = {server.port: each for server in cluster.running if cluster.is_master(server)}
     masters = {slot: cluster.master_of(slot) for slot in (100, 8000, 16000)}

@@ -1,4 +1,4 @@
-"""A peer that is no good Redis: it logs a client in, then answers with given bytes. For tests of a client's doubt."""
+"""A peer that is no good Redis: it accepts a login, then answers with given bytes. For tests of a client's checks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.support.tcp_peer import TcpPeer
 
 
 class RespPeer(TcpPeer):
-    """Every connection gets `script` once, after its first command that is none of the login's; `hangs_up` says whether
-    the peer closes then. Change both at any time."""
+    """A peer that sends `script` once per connection, after the first command behind the login; `hangs_up` says whether
+    it closes then. Both may be changed at any time."""
 
     def __init__(self, script: bytes = b"", *, hangs_up: bool = True, login: bytes = b"+OK\r\n") -> None:
         super().__init__()

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvframework.client import KVClient
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
 
 class ServerProcess:
-    """`kvframework serve` in a process of its own. Settings are `--set` overrides; `program` is what
-    the interpreter is given; `output` is a descriptor for its standard output and error instead of `log_file`."""
+    """`kvframework serve` in its own process. Settings are `--set` overrides; `program` holds the interpreter's
+    arguments before `serve`; `output` is a descriptor for its standard output and error instead of `log_file`."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class ServerProcess:
         return self.log_file.read_text()
 
     def set(self, *settings: str) -> None:
-        """Further settings for the next `start`."""
+        """Add settings for the next `start`."""
         self._settings = (*self._settings, *settings)
 
     def start(self) -> None:
@@ -70,7 +72,7 @@ class ServerProcess:
         wait_until(self._answers, 60, "the server")
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM, and return the exit status."""
         if self.process is None:
             return 0
         self.process.send_signal(signal.SIGCONT)
@@ -97,6 +99,13 @@ class ServerProcess:
 
     def client(self, **options: object) -> WireClient:
         return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def engine_client(self, **options: Any) -> Iterator[KVClient]:
+        """An engine's client, connected; its deadlines are for a busy machine."""
+        with KVClient(self.endpoint, **{"deadline_scale": 20.0, **options}) as connected:
+            assert connected.wait_up(60)
+            yield connected
 
     def _answers(self) -> bool:
         assert self.process is not None

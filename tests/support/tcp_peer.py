@@ -1,4 +1,4 @@
-"""A TCP listener for tests: each connection is served in a thread of its own, all of which end with the block."""
+"""A TCP listener for tests: a thread serves each connection, and all threads end with the block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TcpPeer(ABC):
 
     @abstractmethod
     def serve(self, sock: socket.socket) -> None:
-        """Owns one connection; ends soon after `stopping`."""
+        """Serve one connection; ends soon after `stopping`."""
 
     @property
     def stopping(self) -> bool:

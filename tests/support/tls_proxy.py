@@ -1,4 +1,4 @@
-"""TLS in front of a plain TCP port, for tests; the certificate is made for the occasion."""
+"""TLS in front of a plain TCP port, for tests; the certificate is made on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tcp_peer import TcpPeer
 
 
 class TlsProxy(TcpPeer):
-    """Passes on to `127.0.0.1:target`. `certificate` is what a client must trust."""
+    """A relay to `127.0.0.1:target`. A client must trust `certificate`."""
 
     def __init__(self, directory: Path, target: int, *, names: str = "DNS:localhost") -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class TlsProxy(TcpPeer):
         return self
 
     def serve(self, sock: socket.socket) -> None:
-        # One thread turns both ways: a TLS socket must not be read and written by two at once.
+        # One thread serves both directions: a TLS socket must not be read and written by two at once.
         with sock, socket.create_connection(("127.0.0.1", self._target)) as inner, contextlib.suppress(OSError):
             for each in (sock, inner):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 20.0, what: str = "the condition") -> None:
-    """Returns once `condition()` is true; fails the test after `timeout` seconds: as many as a busy machine needs, and
-    fewer than the deadlines of a server, so that what should come at once is not mistaken for what they end."""
+    """Wait until `condition()` is true; fails the test after `timeout` seconds: enough for a busy machine, and fewer
+    than the deadlines of a server, so that the end of a deadline does not pass for a prompt result."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"

@@ -1,4 +1,4 @@
-"""Distributions as their users get them: built as wheels by their own backend, and installed by pip. No network."""
+"""Distributions as users get them: built as wheels by their own backend, and installed by pip. No network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# One process for all of them: starting Python takes longer than to build such a wheel.
+# One process builds all of them: starting Python takes longer than building such a wheel.
 _BUILD = """
 import os, sys
 from hatchling.build import build_wheel
@@ -19,7 +19,7 @@ for project in sys.argv[2:]:
 
 
 def install_wheels(projects: Iterable[Path], site: Path) -> None:
-    """Builds a wheel of each project, and installs them into `site`, to be put on PYTHONPATH."""
+    """Build a wheel of each project, and install them into `site`, a folder for PYTHONPATH."""
     wheels = site.with_name(f"{site.name}-wheels")
     wheels.mkdir()
     _run("-c", _BUILD, str(wheels), *map(str, projects))
@@ -28,13 +28,13 @@ def install_wheels(projects: Iterable[Path], site: Path) -> None:
 
 
 def environment_with(site: Path) -> dict[str, str]:
-    """Where what is installed in `site` is found, beside what this process finds."""
+    """Return the variables by which a process finds the packages in `site`, beside those of this process."""
     found = filter(None, [str(site), os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTEST_ADDOPTS": ""}
 
 
 def run_own_tests(project: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The tests of a project, as its own settings say, on what is installed. The folder itself is not on the path of
+    """Run a project's tests, with its own settings, on the installed packages. The folder itself is not on the path of
     modules, as it were with `python -m pytest`."""
     pytest = Path(sys.executable).with_name("pytest")
     return subprocess.run(

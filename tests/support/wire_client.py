@@ -1,5 +1,5 @@
-"""A plain client of the wire protocol for tests: one DEALER, one liveness socket, no threads, none of our library but
-the structs. What it sees is what a client in another language would see."""
+"""A plain client of the wire protocol for tests: one DEALER, one liveness socket, no threads, and only the structs of
+this library. It sees the same as a client in another language."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvframework.wire.table import REQUESTS
 
 
 class WireClient:
-    """Sends requests and waits for their answers. Typed error frames are raised."""
+    """A client that sends requests and waits for their answers. Error frames raise typed errors."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class WireClient:
         keys: CurveKeys | None = None,
         requests: Sequence[RequestSpec] = (),
     ) -> None:
-        """`requests` are those of plugins, beside the core's."""
+        """`requests` are those of plugins, in addition to the core's."""
         self._table = REQUESTS | {spec.name: spec for spec in requests}
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -87,7 +87,7 @@ class WireClient:
         return request_id
 
     def receive(self, timeout: float | None = None) -> tuple[int, str, Any]:
-        """Request id, type, and the undecoded payload (or the error) of the next answer."""
+        """Return the request id, type, and undecoded payload (or error) of the next answer."""
         wait = self._timeout if timeout is None else timeout
         if not self.socket.poll(wait * 1000):
             raise TimeoutError(f"no answer within {wait} s")
@@ -115,7 +115,7 @@ class WireClient:
     # the engine-driven path by hand
 
     def register(self, instance_id: int = 1, **fields: Any) -> m.Registered:
-        """The eight-field registration of a small model: 2 layers, 8 elements, 16-token blocks."""
+        """Send the eight-field registration of a small model: 2 layers, 8 elements, 16-token blocks."""
         payload = {
             "instance_id": instance_id,
             "model_name": "tiny",
@@ -141,7 +141,7 @@ class WireClient:
         return plan
 
     def store(self, key: CacheKey, fill: bytes, instance_id: int = 1) -> m.Committed | None:
-        """Stores objects that hold `fill` over and over; None when there was nothing to write."""
+        """Store objects filled with repetitions of `fill`; returns None when there was nothing to write."""
         plan = self.prepare_store(key, instance_id)
         if not plan.lease:
             return None
@@ -155,7 +155,7 @@ class WireClient:
             self.arena[place.offset : place.offset + place.length] = (fill * place.length)[: place.length]
 
     def retrieve(self, key: CacheKey, instance_id: int = 1) -> bytes | None:
-        """The bytes of all objects one after the other, None for a miss or a lost pin."""
+        """Return the bytes of all objects in order, None for a miss or a lost pin."""
         assert self.arena is not None
         plan = self.prepare_retrieve(key, instance_id)
         if not plan.hit:
@@ -172,7 +172,7 @@ class WireClient:
 def key_for(
     registered: m.Registered, tokens: Sequence[int], *, start: int = 0, end: int | None = None, **fields: Any
 ) -> CacheKey:
-    """The key of rank 0 for `tokens` of the model that `WireClient.register` registers."""
+    """Return the key of rank 0 for `tokens` of the model that `WireClient.register` registers."""
     last = len(tokens) if end is None else end
     values: dict[str, Any] = {
         "model_name": "tiny",

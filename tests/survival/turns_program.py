@@ -13,12 +13,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kvframework.api import CacheKey, Registration, Transfer
-from kvframework.client import KVClient
-from kvframework.client.transfers import bare_transfer
+from kvframework.api import CacheKey, Transfer
+from kvframework.client import CanonicalInstance, KVClient, register_canonical
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
-from kvframework.wire.non_gpu import non_gpu_layout
 from tests.support.waiting import wait_until
 from tests.survival import traced
 
@@ -45,36 +43,30 @@ def connected(endpoint: str) -> KVClient:
     return client
 
 
-def shape(instance_id: int) -> m.RegisterNonGpuContextPayload:
-    return m.RegisterNonGpuContextPayload(
+def registered(client: KVClient, instance_id: int) -> CanonicalInstance:
+    return register_canonical(
+        client,
         instance_id=instance_id,
         model_name="tiny",
-        world_size=1,
         block_size=16,
         num_layers=2,
         hidden_dim_size=8,
-        dtype_str="float32",
-        use_mla=False,
+        dtype="float32",
     )
 
 
-def registered(client: KVClient, instance_id: int) -> m.Registered:
-    return client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape(instance_id), m.Registered)
+def transfer_of(known: CanonicalInstance, tokens: list[int]) -> Transfer:
+    return known.transfer(key_of(known, tokens))
 
 
-def transfer_of(known: m.Registered, tokens: list[int], instance_id: int) -> Transfer:
-    layout = non_gpu_layout(shape(instance_id))
-    return bare_transfer(Registration(instance_id, 0, known.namespace, layout, known.desc), key_of(known, tokens))
-
-
-def key_of(known: m.Registered, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
+def key_of(known: CanonicalInstance, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
     packed = array.array("I", tokens).tobytes()
     return CacheKey("tiny", 1, worker_id, known.namespace, 0, len(tokens), "r", tokens=packed)
 
 
-def keep(client: KVClient, known: m.Registered, instance_id: int) -> None:
+def keep(client: KVClient, known: CanonicalInstance, instance_id: int) -> None:
     """Stores what all turns look up. The bytes do not matter here."""
-    assert client.prepare_store(transfer_of(known, KEPT, instance_id)).result().commit().result().ok
+    assert client.prepare_store(transfer_of(known, KEPT)).result().commit().result().ok
 
 
 def sessions(endpoint: str, _rig: str) -> Turn:
@@ -86,8 +78,8 @@ def sessions(endpoint: str, _rig: str) -> Turn:
         keep(keeper, own, 0)
         with connected(endpoint) as client:
             known = registered(client, number)
-            assert client.prepare_store(transfer_of(known, [number] * 512, number)).result().ranges
-            assert client.prepare_load(transfer_of(known, KEPT, number)).result().hit
+            assert client.prepare_store(transfer_of(known, [number] * 512)).result().ranges
+            assert client.prepare_load(transfer_of(known, KEPT)).result().hit
             assert client.request("LOOKUP", m.Lookup(key_of(known, KEPT, None)), m.LookupReply).hit_tokens == 512
 
     return turn
@@ -155,8 +147,8 @@ def aborted(endpoint: str, _rig: str) -> Turn:
         client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def turn(number: int) -> None:
-        client.prepare_store(transfer_of(known, [number] * 1024, 0)).result().abort()
-        withdrawn = client.prepare_store(transfer_of(known, [number] * 512, 0)).result()
+        client.prepare_store(transfer_of(known, [number] * 1024)).result().abort()
+        withdrawn = client.prepare_store(transfer_of(known, [number] * 512)).result()
         client.request("END_SESSION", m.EndSession(), m.SessionEnded)
         withdrawn.abort()
         client.request("CLEAR", m.Clear(), m.Cleared)

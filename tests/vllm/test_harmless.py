@@ -46,7 +46,7 @@ def test_what_is_raised_is_counted_logged_once_and_answered(caplog: pytest.LogCa
     assert connector.cleaned == ["bad", "worse"]
     assert connector.errors == ["matched", "matched"]
     assert [record.message for record in caplog.records] == [
-        "matched failed, the engine goes on without the cache there: ValueError('bad')"
+        "matched failed, the engine continues without the cache there: ValueError('bad')"
     ]
     assert connector.taken() == []
     assert connector.errors[2:] == ["taken", "taken"]

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError, UnknownRequest
-from kvframework.messaging.server import inflight
-from kvframework.messaging.server import sockets as replies
+from kvframework.messaging.server import inflight, sockets
 from kvframework.wire import frames, handshake, messages
 
 VARIABLE = "KVF_TEST_RELEASE"
@@ -36,7 +35,7 @@ def become() -> None:
     if release.lacks:
         _forget(release.lacks)
     if release.error_code:
-        replies.error_payload = lambda error: frames.ErrorPayload(release.error_code, str(error))  # type: ignore[attr-defined]
+        sockets.error_payload = lambda error: frames.ErrorPayload(release.error_code, str(error))  # type: ignore[attr-defined]
 
 
 class _Encoder:

@@ -74,7 +74,7 @@ def test_those_who_share_none_are_refused_everywhere_until_one_is_replaced(
 @pytest.mark.parametrize(
     ("release", "code", "fact"),
     [
-        (Release(omits=("layouts",)), "protocol.payload", "missing required field `layouts`"),
+        (Release(omits=("transports",)), "protocol.payload", "missing required field `transports`"),
         (Release(fingerprint="sha256/2"), "protocol.version", "the server hashes with sha256/2"),
     ],
 )

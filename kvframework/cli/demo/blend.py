@@ -1,6 +1,5 @@
-"""Owns the course of `kvframework demo blend`: one engine process pre-computes documents, another asks a question over
-them in another order. The CLI process imports neither torch nor the engine integration; it starts them.
-"""
+"""The course of `kvframework demo blend`: one engine process pre-computes documents, another asks a question over them
+in another order. The CLI process imports neither torch nor the engine integration; it starts processes that do."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class BlendDemoOptions(msgspec.Struct, frozen=True):
 
 
 def run_blend_demo(options: BlendDemoOptions, view: DemoView) -> BlendResult:
-    """All of it. Blocks for as long as the model takes; leaves no process and no file behind. Raises `DemoFailed`."""
+    """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
+    `DemoFailed`."""
     check_stage(options.stage)
     check_texts(options.text, options.model)
     if not options.question:

@@ -74,7 +74,7 @@ def demo(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    # A server starts by way of this module too, and has no use for spinners.
+    # A server imports this module at its start too, and needs no spinners.
     from kvframework.cli.demo.prefix import DemoOptions, run_demo
     from kvframework.cli.demo.stage import StageOptions
     from kvframework.cli.demo.view import DemoView
@@ -89,7 +89,7 @@ def demo(
         corrupt_kv=corrupt_kv,
     )
     view = DemoView(stderr if as_json else stdout)
-    # A terminated demo leaves no processes behind either.
+    # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run_demo(options, view)
@@ -134,7 +134,7 @@ def blend(
     Exit status 1: not all documents were hit, or blending is not far nearer to the full computation than the stored KV
     as it is. 2: an error.
     """
-    # A server starts by way of this module too, and has no use for spinners.
+    # A server imports this module at its start too, and needs no spinners.
     from kvframework.cli.demo.blend import BlendDemoOptions, run_blend_demo
     from kvframework.cli.demo.stage import StageOptions
     from kvframework.cli.demo.view import DemoView, show_blend
@@ -142,7 +142,7 @@ def blend(
     console = stderr if as_json else stdout
     stage = StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity, requests="blend")
     options = BlendDemoOptions(text, question, model, stage, tokens, share, size)
-    # A terminated demo leaves no processes behind either.
+    # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run_blend_demo(options, DemoView(console))
@@ -156,10 +156,10 @@ def blend(
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Options before the name of another demo would do nothing."""
+    """Refuse options before the name of another demo, where they would have no effect."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
-        # By name: typer brings click with it from some release on.
+        # By name: from some release on, typer contains its own copy of click.
         if source is not None and source.name == "COMMANDLINE":
             where = f"give it behind {context.invoked_subcommand!r}"
             raise typer.BadParameter(where, ctx=context, param_hint=f"'{option.opts[0]}'")

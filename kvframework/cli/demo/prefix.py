@@ -1,6 +1,5 @@
-"""Owns the course of `kvframework demo`: a server and two engine processes, of which the second skips what the first
-has computed. The CLI process imports neither torch nor the engine integration; it starts them.
-"""
+"""The course of `kvframework demo`: a server and two engine processes, of which the second skips the prefill that the
+first has computed. The CLI process imports neither torch nor the engine integration; it starts processes that do."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ class DemoOptions(msgspec.Struct, frozen=True):
 
 
 def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
-    """All of it. Blocks for as long as the model takes; leaves no process and no file behind. Raises `DemoFailed`."""
+    """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
+    `DemoFailed`."""
     check_stage(options.stage)
     check_texts(options.text, options.model)
     with DemoStage(options.stage, view) as stage:

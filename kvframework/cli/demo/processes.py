@@ -1,4 +1,4 @@
-"""Owns the child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline."""
+"""The child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DemoFailed(KVFrameworkError):
 
 
 class DemoChild(Child):
-    """Its log and its temporary files are in the demo's directory."""
+    """A child process whose log and temporary files are in the demo's directory."""
 
     failed = DemoFailed
 
@@ -52,7 +52,7 @@ class ServerProcess(DemoChild):
         self._endpoint = endpoint
 
     def await_ready(self) -> None:
-        """Waits until it answers. Raises `DemoFailed`."""
+        """Wait until the server answers. Raises `DemoFailed`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         with KVClient(self._endpoint, name="demo") as client:
             while not client.wait_up(0.1):
@@ -61,7 +61,7 @@ class ServerProcess(DemoChild):
                     raise self.failure(f"was not ready within {START_TIMEOUT_S:.0f} s")
 
     def await_written(self, timeout_s: float) -> int:
-        """Waits until all that was stored is in L2; the number of objects there. Raises `DemoFailed`."""
+        """Wait until every stored object is in L2; return the number of objects there. Raises `DemoFailed`."""
         deadline = time.monotonic() + timeout_s
         with KVClient(self._endpoint, name="demo") as client:
             while True:
@@ -83,7 +83,7 @@ class RedisProcess(DemoChild):
         super().__init__("redis", redis_command(binary, self._socket), directory)
 
     def await_ready(self) -> None:
-        """Waits until it accepts connections. Raises `DemoFailed`."""
+        """Wait until it accepts connections. Raises `DemoFailed`."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not _accepts(self._socket):
             self.check_alive()
@@ -93,17 +93,17 @@ class RedisProcess(DemoChild):
 
 
 class EngineProcess(DemoChild):
-    """A new engine process, of the program that `module` is; it is killed when its deadline is over."""
+    """A new engine process that runs `module`; it is killed at its deadline."""
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
         super().__init__(name.replace(" ", "-"), [sys.executable, "-m", module, *arguments], directory, piped=True)
         self._timeout_s = timeout_s
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What the engine tells, as it happens, up to its end. Raises `DemoFailed` if that is not a good one."""
+        """Yield the engine's events as they happen, up to its end. Raises `DemoFailed` if it ends with an error."""
         assert self._process.stdout is not None
         watchdog = threading.Timer(self._timeout_s, self._process.kill)
-        # An interrupt may come while it starts; the process must still be able to end.
+        # An interrupt may come during the start; the process must still be able to end.
         watchdog.daemon = True
         try:
             watchdog.start()

@@ -1,4 +1,4 @@
-"""Owns what `kvframework demo` measures and prints with `--json`, and when it counts as passed. Pure."""
+"""The measurements of `kvframework demo`, its `--json` documents, and its pass conditions. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import Any
 
 import msgspec
 
-# "Far nearer": how many times the distance of blending must fit into that of the stored KV as it is.
+# "Far nearer": the least ratio of the distance of the stored KV as it is to the distance of blending.
 FAR_NEARER = 3.0
-# What the demo's own models are called.
+# Prefix of the names of the demo's own models.
 OWN_MODEL = "kvframework-demo-"
 
 
 class WayResult(msgspec.Struct):
     """One way to the first token. `distance` is the relative L2 distance of its logits to those of the full
-    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs.
-    """
+    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs."""
 
     ttft_s: float
     hit_tokens: int
@@ -27,7 +26,7 @@ class WayResult(msgspec.Struct):
 
 
 class BlendResult(msgspec.Struct):
-    """`documents` are their tokens; the prompt has them in another order, and a question behind them."""
+    """`documents` are their numbers of tokens; the prompt has them in another order, followed by a question."""
 
     l2: str = ""
     model: str = ""
@@ -37,17 +36,17 @@ class BlendResult(msgspec.Struct):
     ways: dict[str, WayResult] = {}
 
     def take_model(self, event: Mapping[str, Any]) -> None:
-        """The first event of `kvf_blend.engine.demo_engine`."""
+        """Read the first event of `kvf_blend.engine.demo_engine`."""
         self.model, self.parameters, self.documents = event["model"], event["parameters"], event["documents"]
 
     @property
     def times_nearer(self) -> float:
-        """How many times nearer blending is to the full computation than the stored KV as it is."""
+        """Ratio of the distance of the stored KV as it is to the distance of blending, both to the full computation."""
         return self.ways["naive"].distance / max(self.ways["blend"].distance, 1e-9)
 
     @property
     def ttft_ratio(self) -> float:
-        """How many times sooner than the full computation blending has the first token."""
+        """Ratio of the full computation's time to first token to that of blending."""
         return self.ways["full"].ttft_s / max(self.ways["blend"].ttft_s, 1e-9)
 
     @property
@@ -87,7 +86,7 @@ class EngineRun(msgspec.Struct):
     tokens: list[int] = []
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """One event of `kvf_transformers.demo_engine`; unknown ones are left alone."""
+        """Read one event of `kvf_transformers.demo_engine`; unknown events are ignored."""
         kind = event["event"]
         if kind == "ready":
             self.model, self.parameters = event["model"], event["parameters"]
@@ -105,7 +104,7 @@ class EngineRun(msgspec.Struct):
 
 
 class DemoResult(msgspec.Struct):
-    """`cold` ran before anything was in the cache, so its tokens are those of a run without one."""
+    """Two engine runs. `cold` ran with an empty cache, so its tokens are those of a run without a cache."""
 
     cold: EngineRun
     warm: EngineRun
@@ -121,7 +120,7 @@ class DemoResult(msgspec.Struct):
 
     @property
     def exit_status(self) -> int:
-        """0 only if something was hit and the tokens are equal."""
+        """0 only if there was a hit and the tokens are equal."""
         return EXIT_OK if self.tokens_equal and self.warm.hit_tokens else EXIT_WRONG
 
     def document(self) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""Owns where a demo of the command line runs: a private directory, a server in it, and the tier behind that, which
-gives everything back after the server was killed. Nothing of it is left behind.
-"""
+"""The environment of a demo: a private directory, a server in it, and the tier behind the server, which returns
+everything after the server was killed. Nothing is left behind."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
 
 
 class StageOptions(msgspec.Struct, frozen=True):
-    """`l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "". `requests` names the
-    plugin whose requests the server serves besides, "" for none."""
+    """`l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "". `requests` names a
+    requests plugin for the server, "" for none."""
 
     l2: str = ""
     settings: list[str] = []
@@ -37,7 +36,7 @@ class StageOptions(msgspec.Struct, frozen=True):
 
 
 class DemoStage:
-    """Stands while it is entered. Blocks until the server answers; raises `DemoFailed`."""
+    """A context manager. Entering blocks until the server answers; raises `DemoFailed`."""
 
     def __init__(self, options: StageOptions, view: DemoView) -> None:
         self._options = options
@@ -58,14 +57,14 @@ class DemoStage:
         self._stack.close()
 
     def restart_server(self) -> None:
-        """Waits until the tier has all that was stored, kills the server as a crash would, and starts a new one."""
+        """Wait until the tier has every stored object, kill the server as a crash would, and start a new one."""
         title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
-        with self._view.step(f"waiting for {title} to have it all") as step:
+        with self._view.step(f"waiting until {title} has all objects") as step:
             step.done(f"{self._server.await_written(_WRITE_TIMEOUT_S)} values")
         with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
             self._server.kill()
             self._start_server()
-            step.done("its memory is empty")
+            step.done("L1 is empty")
 
     def _set_up(self) -> None:
         self.directory = Path(self._stack.enter_context(_private_directory()))
@@ -83,7 +82,7 @@ class DemoStage:
         self._server.await_ready()
 
     def _tier(self) -> dict[str, object]:
-        """The `[[l2]]` table, {} for none. Starts a Redis if one is asked for and none is named."""
+        """Return the `[[l2]]` table, {} for none. Starts a Redis if the options ask for one and name none."""
         options = self._options
         if options.l2 == "disk":
             return {"use": "filesystem", "path": str(self.directory / "l2")}
@@ -102,12 +101,13 @@ class DemoStage:
                 redis.await_ready()
                 url = redis.url
                 step.done(url)
-        # A prefix of this run's own: a Redis that is used again must not make engine A's run warm.
+        # A prefix for this run alone: a Redis from an earlier run must not make engine A's run warm.
         return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
 
 
 def check_stage(options: StageOptions) -> None:
-    """Raises `DemoFailed`, or why there is no such tier, for what can be known before anything is started."""
+    """Check the options before anything is started. Raises `DemoFailed`, or the registry's error if there is no such
+    tier."""
     wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
@@ -123,7 +123,7 @@ def check_stage(options: StageOptions) -> None:
 
 
 def check_texts(text: Path, model: Path | None) -> None:
-    """Raises `DemoFailed` unless there are such a UTF-8 text and such a directory."""
+    """Check that the UTF-8 text and the directory of the model exist. Raises `DemoFailed`."""
     if not text.is_file():
         raise DemoFailed("there is no such text", where=str(text))
     try:
@@ -135,13 +135,13 @@ def check_texts(text: Path, model: Path | None) -> None:
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
-    """Short, since the path of a socket is bounded, and readable by this user only."""
+    """A directory with a short path, since socket paths are bounded, and readable by this user only."""
     short = len(tempfile.gettempdir()) < 60
     return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
 def _toml(endpoint: str, options: StageOptions, tier: Mapping[str, object]) -> str:
-    """The server's configuration; what is not named is the embedded default."""
+    """Return the server's configuration; other values are the embedded defaults."""
     lines = ["[server]", f"endpoint = {toml_value(endpoint)}"]
     lines += ["[l1]", 'use = "pinned"', f"capacity = {toml_value(options.capacity)}"]
     if tier:

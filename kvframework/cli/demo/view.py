@@ -1,4 +1,4 @@
-"""Owns how `kvframework demo` looks: a line per step with a spinner while it runs, and the table at the end."""
+"""The output of `kvframework demo`: a line per step with a spinner while it runs, and the table at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN_MODEL = "model: random weights; attention falls with distance, as in traine
 
 
 def show_blend(result: BlendResult, console: Console) -> None:
-    """One line a way, and the verdict."""
+    """Print one line per way, and the verdict."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", style="bold", no_wrap=True)
     for column in _COLUMNS:
@@ -59,7 +59,7 @@ def _recomputed(done: WayResult) -> str:
 
 
 class Step:
-    """A step that is running. `say` shows where it is, `done` what is left standing behind it."""
+    """A running step. `say` updates its line; `done` sets the detail that remains behind it."""
 
     def __init__(self, title: str, progress: Progress, task: TaskID) -> None:
         self.detail = ""
@@ -75,7 +75,7 @@ class Step:
 
 
 class DemoView:
-    """Writes to one console, from the thread that runs the demo."""
+    """The view of one console, used by the thread that runs the demo."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -124,12 +124,12 @@ class DemoView:
 
 
 def moved(run: EngineRun) -> str:
-    """What an engine restored, for the line of its step."""
+    """Return what an engine restored, for the line of its step."""
     return f"{run.hit_tokens} of {run.prompt_tokens} tokens, {_moved(run.restored_bytes, run.restored_s)}"
 
 
 def copied(nbytes: int) -> str:
-    """How much was copied, for the line of a step."""
+    """Return the amount copied, for the line of a step."""
     return f"{ByteSize(nbytes)} of KV"
 
 

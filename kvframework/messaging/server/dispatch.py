@@ -1,12 +1,13 @@
-"""Owns what is done with one message: whose it is, HELLO, and on to the calls in flight. Serving thread only.
+"""Dispatch of one message: its session, HELLO, or the calls in flight. Serving thread only.
 
-Whatever comes in is answered, with a typed error frame if need be, unless not even its request id can be read.
+Every message is answered, with a typed error frame if need be, unless even its request id cannot be read.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,14 +38,32 @@ MAX_LEFT = 4096
 Welcome = Callable[[Hello, ClientSession, int], HelloReply]
 
 
+@dataclass(frozen=True)
+class Served:
+    """What stands behind a message server. Called on the serving thread, pooled handlers excepted.
+
+    `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
+    `version` and `liveness` are filled in by messaging. `arena_fd` is borrowed and passed to every client of this node;
+    None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
+    the server; what it and `on_tick()` raise is logged.
+    """
+
+    handlers: Mapping[str, Handler[Any]]
+    welcome: Welcome
+    hasher_fingerprint: str
+    on_session_end: Callable[[ClientSession], None]
+    on_tick: Callable[[], None]
+    arena_fd: int | None = None
+
+
 def check_handlers(
     handlers: Mapping[str, Handler[Any]] | Iterable[Handler[Any]], table: Mapping[str, RequestSpec]
 ) -> dict[str, Handler[Any]]:
-    """The handlers by name, checked against the request table.
+    """Return the handlers by name, checked against the request table.
 
     Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
-    a mistake of the core. A handler of CANCEL is asked for what is no message under way. Others belong to plugins and
-    are named `plugin.NAME`: else `PluginBroken`.
+    a bug of the core. A handler of CANCEL serves targets that are no message in flight. Other handlers belong to
+    plugins and are named `plugin.NAME`: else `PluginBroken`.
     """
     by_name: dict[str, Handler[Any]] = {}
     for handler in handlers.values() if isinstance(handlers, Mapping) else handlers:
@@ -69,20 +88,18 @@ def check_handlers(
 
 
 class Dispatcher:
-    """Takes messages in and ends sessions. Borrows all that it is given; `liveness_path(identity)` is "" for clients
-    that have no liveness socket. `check_room()` raises what a new session is refused with."""
+    """Takes messages in and ends sessions. Borrows all its arguments; `liveness_path(identity)` is "" for clients that
+    have no liveness socket. `check_room()` raises the error with which a new session is refused."""
 
     def __init__(
         self,
+        served: Served,
         *,
         sessions: SessionTable,
         calls: InFlight,
         replies: ReplySender,
         liveness: LivenessServer | None,
         liveness_path: Callable[[bytes], str],
-        welcome: Welcome,
-        hasher_fingerprint: str,
-        on_session_end: Callable[[ClientSession], None],
         counters: dict[str, int],
         refusals: Refusals,
         check_room: Callable[[], None],
@@ -92,18 +109,16 @@ class Dispatcher:
         self._replies = replies
         self._liveness = liveness
         self._liveness_path = liveness_path
-        self._welcome = welcome
-        self._hasher_fingerprint = hasher_fingerprint
-        self._on_session_end = on_session_end
+        self._served = served
         self._counters = counters
         self._refusals = refusals
-        # Routing ids of sessions that have ended: what they sent before is still coming, and is no trouble.
+        # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
         self._left: dict[bytes, None] = {}
         self._check_room = check_room
         self.stopping = False
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
-        """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
+        """Handle one message, identity first. Never raises because of a peer's message or a handler."""
         identity = bytes(frames[0])
         try:
             envelope = split(frames[1:])
@@ -129,7 +144,7 @@ class Dispatcher:
                 self._replies.send_error(identity, envelope.request_id, error)
 
     def end(self, session: ClientSession) -> None:
-        """Ends a session: cancels what it has in flight, then calls `on_session_end`, exactly once a session."""
+        """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""
         if not self._sessions.end(session):
             return
         self._counters["sessions_ended"] += 1
@@ -141,7 +156,7 @@ class Dispatcher:
         session.local = False
         self._calls.end_session(session)
         try:
-            self._on_session_end(session)
+            self._served.on_session_end(session)
         except Exception:
             logger.exception("ending session %d of %s failed", session.session_id, session.name)
 
@@ -189,7 +204,7 @@ class Dispatcher:
         if envelope.buffers:
             raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
         hello = decode(envelope.payload, Hello, where="HELLO")
-        version = negotiate(hello, self._hasher_fingerprint)
+        version = negotiate(hello, self._served.hasher_fingerprint)
         lost = self._sessions.by_token(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
@@ -203,12 +218,12 @@ class Dispatcher:
         welcomed = False
         try:
             reply = msgspec.structs.replace(
-                self._welcome(hello, session, version),
+                self._served.welcome(hello, session, version),
                 session=session.token,
                 version=version,
                 liveness=self._liveness_path(identity),
             )
             welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
         finally:
-            if opened and not welcomed:  # refused, or the client has gone meanwhile and will never say anything
+            if opened and not welcomed:  # refused, or the client has left meanwhile and will never send anything
                 self.end(session)

@@ -1,6 +1,7 @@
-"""Owns the answer to "may this client in?": the ZAP handler that libzmq asks at every CURVE handshake.
+"""The answer to "may this client in?": the ZAP handler that libzmq asks at every CURVE handshake.
 
-Served by the server's loop; until it answers, the handshake waits and nobody else does.
+Served by the server's loop; until it answers, the handshake waits and nobody else does. Not `zmq.auth`: its
+authenticators need a thread or an asyncio loop, and read the directory of clients once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PER_ROUND = 64
 
 
 class ZapHandler:
-    """Admits the clients whose keys are listed. To be made before the socket that it guards; `close` after it."""
+    """Admits the clients whose keys are listed. Must be made before the socket that it guards, and closed after it."""
 
     def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
         self._admitted = admitted
@@ -30,7 +31,7 @@ class ZapHandler:
         self.socket.bind(_ADDRESS)
 
     def serve(self) -> None:
-        """Answers what is waiting, a bounded amount. Never blocks."""
+        """Answer the waiting requests, a bounded number. Never blocks."""
         for _ in range(_PER_ROUND):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

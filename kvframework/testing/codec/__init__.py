@@ -1,6 +1,6 @@
-"""Owns the conformance kit for codecs: what every `Codec` must do. Runs under pytest.
+"""The conformance kit for codecs: tests that every `Codec` must pass. Runs under pytest.
 
-Either name the plugin, which is found, checked and created as a server does it:
+Name the plugin; the kit finds, checks and creates it as a server does:
 
     from kvframework.testing import CodecConformance
 
@@ -8,14 +8,14 @@ Either name the plugin, which is found, checked and created as a server does it:
         use = "mycodec"                 # the entry point `codec.mycodec`
         options = {"level": 3}          # as in `[codecs.mycodec]`, if there are any
 
-or give a fixture that returns what makes one, each time anew:
+or give a fixture that returns a factory, which makes a new codec at each call:
 
     class TestMyCodec(CodecConformance):
         @pytest.fixture
         def make_codec(self):
             return lambda: MyCodec(level=3)
 
-How small it packs is the codec's own affair: the server stores as it is what packing does not make smaller. Needs
+The kit does not judge the ratio: the server stores an object unpacked if packing does not make it smaller. Needs
 pytest and hypothesis.
 """
 
@@ -30,4 +30,4 @@ __all__ = ["CodecConformance", "CodecKit"]
 
 
 class CodecConformance(PackingTests, DamageTests, MemoryTests):
-    """Subclass it; see the module. `CodecKit` lists all that can be given."""
+    """Base class of an author's test class; see the module. `CodecKit` lists the settings and fixtures."""

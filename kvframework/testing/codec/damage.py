@@ -1,4 +1,4 @@
-"""Owns the tests of packed bytes that are not what was packed: refused by `ValueError`, within bounds."""
+"""Tests of damaged packed bytes: `ValueError`, and no write outside the object's place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _MIB = 1 << 20
 
 
 class DamageTests(CodecKit):
-    """A place is as long as the object should be. What is in it after an error does not matter; beside it, it does."""
+    """The place has the length of the object. Its content after an error does not matter; bytes beside it must not
+    change.
+    """
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_another_length_is_refused(self, codec: Codec, content: str) -> None:
@@ -54,7 +56,7 @@ class DamageTests(CodecKit):
         check()
 
     def test_what_was_changed_is_refused(self, codec: Codec) -> None:
-        """Or unpacked to the very same, since some bits of a format mean nothing."""
+        """Unpacking to the original bytes is accepted, since some bits of a format mean nothing."""
 
         @settings(max_examples=4 * self.examples, deadline=None)
         @given(content=st.sampled_from(_SAMPLES), place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
@@ -79,7 +81,7 @@ class DamageTests(CodecKit):
                 assert found == one, "a mixture was unpacked"
 
     def test_a_small_place_takes_little_memory(self, codec: Codec) -> None:
-        """Whatever the packed bytes unpack to."""
+        """The bound holds whatever the packed bytes unpack to."""
         packed = self.pack(codec, bytes(32 * _MIB))
         tracemalloc.start()
         try:
@@ -97,7 +99,7 @@ class DamageTests(CodecKit):
             assert self.unpack(codec, packed, len(data)) == data
 
     def _refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
-        """What was unpacked, None if it was refused."""
+        """Return the unpacked bytes, None if they were refused."""
         try:
             return self.unpack(codec, packed, nbytes)
         except ValueError:

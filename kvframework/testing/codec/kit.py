@@ -1,4 +1,4 @@
-"""Owns what the author of a codec gives to the kit, and the words that its tests are written in."""
+"""The settings and fixtures that the author of a codec gives to the kit, and the methods its tests share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvframework.testing.making import NamedKit
 
 MakeCodec = Callable[[], Codec]
 
-# What lies before and behind the place of an object in these tests, and in it before it is filled.
+# Length of the guard before and behind an object's place, and the byte that fills the guards and the unfilled place.
 GUARD = 64
 FILLING = 0xEE
 
@@ -27,24 +27,25 @@ CONTENTS = {
     "text": b"keys and values " * 4096,
     "numbers": b"".join(struct.pack("<f", _chance.gauss(0, 1))[2:] for _ in range(20_000)),
 }
-"""By name; the numbers are bfloat16, as in KV."""
+"""Contents by name; the numbers are bfloat16, as in KV."""
 
 
 class CodecKit(NamedKit):
-    """What an author may give. Required is either `use` or a `make_codec` fixture."""
+    """Settings and fixtures of the kit. An author must give either `use` or a `make_codec` fixture."""
 
-    descriptor = CodecProvider
+    _descriptor = CodecProvider
 
     examples: ClassVar[int] = 60
-    """How many made-up objects, and kinds of damage, are tried."""
+    """How many generated objects, and kinds of damage, are tried."""
 
     detects_damage: ClassVar[bool] = True
-    """Whether packed bytes that were changed are refused, and not only those of another length. Where False, the
-    checksum that the server puts over them is all there is."""
+    """Whether changed packed bytes are refused, and not only those of another length. Where False, the checksum that
+    the server puts over them is the only protection.
+    """
 
     @pytest.fixture
     def make_codec(self) -> MakeCodec:
-        """Makes the codec, as a server does when a value first needs it."""
+        """Return a factory of codecs; a server makes a codec when a value first needs it."""
         return self.by_name()
 
     @pytest.fixture
@@ -52,12 +53,13 @@ class CodecKit(NamedKit):
         return make_codec()
 
     def pack(self, codec: Codec, data: bytes) -> bytes:
-        """What a tier gets to see of `data`."""
+        """Return the bytes that a tier receives for `data`."""
         return b"".join(codec.encode(memoryview(data)))
 
     def unpack(self, codec: Codec, packed: bytes, nbytes: int) -> bytes:
-        """What the place of an object of `nbytes` holds then. Fails if a byte beside it was written, whether or not the
-        codec raises."""
+        """Unpack into a place of `nbytes` and return its content. Fails if a byte beside the place was written, whether
+        or not the codec raises.
+        """
         arena = bytearray([FILLING]) * (nbytes + 2 * GUARD)
         with memoryview(arena) as whole, whole[GUARD : GUARD + nbytes] as place:
             try:
@@ -68,8 +70,9 @@ class CodecKit(NamedKit):
             return bytes(place)
 
     def must_refuse(self, codec: Codec, packed: bytes, nbytes: int, why: str) -> None:
-        """Fails unless unpacking raises `ValueError`. Nothing else will do: the server deletes what is damaged, and
-        takes any other error for a bug of the codec, whose values may be good."""
+        """Fail unless unpacking raises `ValueError`. No other error is accepted: the server deletes damaged values, and
+        treats any other error as a bug of the codec, whose values may be good.
+        """
         try:
             self.unpack(codec, packed, nbytes)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Owns the tests of the caller's memory: any kind of it, changed nowhere but in the object's place, and let go."""
+"""Tests of the caller's memory: any kind is accepted, only the object's place changes, and no view is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHIFT = 3
 
 
 class MemoryTests(CodecKit):
-    """Objects lie in the arena, a mapping, at any place; packed bytes in memory of their own, which is only read."""
+    """Objects lie in the arena, a mapping, at any offset; packed bytes lie in their own memory, which is only read."""
 
     @pytest.mark.parametrize("kind", ["bytes", "bytearray", "mapping"])
     def test_any_memory_is_packed_and_left_as_it_is(self, codec: Codec, kind: str) -> None:
@@ -60,7 +60,7 @@ class MemoryTests(CodecKit):
                 assert place == data
 
     def test_an_object_is_let_go_with_its_packed_bytes(self, codec: Codec) -> None:
-        """These may borrow it until the tier has stored them."""
+        """Packed parts may borrow the object until the tier has stored them."""
         for data in CONTENTS.values():
             memory = bytearray(data)
             parts = codec.encode(memoryview(memory))

@@ -1,4 +1,4 @@
-"""Owns the tests of what goes in and comes out again: any content, any size, any thread, and any process."""
+"""Tests of the round trip: any content, any size, any thread and any process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.stdout.buffer.write(b"".join(made.encode(memoryview(data))))
 
 
 class PackingTests(CodecKit):
-    """The round trip."""
+    """Packing followed by unpacking."""
 
     def test_its_name_fits_into_an_envelope(self, codec: Codec) -> None:
         self.must_be_named(codec.name)
@@ -49,7 +49,7 @@ class PackingTests(CodecKit):
         check()
 
     def test_the_packed_form_is_a_sequence_of_bytes(self, codec: Codec) -> None:
-        """It is counted, summed up and sent, one after the other; an empty object may have no parts."""
+        """The server counts, sums and sends the parts in order; an empty object may have none."""
         for data in CONTENTS.values():
             packed = codec.encode(memoryview(data))
             assert isinstance(packed, Sequence), "parts are gone through several times"
@@ -58,7 +58,7 @@ class PackingTests(CodecKit):
                 assert (part.ndim, part.itemsize, part.c_contiguous) == (1, 1, True)
 
     def test_a_batch_is_packed_before_it_is_sent(self, codec: Codec) -> None:
-        """So what `encode` has returned stays as it is while it packs others."""
+        """The return value of `encode` stays unchanged while the codec packs other objects."""
         objects = list(CONTENTS.values())
         batch = [codec.encode(memoryview(data)) for data in objects]
         packed = [b"".join(parts) for parts in batch]
@@ -68,7 +68,7 @@ class PackingTests(CodecKit):
         assert [self.unpack(codec, each, len(data)) for each, data in zip(packed, objects, strict=True)] == objects
 
     def test_a_call_knows_nothing_of_others(self, make_codec: MakeCodec) -> None:
-        """What one codec packed, another unpacks, in any order: nothing is kept for later but in the packed bytes."""
+        """Another codec unpacks the bytes in any order: no state is kept outside the packed bytes."""
         writer = make_codec()
         packed = {data: self.pack(writer, data) for data in CONTENTS.values()}
         reader = make_codec()
@@ -76,7 +76,7 @@ class PackingTests(CodecKit):
             assert self.unpack(reader, each, len(data)) == data
 
     def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
-        """As after a restart, or by another node."""
+        """The other process stands for the server before a restart, or another node."""
         data = bytes(number * number % 251 for number in range(50_000))
         packed = self.elsewhere(codec, _ELSEWHERE, seed=1)
         assert self.unpack(codec, packed, len(data)) == data

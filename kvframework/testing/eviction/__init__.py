@@ -1,6 +1,6 @@
-"""Owns the conformance kit for eviction policies: what every `EvictionPolicy` must do. Runs under pytest.
+"""The conformance kit for eviction policies: tests that every `EvictionPolicy` must pass. Runs under pytest.
 
-Either name the plugin, which is found, checked and created as a server does it:
+Name the plugin; the kit finds, checks and creates it as a server does:
 
     from kvframework.testing import EvictionConformance
 
@@ -8,14 +8,14 @@ Either name the plugin, which is found, checked and created as a server does it:
         use = "mypolicy"                # the entry point `eviction.mypolicy`
         options = {"share": 0.1}        # as in `[l1.eviction]`, if there are any
 
-or give a fixture that returns what makes one, each time anew:
+or give a fixture that returns a factory, which makes a new policy at each call:
 
     class TestMyPolicy(EvictionConformance):
         @pytest.fixture
         def make_policy(self):
             return lambda: MyPolicy(share=0.1)
 
-Which victim is the best is the policy's own affair: test that beside the kit. Needs pytest and hypothesis.
+The kit does not judge the choice of victims: test that beside the kit. Needs pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -29,4 +29,4 @@ __all__ = ["EvictionConformance", "EvictionKit"]
 
 
 class EvictionConformance(OfferTests, ServingTests, CostTests):
-    """Subclass it; see the module. `EvictionKit` lists all that can be given."""
+    """Base class of an author's test class; see the module. `EvictionKit` lists the settings and fixtures."""

@@ -1,4 +1,4 @@
-"""Owns the tests of what a policy costs: steps of a call, counted and not timed, and memory."""
+"""Tests of a policy's cost: the steps of a call, counted rather than timed, and its memory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ import pytest
 from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert
 
-# Calls of each kind whose steps are counted, with few objects in and with many.
+# Calls of each kind whose steps are counted, while the policy holds few objects and while it holds many.
 _ROUNDS, _FEW, _MANY = 40, 100, 2000
 
 
 class CostTests(EvictionKit):
-    """Every call is under the lock that every request of the server needs."""
+    """Every call runs under the storage lock, which every request of the server needs."""
 
     @pytest.mark.parametrize("call", ["on_access", "victims", "on_remove", "on_insert"])
     def test_a_call_takes_no_longer_where_more_is_in(self, make_policy: MakePolicy, call: str) -> None:
-        """Counts lines of Python, and how often keys are hashed or compared;
-        the median, so that tidying up now and then is allowed."""
+        """Counts lines of Python, and how often keys are hashed or compared; the median allows occasional clean-up."""
         few, many = (_steps(make_policy(), size)[call] for size in (_FEW, _MANY))
         assert many <= 4 * few + 40, f"{call}: {few:.0f} steps with {_FEW} objects, {many:.0f} with {_MANY}"
 
     def test_what_has_left_is_forgotten(self, policy: EvictionPolicy) -> None:
-        """Apart from as many as `remembered_keys`."""
+        """A policy may remember at most `remembered_keys` keys of removed objects."""
 
         def churn(times: int) -> None:
             for index in range(times):
@@ -51,7 +50,7 @@ class CostTests(EvictionKit):
 
 
 class _CountedKey(bytes):
-    """Hashing and comparing it are lines of Python, which can be counted."""
+    """A key whose hashing and comparison are lines of Python, which can be counted."""
 
     __slots__ = ()
 
@@ -63,7 +62,7 @@ class _CountedKey(bytes):
 
 
 def _steps(policy: EvictionPolicy, size: int) -> dict[str, float]:
-    """Steps of a call of each kind, the median, while `size` objects are in."""
+    """Return the median steps of a call of each kind while the policy holds `size` objects."""
     keys = [_CountedKey(number.to_bytes(PACKED_KEY_BYTES, "big")) for number in range(size + _ROUNDS)]
     insert(policy, keys[:size])
     counts: dict[str, list[int]] = {call: [] for call in ("on_access", "victims", "on_remove", "on_insert")}
@@ -81,7 +80,7 @@ def _steps(policy: EvictionPolicy, size: int) -> dict[str, float]:
 
 @contextmanager
 def _counted(into: list[int]) -> Iterator[None]:
-    """Appends how many lines of Python ran in this thread."""
+    """Append the number of Python lines that the block runs in this thread."""
     steps = 0
 
     def trace(_frame: FrameType, event: str, _arg: object) -> object:

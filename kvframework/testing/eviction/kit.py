@@ -1,4 +1,4 @@
-"""Owns what the author of an eviction policy gives to the kit, and the words that its tests are written in."""
+"""The settings and fixtures that the author of an eviction policy gives to the kit, and functions its tests share."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MIB = 1 << 20
 
 
 class EvictionKit(NamedKit):
-    """What an author may give. Required is either `use` or a `make_policy` fixture."""
+    """Settings and fixtures of the kit. An author must give either `use` or a `make_policy` fixture."""
 
-    descriptor = EvictionProvider
+    _descriptor = EvictionProvider
 
     examples: ClassVar[int] = 60
     """How many sequences of calls are compared with a set."""
 
     remembered_keys: ClassVar[int] = 4096
-    """How many keys that left L1 the policy may remember, however few are in."""
+    """How many keys of removed objects the policy may remember, however few it holds."""
 
     @pytest.fixture
     def make_policy(self) -> MakePolicy:
-        """Makes policies that know of nothing yet."""
+        """Return a factory of empty policies."""
         return self.by_name()
 
     @pytest.fixture
@@ -47,7 +47,7 @@ def insert(policy: EvictionPolicy, keys: Iterable[PackedKey], nbytes: int = MIB)
 
 
 def must_offer(policy: EvictionPolicy, keys: Iterable[PackedKey]) -> None:
-    """Fails unless all of `keys` are offered, each once, and nothing else."""
+    """Fail unless the policy offers each of `keys` exactly once and nothing else."""
     offered, wanted = list(policy.victims()), set(keys)
     assert len(offered) == len(set(offered)), "a key is offered twice"
     assert not set(offered) - wanted, "a key is offered that is not in"

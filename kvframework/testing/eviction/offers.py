@@ -1,4 +1,4 @@
-"""Owns the tests of who is offered: all that is in, each once, whatever came and went before."""
+"""Tests of the victims on offer: every object that is in L1, each once, whatever the history."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh
 
 
 class OfferTests(EvictionKit):
-    """One call after the other."""
+    """Calls in sequence."""
 
     def test_it_has_the_plugins_name(self, policy: EvictionPolicy) -> None:
         self.must_be_named(policy.name)
 
-    # who is offered
+    # which keys are offered
 
     def test_nothing_is_offered_where_nothing_is(self, policy: EvictionPolicy) -> None:
         assert list(policy.victims()) == []
@@ -33,7 +33,7 @@ class OfferTests(EvictionKit):
         must_offer(policy, [key for index, key in enumerate(keys) if index % 3])
 
     def test_many_accesses_at_once_are_as_many_one_by_one(self, make_policy: MakePolicy) -> None:
-        """Also of a key that is in the batch twice."""
+        """Equivalence holds for a key that is in the batch twice, too."""
         one_by_one, at_once = make_policy(), make_policy()
         keys = fresh_keys(40)
         for policy in (one_by_one, at_once):
@@ -66,7 +66,7 @@ class OfferTests(EvictionKit):
         must_offer(policy, keys[5:])
 
     def test_keys_that_differ_in_one_byte_are_different(self, policy: EvictionPolicy) -> None:
-        """Ranks, layer groups and salts of one chunk are."""
+        """Keys of one chunk differ in rank, layer group or salt alone."""
         keys = [bytes(index == at for index in range(PACKED_KEY_BYTES)) for at in range(PACKED_KEY_BYTES)]
         insert(policy, keys)
         policy.on_access(keys[0])

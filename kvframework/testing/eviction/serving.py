@@ -1,4 +1,4 @@
-"""Owns the tests of how the core asks: it stops anywhere, skips what is pinned, and calls from several threads."""
+"""Tests of a policy as the core uses it: a walk stops anywhere, pinned objects are skipped, several threads call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OWNER = 1
 
 
 class ServingTests(EvictionKit):
-    """The policy behind the server's own object table, and against a set."""
+    """The policy behind the server's own object table, and compared with a set."""
 
     def test_asking_may_end_anywhere_and_changes_nobody(self, policy: EvictionPolicy) -> None:
-        """As when all that was offered is pinned. A walk that was left off may lie about, closed or not."""
+        """A walk ends early when every object it offered is pinned. An abandoned walk may stay open or be closed."""
         keys = fresh_keys(30)
         insert(policy, keys)
         left_off = []
@@ -42,7 +42,7 @@ class ServingTests(EvictionKit):
         must_offer(policy, keys)
 
     def test_it_serves_the_servers_object_table(self, policy: EvictionPolicy) -> None:
-        """Stores that push others out, pins, drops and clears, in the order of calls that the server makes."""
+        """Stores that evict others, pins, drops and clears, in the order of calls that the server makes."""
         allocator = RangeAllocator()
         allocator.grow(40 * ALIGNMENT)
         table, chance = ObjectTable(allocator, policy), random.Random(7)  # noqa: S311  a fixed sequence
@@ -88,7 +88,7 @@ class ServingTests(EvictionKit):
         )
 
     def test_any_thread_may_call(self, policy: EvictionPolicy) -> None:
-        """One at a time: the storage lock is held."""
+        """One thread at a time calls: the core holds the storage lock."""
         keys = fresh_keys(6)
 
         def access() -> None:
@@ -103,7 +103,7 @@ class ServingTests(EvictionKit):
 
 
 class _Machine(RuleBasedStateMachine):
-    """One policy and the set of what is in."""
+    """One policy, and the set of keys that it should hold."""
 
     make: ClassVar[MakePolicy]
 

@@ -1,6 +1,6 @@
-"""Faults for tests: of a tier from the inside (`FaultyTier`), of a network tier on its real wire (`FaultProxy`).
+"""Faults for tests: inside any tier (`FaultyTier`), or on the real wire of a network tier (`FaultProxy`).
 
-Neither imports pytest: both serve outside of the kits too.
+Neither imports pytest: both are also used outside of the kits.
 """
 
 from kvframework.testing.faults.proxy import WIRE_FAULTS, FaultProxy

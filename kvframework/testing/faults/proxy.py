@@ -1,4 +1,4 @@
-"""Owns `FaultProxy`: a stream proxy whose faults are switched at any time. It knows no protocol. Runs in one thread."""
+"""`FaultProxy`: a stream proxy whose faults can be switched at any time. It knows no protocol. Runs in one thread."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Address = tuple[str, int] | str
 
 
 class FaultProxy:
-    """Stands before `target`, a pair of host and port or the path of a Unix socket, and listens on one of its kind.
-    `address` is where the tier should connect. Use it as a context manager.
+    """A proxy in front of `target`, a pair of host and port or the path of a Unix socket; it listens on the same kind
+    of socket. The tier connects to `address`. Use it as a context manager.
 
-    One fault at a time, from `inject` to `heal`; `injected` counts how often each kind took place. Switching a fault
-    concerns open connections too, and their bytes are counted from then on. Switched by one thread at a time.
+    One fault at a time, from `inject` to `heal`; `injected` counts how often each kind took place. A switch affects
+    open connections too, and restarts the count of their bytes. Only one thread may switch faults at a time.
     """
 
     def __init__(self, target: Address) -> None:
@@ -53,25 +53,27 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The TCP port; of no use for a Unix socket."""
+        """The TCP port; 0 for a Unix socket."""
         return 0 if isinstance(self.address, str) else self.address[1]
 
     def inject(self, kind: str, amount: float | None = None) -> None:
-        """Switches to a fault of `WIRE_FAULTS`; returns once it is at work."""
+        """Switch to a fault of `WIRE_FAULTS`; returns once the fault is active. Raises `ValueError` for an unknown
+        fault.
+        """
         if kind not in WIRE_FAULTS:
             raise ValueError(f"no such fault: {kind!r}; there are {', '.join(WIRE_FAULTS)}")
         self._switch(Fault(kind, _AMOUNTS.get(kind, 0.0) if amount is None else amount))
 
     def heal(self) -> None:
-        """Ends the fault: what stood still goes on, and new connections are as good as the target."""
+        """End the fault: stalled connections continue, and new connections pass unchanged."""
         self._switch(Fault("", 0.0))
 
     def start(self) -> None:
-        """Begins to pass on what comes; before it, connections wait."""
+        """Start to relay; connections made earlier wait until then."""
         self._thread.start()
 
     def close(self) -> None:
-        """Closes all connections and ends the thread. Idempotent; blocks for a moment."""
+        """Close all connections and end the thread. Idempotent; blocks for a moment."""
         if not self._stop:
             self._stop = True
             self._rope.send(b"!")
@@ -144,7 +146,7 @@ class FaultProxy:
     def _accept(self, fault: Fault) -> None:
         try:
             outer, _ = self._listener.accept()
-        except OSError:  # the client has gone again
+        except OSError:  # the client has already disconnected
             return
         if fault.kind == "refuse":
             self.injected["refuse"] += 1

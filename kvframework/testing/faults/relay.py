@@ -1,4 +1,4 @@
-"""Owns a proxied connection: bytes move both ways, as the fault at work lets them. Driven by the proxy's thread."""
+"""A proxied connection: bytes move both ways, subject to the active fault. Driven by the proxy's thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _RESET = struct.pack("ii", 1, 0)  # linger for no time: close() sends a reset
 
 
 class Fault(NamedTuple):
-    """A kind of `WIRE_FAULTS`, "" for none."""
+    """A kind of `WIRE_FAULTS` and its amount; the kind is "" for no fault."""
 
     kind: str
     amount: float
 
 
 class Connection:
-    """One client and its connection to the target."""
+    """A client's connection to the proxy, and the proxy's connection to the target."""
 
     def __init__(self, outer: socket.socket, inner: socket.socket) -> None:
         self.open = True
@@ -34,18 +34,18 @@ class Connection:
         self._requests, self._replies = _Pipe(outer, inner), _Pipe(inner, outer)
 
     def begin(self) -> None:
-        """A fault begins or ends."""
+        """Reset the byte count and delay at the start or end of a fault."""
         self._replies.count, self._replies.ready_at = 0, 0.0
 
     def wants(self, wanted: dict[socket.socket, int], *, stalled: bool) -> float | None:
-        """Adds what to wait for; the seconds to wait for something that is only late."""
+        """Add the events to poll for; returns the seconds until a delayed piece is due, None without one."""
         if stalled:
             return None
         self._requests.wants(wanted)
         return self._replies.wants(wanted)
 
     def turn(self, ready: dict[socket.socket, int], fault: Fault, injected: Counter[str]) -> None:
-        """Moves what can be moved, as the fault lets it."""
+        """Move the available bytes, subject to the fault."""
         if fault.kind == "stall":
             return
         try:
@@ -63,7 +63,7 @@ class Connection:
             self.close()
 
     def _spoil(self, fault: Fault, injected: Counter[str]) -> None:
-        """What a fault does to a piece of a reply that has just come."""
+        """Apply the fault to a piece of a reply that was just read."""
         pipe = self._replies
         first, pipe.count = pipe.count, pipe.count + len(pipe.pending)
         if fault.kind == "slow":
@@ -92,7 +92,7 @@ class Connection:
 
 
 class _Pipe:
-    """One direction. Reads only when all that was read before is written."""
+    """One direction. Reads only when all earlier bytes have been written."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self.pending = bytearray()
@@ -117,7 +117,7 @@ class _Pipe:
         self.write(ready)
 
     def read(self, ready: dict[socket.socket, int]) -> bool:
-        """True if something came."""
+        """Read one piece; True if there was one."""
         if self.pending or self.ended or not ready.get(self._source, 0) & ~select.POLLOUT:
             return False
         try:
@@ -136,7 +136,7 @@ class _Pipe:
 
 
 def reset(sock: socket.socket) -> None:
-    """Closes a connection by a reset; a Unix socket just closes."""
+    """Close a connection by a TCP reset; a Unix socket is closed plainly."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     sock.close()

@@ -1,4 +1,4 @@
-"""Owns `FaultyTier`: any tier, with faults that a seed decides. Runs in the caller's threads."""
+"""`FaultyTier`: a wrapper of any tier with faults that follow from a seed. Runs in the caller's threads."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Parts = Sequence[Sequence[memoryview]]
 
 
 class FaultyTier(Tier):
-    """`inner`, whose calls and values meet each of `kinds` with probability `rate`. Thread-safe if `inner` is.
+    """The tier `inner`, whose calls and values meet each of `kinds` with probability `rate`. Thread-safe if `inner` is.
 
-    `stop` ends the faults; `injected` counts those that took place, by kind. With the same seed and the same calls,
+    `stop` ends the faults; `injected` counts by kind the faults that took place. With the same seed and the same calls,
     made in one thread, the faults are the same. `close` closes `inner`.
     """
 
@@ -53,7 +53,7 @@ class FaultyTier(Tier):
         self._lock = threading.Lock()
 
     def stop(self) -> None:
-        """From now on `inner` is asked as it is. What was stored wrongly stays so."""
+        """End the faults: later calls reach `inner` unchanged. Values that were stored wrongly stay so."""
         self._kinds = frozenset()
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -137,7 +137,7 @@ class FaultyTier(Tier):
         return [memoryview(value)[: self._below(len(value)) if short and value else None]]
 
     def _unread(self, parts: Sequence[memoryview], before: Sequence[bytes], received: int) -> int:
-        """Puts back what was in `parts`, from some byte on; the number of bytes before."""
+        """Restore the former content of `parts` from a random byte on, and return the number of bytes before it."""
         kept = first = self._below(max(received, 1))
         for part, old in zip(parts, before, strict=True):
             at = min(first, part.nbytes)

@@ -1,6 +1,6 @@
-"""Owns the conformance kit for L2 tiers: what every `Tier` must do. Runs under pytest, in the author's test process.
+"""The conformance kit for L2 tiers: tests that every `Tier` must pass. Runs under pytest, in the author's test process.
 
-Either name the plugin, which is found, checked and created as a server does it:
+Name the plugin; the kit finds, checks and creates it as a server does:
 
     from kvframework.testing import TierConformance
 
@@ -22,7 +22,7 @@ or give a fixture:
         def reopen(self, tier):
             return MyStore(...)
 
-`TierKit` lists all that can be given. Needs pytest and hypothesis.
+`TierKit` lists the settings and fixtures. Needs pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class TierConformance(
     FaultTests,
     WireFaultTests,
 ):
-    """Subclass it; see the module.
+    """Base class of an author's test class; see the module.
 
     Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`,
     `grace_s`, `time_step_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
-    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their texts.
+    the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their descriptions.
 
-    Keys are random, so the store may hold other things, but nobody else may be at work on it: used bytes, files and
+    Keys are random, so the store may hold other values, but no other client may use it: used bytes, files and
     threads are counted."""

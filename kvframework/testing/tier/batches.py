@@ -1,4 +1,4 @@
-"""Owns the tests of batches: one outcome a key, in order, and one key's trouble is that key's alone."""
+"""Tests of batches: one outcome per key, in order; a failure of one key does not affect the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORE
 
 
 class BatchTests(TierKit):
-    """A batch with the same key twice is applied in order."""
+    """Batches of distinct keys, and batches that name a key twice, which are applied in order."""
 
     def test_an_empty_batch_has_no_outcomes(self, tier: Tier) -> None:
         assert tier.contains([], deadline=self.soon()) == []

@@ -100,7 +100,7 @@ class CapacityTests(TierKit):
     def test_what_is_replaced_and_deleted_leaves_nothing_behind(self, fillable: Tier) -> None:
         before, capacity = self.used_of(fillable), self.capacity_of(fillable)
         large, small = bytes(capacity // 10), bytes(capacity // 100)
-        # Four times the capacity goes through it.
+        # Four times the capacity is written over the course of the loop.
         for turn, key in enumerate(self.fresh_keys(20)):
             for value in (large, small, large):
                 stored = fillable.put([key], [[memoryview(value)]], deadline=self.soon())

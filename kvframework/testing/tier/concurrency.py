@@ -1,4 +1,4 @@
-"""Owns the tests of several threads on one tier, as the server's storage threads use it."""
+"""Tests of several threads on one tier, as the server's storage threads use it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ ROUNDS = 25
 
 
 class ConcurrencyTests(TierKit):
-    """A reader sees one writer's value, whole, or none. No value of these tests has a zero byte in it, so that a part
-    of a buffer that was not written shows."""
+    """A reader sees the whole value of one writer, or none. Values of these tests contain no zero byte, so that a part
+    of a buffer that was not written shows.
+    """
 
     def while_writing(self, write: Callable[[], None], *reads: Callable[[], None]) -> None:
-        """Repeats `reads`, each in a thread of its own, until `write` is done, and once more."""
+        """Repeat `reads`, each in its own thread, until `write` has ended, and once more."""
         done = threading.Event()
 
         def repeat(read: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Owns what the tests of faults read and write: values that their keys determine, as the core's keys do."""
+"""The values that the tests of faults write and read: each follows from its key, as with the core's keys."""
 
 from __future__ import annotations
 
@@ -7,45 +7,39 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
+from kvframework.storage.l2.steps import run
+from kvframework.storage.l2.store import L2Store
 
 T = TypeVar("T")
 
 _LENGTHS = (1, 40, 5000, 70_000, 300_000)
 
 
-class Store(Protocol):
-    """What of `kvframework.storage.l2.store.L2Store` is under test."""
-
-    def get_into(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview], /) -> list[bool]: ...
-
-    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview], /) -> object: ...
-
-
 def value_of(key: PackedKey) -> bytes:
-    """The one value that may ever come back under this key."""
+    """Return the only correct value of this key."""
     return hashlib.shake_128(key).digest(_LENGTHS[key[-1] % len(_LENGTHS)])
 
 
-def save(store: Store, keys: Sequence[PackedKey]) -> None:
+def save(store: L2Store, keys: Sequence[PackedKey]) -> None:
     """Puts the values of `keys`."""
-    store.put(keys, [memoryview(value_of(key)) for key in keys])
+    run(store.put_steps(keys, [memoryview(value_of(key)) for key in keys]))
 
 
-def load(store: Store, keys: Sequence[PackedKey]) -> list[bool]:
+def load(store: L2Store, keys: Sequence[PackedKey]) -> list[bool]:
     """Which of `keys` were there; fails if any came back with other bytes than its own."""
     # Random, so that bytes that were never read are not right by chance.
     buffers = [bytearray(os.urandom(len(value_of(key)))) for key in keys]
-    found = store.get_into(keys, [memoryview(buffer) for buffer in buffers])
+    found = run(store.get_steps(keys, [memoryview(buffer) for buffer in buffers]))
     for key, buffer, good in zip(keys, buffers, found, strict=True):
         assert not good or buffer == value_of(key), "wrong bytes came back as if they were right"
     return found
 
 
-def exercise(store: Store, keys: Sequence[PackedKey], seed: int, turns: int) -> None:
+def exercise(store: L2Store, keys: Sequence[PackedKey], seed: int, turns: int) -> None:
     """Saves and loads batches of `keys` in any order; what a fault refuses is passed over."""
     choice = random.Random(seed)  # noqa: S311  no secrets
     for _ in range(turns):
@@ -59,7 +53,7 @@ def exercise(store: Store, keys: Sequence[PackedKey], seed: int, turns: int) -> 
             time.sleep(0.001)  # the circuit is open for some milliseconds
 
 
-def must_heal(store: Store, keys: Sequence[PackedKey], patience_s: float) -> None:
+def must_heal(store: L2Store, keys: Sequence[PackedKey], patience_s: float) -> None:
     """After the faults: every value is right or missing, and every one can be stored and comes back."""
     persist(lambda: load(store, keys), patience_s)
     persist(lambda: save(store, keys), patience_s)
@@ -67,7 +61,7 @@ def must_heal(store: Store, keys: Sequence[PackedKey], patience_s: float) -> Non
 
 
 def persist(call: Callable[[], T], patience_s: float) -> T:
-    """What `call` returns once it raises `TierError` no more; its last one if that takes too long."""
+    """Call `call` until it raises no `TierError`, and return its result; raises the last one after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Owns the tests of one value at a time: what is stored comes back, what is not there is an answer and no error."""
+"""Tests of single values: a stored value comes back, and a missing key is an answer rather than an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORE
 
 
 class ContractTests(TierKit):
-    """Values, their lengths, and the buffers that they travel in."""
+    """Values, their lengths, and the buffers that carry them."""
 
     @pytest.mark.parametrize("nbytes", [1, 2, 255, 4096, 16 * 1024 - 1, 65_537, 1 << 20, (3 << 20) + 5])
     def test_a_value_comes_back_as_it_was_stored(self, tier: Tier, nbytes: int) -> None:
@@ -78,18 +78,18 @@ class ContractTests(TierKit):
         self.store(tier, key, value)
         self.must_load(tier, key, value)
 
-    @pytest.mark.parametrize("at", [0, 15, 16, 31, 32, 36, 40, PACKED_KEY_BYTES - 1])
-    @pytest.mark.parametrize("bit", [0x01, 0x20, 0x80])
-    def test_keys_that_differ_in_one_bit_are_different(self, tier: Tier, at: int, bit: int) -> None:
-        (one,) = self.fresh_keys(1)
-        other = one[:at] + bytes([one[at] ^ bit]) + one[at + 1 :]
-        self.store(tier, one, b"one")
-        assert tier.contains([other], deadline=self.soon()) == [MISSING]
-        self.store(tier, other, b"other")
-        self.must_load(tier, one, b"one")
-        self.must_load(tier, other, b"other")
-        assert tier.delete([one], deadline=self.soon()) == [DELETED]
-        self.must_load(tier, other, b"other")
+    def test_keys_that_differ_in_one_bit_are_different(self, tier: Tier) -> None:
+        for at in (0, 15, 16, 31, 32, 36, 40, PACKED_KEY_BYTES - 1):
+            for bit in (0x01, 0x20, 0x80):
+                (one,) = self.fresh_keys(1)
+                other = one[:at] + bytes([one[at] ^ bit]) + one[at + 1 :]
+                self.store(tier, one, b"one")
+                assert tier.contains([other], deadline=self.soon()) == [MISSING], (at, bit)
+                self.store(tier, other, b"other")
+                self.must_load(tier, one, b"one")
+                self.must_load(tier, other, b"other")
+                assert tier.delete([one], deadline=self.soon()) == [DELETED], (at, bit)
+                self.must_load(tier, other, b"other")
 
     @pytest.mark.parametrize("filler", [b"\0", b"\xff", b"/", b".", b"\r\n", b"*", b"{}", b"%s"], ids=repr)
     def test_any_byte_may_be_in_a_key(self, tier: Tier, filler: bytes) -> None:
@@ -112,7 +112,7 @@ class ContractTests(TierKit):
 
     @pytest.mark.parametrize("nbytes", [0, 1, 99, 5000, 65_537, 3 << 20])
     def test_a_shorter_value_fills_the_beginning_and_its_length_is_told(self, tier: Tier, nbytes: int) -> None:
-        """The rest of the parts may hold an older value's bytes, which must not pass for this one's."""
+        """The rest of the parts may hold bytes of an older value, which must not pass for the new one's."""
         (key,) = self.fresh_keys(1)
         older = os.urandom(nbytes + 70)
         self.store(tier, key, older[:nbytes])

@@ -1,4 +1,4 @@
-"""Owns the tests of deadlines: a call that comes too late does nothing, and one that has begun ends."""
+"""Tests of deadlines: a call after its deadline does nothing, and a call in progress ends in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT_S = 0.05
 
 
 class Held(list[_T]):
-    """A list whose second item, if it is iterated over, comes once `go` is set, `within_s` seconds later at most."""
+    """A list whose iteration pauses before the second item until `go` is set, for at most `within_s` seconds."""
 
     def __init__(self, items: Sequence[_T], within_s: float) -> None:
         super().__init__(items)
@@ -37,7 +37,7 @@ class Held(list[_T]):
 
 
 class DeadlineTests(TierKit):
-    """A whole operation that its deadline ended raises `TierError`; the tier is as good as before."""
+    """An operation that exceeds its deadline raises `TierError`; the tier stays usable."""
 
     @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping"])
     def test_a_passed_deadline_fails_at_once(self, tier: Tier, name: str) -> None:
@@ -81,7 +81,7 @@ class DeadlineTests(TierKit):
             try:
                 tier.put(keys, held, deadline=self.soon())
             finally:
-                held.reached.set()  # it read the list in another way
+                held.reached.set()  # for a tier that does not iterate over the list
 
         def put_meanwhile() -> None:
             held.reached.wait(self.patience_s)

@@ -1,4 +1,4 @@
-"""Owns the tests of a tier whose calls and values go wrong, under the store that the server puts around every tier."""
+"""Tests of a tier whose calls and values fail, behind the store that the server puts around every tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from kvframework.api import Tier
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save, value_of
@@ -16,8 +17,9 @@ TURNS = 60
 
 
 class FaultTests(TierKit):
-    """Faults are put around the tier, so this needs no help from it. Whatever goes wrong, no wrong byte leaves the
-    store, and once the faults stop, all is as if there had been none."""
+    """The faults are injected around the tier, so they need no support from it. No wrong byte leaves the store, and
+    once the faults stop, every key works again.
+    """
 
     @pytest.mark.parametrize("kinds", [*((kind,) for kind in TIER_FAULTS), tuple(TIER_FAULTS)], ids="+".join)
     def test_no_wrong_byte_leaves_and_all_heals(self, tier: Tier, kinds: tuple[str, ...]) -> None:
@@ -36,12 +38,12 @@ class FaultTests(TierKit):
         save(store, keys)
         faulty.stop()
         assert load(store, keys) == [False] * len(keys)
-        assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
+        assert run(store.contains_steps(keys)) == [False] * len(keys), "a spoilt value could not be deleted"
         must_heal(store, keys, self.patience_s)
 
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
     def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, tier: Tier, kept: float) -> None:
-        """As in a place of L1 that held the same object before: what was not received is there all the same."""
+        """A place of L1 may have held the same object before: bytes that were not received are then there already."""
         store = L2Store(tier, timeout_s=self.patience_s)
         keys = self.fresh_keys(6)
         save(store, keys)
@@ -50,7 +52,7 @@ class FaultTests(TierKit):
             assert tier.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
             self.store(tier, key, bytes(whole[: int(kept * len(whole))]))
         places = [bytearray(value_of(key)) for key in keys]
-        assert store.get_into(keys, [memoryview(place) for place in places]) == [False] * len(keys)
+        assert run(store.get_steps(keys, [memoryview(place) for place in places])) == [False] * len(keys)
         assert store.counters["corrupt"] == len(keys)
         must_heal(store, keys, self.patience_s)
 

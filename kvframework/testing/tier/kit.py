@@ -1,4 +1,4 @@
-"""Owns what the author of a tier gives to the kit, and the words that its tests are written in."""
+"""The settings and fixtures that the author of a tier gives to the kit, and the methods its tests share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
 
 
 class TierKit:
-    """What an author may give. Required is either `use` or a `tier` fixture."""
+    """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
     use: ClassVar[str] = ""
-    """Name of the plugin: its entry point is `tier.<use>`."""
+    """Name of the plugin; its entry point is `tier.<use>`."""
 
     options: ClassVar[Mapping[str, object]] = {}
-    """Its options, as in its `[[l2]]` table."""
+    """Options of the plugin, as in its `[[l2]]` table."""
 
     shared: ClassVar[bool] = False
     """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
@@ -44,13 +44,13 @@ class TierKit:
     64 MiB."""
 
     patience_s: ClassVar[float] = 20.0
-    """The deadline of every call that should succeed."""
+    """Seconds to the deadline of every call that should succeed."""
 
     grace_s: ClassVar[float] = 3.0
-    """How much later than its deadline, or than `close`, a call may end."""
+    """Seconds by which a call may exceed its deadline, or outlast `close`."""
 
     time_step_s: ClassVar[float] = 0.05
-    """How finely `scan` tells when a value was used."""
+    """Resolution of the times of use that `scan` reports, in seconds."""
 
     examples: ClassVar[int] = 40
     """How many sequences of calls are compared with a model."""
@@ -59,12 +59,12 @@ class TierKit:
 
     @pytest.fixture
     def tier_options(self) -> Mapping[str, object]:
-        """`options`, for those that depend on other fixtures."""
+        """`options`, as a fixture, for options that depend on other fixtures."""
         return self.options
 
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:
-        """A working tier; who replaces this closes it."""
+        """A working tier; a fixture that replaces this one closes its tier."""
         tier = self.open_by_name()
         yield tier
         tier.close()
@@ -78,23 +78,23 @@ class TierKit:
 
     @pytest.fixture
     def small_tier(self) -> Tier:
-        """A tier that can be filled in a test: it holds at most 64 MiB."""
+        """A tier that a test can fill: it holds at most 64 MiB."""
         if not self.use or self.capacity_options is None:
             pytest.skip("give `capacity_options`, by which it holds at most 64 MiB, or a fixture `small_tier`")
         return self.closed_later(self.open_by_name(self.capacity_options))
 
     @pytest.fixture
     def faulty_tier(self) -> tuple[Tier, FaultProxy]:
-        """A tier that reaches its store through a `FaultProxy`. Who replaces this closes both."""
+        """A tier that reaches its store through a `FaultProxy`. A fixture that replaces this one closes both."""
         pytest.skip("give a fixture `faulty_tier` that returns (tier, proxy), if the tier talks over a socket")
 
     def reopen(self, tier: Tier) -> Tier:
-        """Another tier over the store of `tier`, which may be closed by now. The kit closes it."""
+        """Return another tier over the store of `tier`, which may be closed by now. The kit closes it."""
         if not self.use:
             pytest.skip("give `reopen(tier)`: another tier over the same store")
         return self.open_by_name()
 
-    # What the kit provides
+    # What the kit provides to its tests
 
     _tier_options: Mapping[str, object]
     _opened: list[Tier]
@@ -112,7 +112,9 @@ class TierKit:
         return self.resolve()[0].shared if self.use else self.shared
 
     def resolve(self, more: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
-        """The provider that `use` names, and its options, as a server gets them. Skips if it cannot run here."""
+        """Return the provider that `use` names, and its options, as a server gets them. Skips if the tier cannot run
+        here.
+        """
         if not self.use:
             pytest.fail("give a `tier` fixture, or `use` and `options`")
         table = PluginTable(self.use, {**self._tier_options, **(more or {})}, "[[l2]] #1")
@@ -122,22 +124,22 @@ class TierKit:
             pytest.skip(error.fact)
 
     def open_by_name(self, more: Mapping[str, object] | None = None) -> Tier:
-        """A tier as a server makes it, with `more` options."""
+        """Create a tier as a server does, with `more` options."""
         provider, options = self.resolve(more)
         tier: Tier = provider.create(options, TableContext("[[l2]] #1"))
         return tier
 
     def closed_later(self, tier: Tier) -> Tier:
-        """`tier`, which is closed when the test ends."""
+        """Return `tier`, which is closed when the test ends."""
         self._opened.append(tier)
         return tier
 
     def another(self, tier: Tier) -> Tier:
-        """What `reopen` gives, closed when the test ends."""
+        """Return the tier that `reopen` gives, closed when the test ends."""
         return self.closed_later(self.reopen(tier))
 
     def fresh_keys(self, count: int) -> list[PackedKey]:
-        """Keys that the store does not hold; any byte may be in them."""
+        """Return keys that the store does not hold; any byte may occur in them."""
         return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]
 
     def soon(self) -> float:
@@ -147,19 +149,19 @@ class TierKit:
         assert tier.put([key], [[memoryview(value)]], deadline=self.soon()) == [STORED]
 
     def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[int | Outcome, bytes]:
-        """The bytes that were received, or why there are none; and a buffer of `nbytes` afterwards."""
+        """Return the number of bytes received, or the outcome, and the content of a buffer of `nbytes`."""
         buffer = bytearray(nbytes)
         (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
         return outcome, bytes(buffer)
 
     def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "other bytes") -> None:
-        """Fails unless `value` is found."""
+        """Fail unless `value` is found."""
         outcome, found = self.load(tier, key, len(value))
         assert outcome == len(value), why
         self.must_be([found], [value], why)
 
     def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
-        """Fails unless these bytes are equal; shows the first that differ, of values that may be large."""
+        """Fail unless these bytes are equal; shows the first difference, since values may be large."""
         for one, other in zip(found, expected, strict=True):
             if one != other:
                 at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
@@ -170,7 +172,7 @@ class TierKit:
         return [[memoryview(buffer)] for buffer in buffers]
 
     def calls(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
-        """Every call that answers with outcomes, on one key, by its name."""
+        """Return every call that answers with outcomes, on one key, by its name."""
         parts = [[memoryview(bytearray(5))]]
         return {
             "contains": lambda: tier.contains([key], deadline=deadline()),
@@ -180,7 +182,7 @@ class TierKit:
         }
 
     def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:
-        """Fails unless `call` raises `TierError`."""
+        """Fail unless `call` raises `TierError`."""
         try:
             answer = call()
         except TierError:
@@ -188,5 +190,5 @@ class TierKit:
         pytest.fail(f"{name} answered {answer!r} instead of raising TierError: {why}")
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
-        """Runs `works` at the same time; raises what the first of them raised, fails if one does not end."""
+        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
         together(works, 3 * self.patience_s if within_s is None else within_s)

@@ -1,4 +1,4 @@
-"""Owns the tests of what is left behind: files, threads and the caller's memory."""
+"""Tests of leaks: files, threads and the caller's memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from kvframework.testing.tier.kit import STORED, TierKit
 
 
 class Tracked(bytearray):
-    """Memory that a test can see go."""
+    """Memory whose release a test can observe through a weak reference."""
 
 
 class LeakTests(TierKit):
-    """Files and threads are counted over several lives of a tier if `reopen` gives them; else before and after its only
-    one. Then nothing that the `tier` fixture depends on may open files or start threads in this process."""
+    """With `reopen`, files and threads are counted over several tiers, else before and after the only one. In that case
+    nothing that the `tier` fixture depends on may open files or start threads in this process.
+    """
 
     @pytest.fixture
     def before(self) -> set[str]:
@@ -30,7 +31,7 @@ class LeakTests(TierKit):
         return _open()
 
     def a_life(self, tier: Tier) -> None:
-        """Uses the tier in several threads and closes it."""
+        """Use the tier in several threads and close it."""
 
         def work() -> None:
             keys = self.fresh_keys(5)
@@ -47,7 +48,7 @@ class LeakTests(TierKit):
     def test_closing_gives_files_and_threads_back(self, before: set[str], tier: Tier) -> None:
         self.a_life(tier)
         if self.use or type(self).reopen is not TierKit.reopen:
-            before = _open()  # what the process keeps for all tiers is there by now
+            before = _open()  # the process now holds all that it keeps for any number of tiers
             for _ in range(3):
                 self.a_life(self.reopen(tier))
         deadline = time.monotonic() + self.grace_s
@@ -83,9 +84,9 @@ class LeakTests(TierKit):
 
 
 def _open() -> set[str]:
-    """What this process has open: `file <number>: <what it is>` and `thread <name>`."""
+    """Return what this process has open: `file <number>: <target>` and `thread <name>`."""
     found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found.add(f"file {number}: {os.readlink(f'/proc/self/fd/{number}')}")
     return found

@@ -1,4 +1,4 @@
-"""Owns the tests of a tier's end, and of the life of its values after it."""
+"""Tests of a tier's end, and of the values that outlive it."""
 
 from __future__ import annotations
 

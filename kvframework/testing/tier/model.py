@@ -1,4 +1,4 @@
-"""Owns the comparison of a tier with a dict: hypothesis makes up sequences of batches, and shrinks one that differs."""
+"""Comparison of a tier with a dict: hypothesis generates sequences of batches, and shrinks one that differs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORE
 
 STEPS = 15
 
-# Few keys, so that batches meet the same ones; lengths around those that matter, so that buffers are too small, too
-# large and just right.
+# Few keys, so that batches share them; a few lengths, so that buffers are too small, too large and exact.
 KEYS = st.integers(0, 5)
 LENGTHS = st.sampled_from([0, 1, 2, 3, 17, 4096, 70_000])
 KEY_BATCHES = st.lists(KEYS, max_size=8)
@@ -42,7 +41,7 @@ class ModelTests(TierKit):
 
 
 class TierMachine(RuleBasedStateMachine):
-    """One sequence, on keys of its own."""
+    """One sequence of batches, on its own keys."""
 
     kit: ClassVar[TierKit]
     tier_under_test: ClassVar[Tier]

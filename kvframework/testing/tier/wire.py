@@ -1,4 +1,4 @@
-"""Owns the tests of a network tier whose wire goes wrong: slow, cut, flipped, refused, stalled, reset."""
+"""Tests of a network tier on a faulty wire: slow, cut, flipped, refused, stalled, reset."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ TURNS = 12
 
 
 class WireFaultTests(TierKit):
-    """For tiers that come with a `faulty_tier` fixture. While the fault lasts a call ends in time, with outcomes or
-    `TierError`; afterwards the tier works again by itself."""
+    """Tests for tiers that come with a `faulty_tier` fixture. During the fault a call ends in time, with outcomes or
+    `TierError`; afterwards the tier recovers by itself.
+    """
 
     @pytest.mark.parametrize("kind", WIRE_FAULTS)
     def test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error(
@@ -78,7 +79,7 @@ class WireFaultTests(TierKit):
             assert persist(lambda: self.load(tier, two, 3), self.patience_s) == (3, b"two")
 
     def in_time(self, name: str, call: Callable[[], object]) -> None:
-        """Fails if `call` goes on long after `DEADLINE_S`, or ends in anything but one outcome or `TierError`."""
+        """Fail if `call` takes much longer than `DEADLINE_S`, or ends in anything but one outcome or `TierError`."""
         answers: list[object] = []
 
         def ask() -> None:

@@ -1,7 +1,7 @@
-"""Owns `BlendTransformers`: a transformers model whose prompts reuse the KV of documents wherever they stand.
+"""`BlendTransformers`: a transformers model whose prompts reuse the KV of documents at any position.
 
 Runs in the engine process and thread; every call blocks, with deadlines on all waits for the server. A server that
-fails or is not there costs time: a prompt is then computed in full.
+fails or does not run costs time: the prompt is then computed in full.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Ranges = Sequence[tuple[int, int]]
 class BlendTransformers:
     """Pre-computes segments of text, and blends them into prompts, for one model and one request at a time.
 
-    `model` is borrowed, in eval mode; it may change, see `TransformersKV`. The options are those of
-    `TransformersKV`, and `share`: how much of what was loaded is computed again, 0 to 1. Segments are marked by a
-    `separator` (token ids between them) or by `ranges` (pairs of start and end, in order); marked the same way they are
-    found behind any L2, and those that the server was told of are found in any prompt.
+    `model` is borrowed, in eval mode; it may change, see `TransformersKV`. The options are those of `TransformersKV`,
+    and `share`: the fraction of loaded tokens that is recomputed, 0 to 1. Segments are marked by a `separator` (token
+    ids between them) or by `ranges` (pairs of start and end, in order); segments that are marked the same way are found
+    behind any L2, and those that the server has been given are found in any prompt.
 
     Raises `BlendRefused` and `BadRotary` for a model that cannot be blended, `BadLayout` and `RequestError` as
-    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`. A server that is not there is
-    waited for `connect_timeout_s` and tried again at each call. Not thread-safe.
+    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`. A server that does not run is
+    waited for up to `connect_timeout_s`, and tried again at each call. Not thread-safe.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BlendTransformers:
         self._decoder = Decoder(model)
         self._borrowed = model
         self._model = NamedModel(model, model_name, revision, weights)
-        # What the model was when a cache was filled, and of each registration how its keys are rotated.
+        # The model's identity when a cache was filled; the client and the rotary parameters of each registration.
         self._filled: weakref.WeakKeyDictionary[DynamicCache, ModelNow] = weakref.WeakKeyDictionary()
         self._blends: weakref.WeakKeyDictionary[Attached, tuple[BlendClient, Rotary]] = weakref.WeakKeyDictionary()
         self._proven: tuple[ModelNow, Rotary] | None = None
@@ -127,10 +127,10 @@ class BlendTransformers:
         separator: Sequence[int] | None = None,
         ranges: Ranges | None = None,
     ) -> PreComputed:
-        """Computes each marked segment that is not held, alone and from position 0, and stores it.
+        """Computes each marked segment that the server does not hold, alone and from position 0, and stores it.
 
-        Whatever fails, nothing counts as held. Raises `BadSegments` for what marks no segments, `RequestError` for a
-        batch.
+        After any failure no segment counts as held. Raises `BadSegments` for arguments that mark no segments,
+        `RequestError` for a batch.
         """
         tokens = token_list(input_ids)
         started = time.perf_counter()
@@ -153,9 +153,9 @@ class BlendTransformers:
         separator: Sequence[int] | None = None,
         ranges: Ranges | None = None,
     ) -> Loaded:
-        """Loads what there is of this prompt: its longest prefix, then segments behind it, marked or known.
+        """Loads the cached parts of this prompt: its longest prefix, then segments behind it, marked or known.
 
-        Whatever fails, nothing is loaded. Raises as `pre_compute`.
+        After any failure nothing is loaded. Raises as `pre_compute`.
         """
         tokens = token_list(input_ids)
         try:
@@ -175,11 +175,12 @@ class BlendTransformers:
         share: float | None = None,
         loaded: Loaded | None = None,
     ) -> BlendedPrompt:
-        """Loads what it can, rotates keys to their new positions and computes the rest, with `share` of the segments'
-        tokens: those whose KV in layer 1 is furthest from the loaded one. With 0 none, and without looking.
+        """Loads the cached parts, rotates keys to their new positions and computes the rest, with `share` of the
+        segments' tokens: those whose KV in layer 1 is furthest from the loaded one. A `share` of 0 recomputes none and
+        skips the measure.
 
-        `loaded` takes the place of an own `restore` of the same prompt; it is not used if the model has changed since.
-        Raises as `pre_compute`.
+        `loaded` replaces the `restore` of the same prompt; it is not used if the model has changed since. Raises as
+        `pre_compute`.
         """
         tokens = token_list(input_ids)
         wanted = self._share if share is None else _checked(share)
@@ -225,9 +226,9 @@ class BlendTransformers:
     def save_final(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
         """Stores the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
 
-        It is near to exact but is not: nothing but blend finds it. Borrows the cache until it returns. Whatever fails,
-        `tokens` is 0, as for a cache that was filled while the model was another. Raises `BadLayout` and `RequestError`
-        as `TransformersKV.save`.
+        The KV is near to exact but not exact: only blend finds it. Borrows the cache until it returns. After any
+        failure `tokens` is 0, as for a cache that was filled before the model changed. Raises `BadLayout` and
+        `RequestError` as `TransformersKV.save`.
         """
         tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
@@ -269,7 +270,7 @@ class BlendTransformers:
         )
 
     def _attach(self, now: ModelNow, timeout_s: float = 0.0) -> tuple[BlendClient, Rotary]:
-        """Registers unless done. Raises `ServerGone` if there is no server, or why it refuses."""
+        """Registers unless that is done. Raises `ServerGone` if there is no server, or the server's refusal."""
         attached = self._session.attach(now, timeout_s)
         known = self._blends.get(attached)
         if known is None:
@@ -287,7 +288,8 @@ class BlendTransformers:
         return known
 
     def _rotary_of(self, now: ModelNow) -> Rotary:
-        """How the model rotates keys, once it is proven that it can be blended as it is."""
+        """The rotary parameters of the model, once a proof has shown that the model can be blended in its present
+        state."""
         if self._proven is None or self._proven[0] != now:
             check_decoder(self._borrowed, self._decoder)
             self._proven = (now, rotary_of(self._borrowed))

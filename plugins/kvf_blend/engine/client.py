@@ -1,4 +1,4 @@
-"""Owns the engine's side of blend's requests, whatever the engine: no tensors, no torch.
+"""The engine's side of blend's requests, for any engine: no tensors, no torch.
 
 Called from the engine's thread. Every wait has a deadline, and any failure is a miss with one line in the log. After a
 restart of the server the instance registers again by itself (see `WorkerAdapter`), and blend with its next request.
@@ -31,7 +31,7 @@ class BlendClient:
     """Blend for one registered instance. Borrows the client, which knows `kvf_blend.messages.REQUESTS`, and the
     adapters. For one thread.
 
-    `timeout_s` bounds what may wait for L2 or hashes many tokens; the rest waits as the client's deadlines say.
+    `timeout_s` bounds requests that may wait for L2 or hash many tokens; the others have the client's deadlines.
     Arguments that mark no segments of a prompt are the caller's mistake: `BadSegments` is raised, not logged.
     """
 
@@ -53,17 +53,17 @@ class BlendClient:
         self._timeout_s = timeout_s
 
     def register(self) -> m.BlendRegistered:
-        """Tells the server how keys are rotated. Blocks for the client's `setup_s` at most.
+        """Registers the rotary parameters with the server. Blocks for the client's `setup_s` at most.
 
-        Raises `BadRotary` and `BlendRefused` for what cannot be blended, `UnknownRequest` from a server without this
-        plugin, `ServerGone`, `DeadlineExceeded`.
+        Raises `BadRotary` and `BlendRefused` for a model or layout that cannot be blended, `UnknownRequest` from a
+        server without this plugin, `ServerGone`, `DeadlineExceeded`.
         """
         identity = self._worker.identity
         payload = m.RegisterBlend(identity.instance_id, identity.model_name, identity.world_size, self._rotary)
         return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
 
     def unregister(self) -> None:
-        """Ends blend for the instance, if the server is there. What is stored stays."""
+        """Ends blend for the instance, if the server runs. Stored objects stay."""
         if self._client.usable:
             payload = m.UnregisterBlend(self._instance_id)
             with contextlib.suppress(KVFrameworkError):
@@ -72,7 +72,7 @@ class BlendClient:
     def name_segments(
         self, tokens: Sequence[int], separator: Sequence[int], ranges: Iterable[tuple[int, int]]
     ) -> tuple[m.Segment, ...]:
-        """The marked segments of a prompt, which the server knows from now on; () after a failure."""
+        """The marked segments of a prompt, which the server adds to its known segments; () after a failure."""
         payload = m.StorePreComputed(
             self._instance_id,
             uuid.uuid4().hex,
@@ -90,7 +90,7 @@ class BlendClient:
         separator: Sequence[int],
         ranges: Iterable[tuple[int, int]],
     ) -> m.Hits:
-        """What all ranks hold of a prompt, in whatever tier; pinned until `end`. Waits for L2."""
+        """The parts of a prompt that all ranks have in any tier; pinned until `end`. Waits for L2."""
         payload = m.LookupPreComputed(
             self._instance_id,
             request_id,
@@ -102,7 +102,7 @@ class BlendClient:
         return self._ask(m.CB_LOOKUP_PRE_COMPUTED, payload, m.Hits(), timeout=self._timeout_s)
 
     def plan(self, request_id: str, hits: m.Hits) -> m.LoadPlan:
-        """What this rank is to load of `hits`, pinned until `end`, and where it goes."""
+        """The load plan of this rank for `hits`: digests, pinned until `end`, and their positions in the prompt."""
         if not hits.prefix_tokens and not hits.segments:
             return m.LoadPlan()
         payload = m.RetrievePreComputed(
@@ -111,7 +111,7 @@ class BlendClient:
         return self._ask(m.CB_RETRIEVE_PRE_COMPUTED, payload, m.LoadPlan(), timeout=self._client.deadlines.load_s)
 
     def end(self, request_id: str) -> None:
-        """Lets go of what `look_up` and `plan` pinned."""
+        """Releases the pins of `look_up` and `plan`."""
         self._scheduler.end_request(request_id)
 
     def name_final(self, tokens: Sequence[int]) -> bytes:
@@ -143,13 +143,13 @@ class BlendClient:
         return miss
 
     def _let_go(self, answer: Message) -> None:
-        """An answer that nobody waits for any more: nobody knows its ticket."""
+        """Releases the pins of an answer that came after its timeout: no caller knows its ticket."""
         if isinstance(answer, (m.Hits, m.LoadPlan)):
             self._scheduler.let_go(answer.ticket)
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """Little-endian u32. Raises `OverflowError` for a number that is none."""
+    """Little-endian u32. Raises `OverflowError` for a number outside that range."""
     words = array.array("I", numbers)
     if sys.byteorder == "big":
         words.byteswap()

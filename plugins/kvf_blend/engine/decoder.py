@@ -1,7 +1,7 @@
-"""Owns what blend uses of a transformers decoder: embeddings, layers one by one, the head. Or why it cannot. Runs in
-the engine process and thread.
+"""The parts of a transformers decoder that blend uses: embeddings, single layers, the head; and the reason why a model
+has none. Runs in the engine process and thread.
 
-Nothing is known of a model but that it is built like Llama. `check_decoder` proves the rest once a model.
+The only assumption about a model is that it is built like Llama. `check_decoder` proves the rest once per model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HINT = "use TransformersKV for this model: prefixes are found as always"
 
 
 class KVSink(Protocol):
-    """Where a layer's attention hands its keys and values to, and gets those back that it attends to."""
+    """Receives the keys and values of a layer's attention, and returns those that it attends to."""
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_more: object, **_named: object
@@ -27,7 +27,8 @@ class KVSink(Protocol):
 
 
 class Decoder:
-    """Borrows the model. Raises `BlendRefused` for one that is not built like Llama, or has windows."""
+    """One decoder, run layer by layer. Borrows the model. Raises `BlendRefused` for one that is not built like Llama,
+    or has windows."""
 
     def __init__(self, model: Any) -> None:
         self.name = type(model).__name__
@@ -65,8 +66,8 @@ class Decoder:
     def run_layer(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor, sink: KVSink, visible: int
     ) -> torch.Tensor:
-        """Hidden states behind the layer, of tokens at `positions`. `sink` gives back the KV of the prompt's first
-        `visible` tokens, of which each sees those up to its own position."""
+        """Hidden states behind the layer, of tokens at `positions`. `sink` returns the KV of the prompt's first
+        `visible` tokens, of which each token attends to those up to its own position."""
         at = positions.unsqueeze(0)
         hidden = self._inner.layers[layer](
             hidden,
@@ -79,7 +80,7 @@ class Decoder:
         return hidden[0] if isinstance(hidden, tuple) else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[1, vocabulary]` of the last of `hidden`."""
+        """Logits `[1, vocabulary]` of the last token of `hidden`."""
         logits: torch.Tensor = self._head(self._inner.norm(hidden[:, -1:]))[:, -1]
         return logits
 
@@ -89,7 +90,7 @@ class Decoder:
 
 
 def _mask(positions: torch.Tensor, visible: int, dtype: torch.dtype) -> torch.Tensor:
-    """Added to the scores, `[1, 1, positions, visible]`: nobody sees what comes later."""
+    """The causal mask `[1, 1, positions, visible]`, which is added to the scores: no token attends to a later one."""
     later = torch.arange(visible, device=positions.device) > positions.unsqueeze(1)
     mask = torch.zeros(later.shape, dtype=dtype, device=positions.device)
     return mask.masked_fill_(later, torch.finfo(dtype).min)[None, None]

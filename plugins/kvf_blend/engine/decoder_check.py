@@ -1,8 +1,8 @@
-"""Owns the proof that a selective prefill computes what the model itself computes. Runs in the engine process, once a
+"""The proof that a selective prefill computes the logits of the model itself. Runs in the engine process, once per
 model, before its first prompt.
 
-Models differ in more than their layers: scaled embeddings, capped logits, masks of their own. None of that is known
-here by name; a model of which something was missed gives other logits, and is refused.
+Models differ in more than their layers: scaled embeddings, capped logits, masks of their own. The check knows none of
+that by name; a model with a feature that `Decoder` misses gives other logits, and is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvf_transformers.shapes import LayerPair, layers_of
 
 _TOKENS = 24
 _HELD = Held(_TOKENS, 5, ((5, 12), (14, 21)))
-# Relative to the length of all logits: what the order of additions may change.
+# Relative to the length of all logits: the effect that the order of additions may have.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 
 
 def check_decoder(model: Any, decoder: Decoder) -> None:
     """Blocks for four forward passes of 24 tokens. Raises `BlendRefused` unless the logits of a prompt are the model's
-    own without any hit, with all that was loaded recomputed, and with the right KV loaded."""
+    own in three cases: without any hit, with all loaded tokens recomputed, and with the right KV loaded."""
     tokens = [(at * 7 + 3) % model.config.vocab_size for at in range(_TOKENS)]
     cache = DynamicCache()
     expected = Forward(model).compute(tokens, cache)
@@ -42,7 +42,7 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
         _compare(decoder, "the right KV loaded", tokens, expected, _HELD, _spoiled(exact, _TOKENS), some)
     except BlendRefused:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a foreign model raises, it is not built as we need it
+    except Exception as error:  # noqa: BLE001 - whatever a foreign model raises, it is not built as needed
         decoder.refuse(f"its layers cannot be called one by one: {type(error).__name__}: {error}")
 
 
@@ -57,7 +57,7 @@ def _compare(
 ) -> None:
     found = prefill(decoder, tokens, held, pairs, choose).logits.float()
     distance = float((found - expected.float()).norm() / expected.float().norm())
-    # Not "more than": what is no number is no match either.
+    # Not "more than": NaN must not pass.
     if not distance <= _TOLERANCES.get(expected.dtype, 0.0):
         decoder.refuse(f"with {case} its logits are off by {distance:.2g} of their length")
 

@@ -1,5 +1,5 @@
 """One engine process of `kvframework demo blend`: pre-computes documents, or asks a question over them in every way,
-and tells each step as a JSON line on stdout.
+and reports each step as a JSON line on stdout.
 
 Started as `python -m kvf_blend.engine.demo_engine`; everything but the JSON lines goes to stderr.
 """
@@ -26,7 +26,7 @@ from kvf_blend.messages import Piece
 from kvf_transformers.demo_model import ByteTokenizer, local_model
 
 DOCUMENTS = 4
-# No document stands where it stood when it was computed, and none behind the one that it followed there.
+# No document keeps the position that it was computed at, and none follows the same document as there.
 _SHUFFLED = (2, 0, 3, 1)
 _WARM_UP_TOKENS = 64
 # An engine that serves one prompt may wait longer than one that serves many.
@@ -34,7 +34,7 @@ _DEADLINE_SCALE = 50.0
 
 
 def main() -> None:
-    """The process. Exit status 0 when all was done, whatever was hit."""
+    """The process. Exit status 0 when all steps ran, with or without hits."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("store", "ask"))
     parser.add_argument("--endpoint", required=True)
@@ -99,7 +99,7 @@ def _ask(
     ids = torch.tensor([tokens], device=model.device)
     full = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1]
     _tell(emit, "full", time.perf_counter() - started, Blended(len(tokens)), full, full)
-    # Blend goes first: what it does not find in memory is then there for the others.
+    # Blend goes first: it brings objects into memory, where the other ways find them.
     for way in ("blend", "rotated", "naive"):
         started = time.perf_counter()
         loaded = kv.restore(tokens, ranges=ranges)
@@ -126,7 +126,7 @@ def _tell(
 
 
 def _as_it_is(loaded: Loaded) -> Loaded:
-    """The stored keys where they are to go, without being rotated there."""
+    """The stored keys at their new positions, without rotation."""
     pieces = tuple(Piece(piece.source, piece.start, piece.tokens, shift=0) for piece in loaded.pieces)
     return replace(loaded, pieces=pieces)
 
@@ -145,7 +145,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _joined(documents: Sequence[list[int]], question: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """All of them as one text, and where each document is in it."""
+    """All documents and the question as one text, and the range of each document in it."""
     tokens: list[int] = []
     ranges = []
     for document in documents:

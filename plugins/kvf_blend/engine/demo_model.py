@@ -1,10 +1,11 @@
-"""Owns the model of `kvframework demo blend`: a Llama with random weights by seed whose attention falls with distance.
+"""The model of `kvframework demo blend`: a Llama with random weights by seed whose attention falls with distance.
 Nothing is downloaded.
 
-Plain random weights attend to all tokens alike, near or far. Trained models attend mostly to what is near, which is why
-few tokens of a document depend on what stands before it; blending lives on that. So it is built in, by nothing but the
-rotary positions themselves: all embeddings share one direction, which W_q and W_k map to one constant vector per head.
-Its rotated copies agree the less the further they are apart, up to the head's reach. All else is random.
+Plain random weights attend to all tokens alike, near or far. Trained models attend mostly to near tokens, which is why
+few tokens of a document depend on the text before it; blending relies on that. So the model has this property built in,
+by nothing but the rotary positions themselves: all embeddings share one direction, which W_q and W_k map to one
+constant vector per head. Its rotated copies agree the less the further they are apart, up to the head's reach. All else
+is random.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from kvf_transformers.demo_model import SEED, ByteTokenizer, DemoModel, llama_co
 
 # layers, hidden size, intermediate size, attention heads, KV heads
 SIZES = {"full": (10, 768, 2048, 12, 4), "tiny": (4, 128, 256, 4, 4)}
-# Tokens beyond which the heads of a KV head no longer tell near from far; how much near counts in scores; how much of
-# the residual stream attention writes, beside what the tokens themselves bring.
+# Distance in tokens beyond which the heads of a KV head no longer tell near from far; the weight of nearness in scores;
+# the part of the residual stream that attention writes, relative to that of the tokens themselves.
 _REACHES = (32, 64, 128, 256)
 _NEARNESS = 16.0
 _CONTEXT = 2.0
 
 
 def local_llama(size: str) -> DemoModel:
-    """The same weights in every process."""
+    """The model of the given size, with the same weights in every process."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(llama_config(*SIZES[size])).float().eval()
     with torch.no_grad():

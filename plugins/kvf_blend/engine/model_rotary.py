@@ -1,9 +1,9 @@
-"""Owns what a transformers model says of its rotary positions, read from its configuration and proven on the model.
-Runs in the engine process, once a model.
+"""The rotary positions of a transformers model, read from its configuration and proven on the model. Runs in the engine
+process, once per model.
 
-The configuration gives the frequencies; which elements are pairs, where they are and in which of the two tensors that a
-layer caches is known to the model's code only. So each possibility is tried on the model, and the one that holds in
-all layers is taken: no model type is trusted by its name.
+The configuration gives the frequencies; only the model's code knows which elements are pairs, where they are and in
+which of the two cached tensors of a layer. So each possibility is tried on the model, and the one that holds in all
+layers is taken: no model type is trusted by its name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvf_blend.rotary import PLANES, SCALINGS, STYLES, Rotary, check
 
 _SUPPORTED = "rotary positions that are the same in all layers: " + ", ".join(SCALINGS) + "; half or interleaved"
 _HINT = "compute prompts of this model in full"
-# They rotate by a table in their code: no frequency stands in their configuration.
+# These models rotate by a table in their code: their configuration contains no frequency.
 _BY_TABLE = {"gptj": 10000.0, "codegen": 10000.0}
 
 
 def rotary_of(model: Any) -> Rotary:
     """The rotary parameters of a transformers decoder `model`, which is in eval mode.
 
-    Blocks for two forward passes of eight rows of one token each. Raises `BadRotary`, which says what is in the way,
-    for models whose keys cannot be moved to another position by rotating them.
+    Blocks for two forward passes of eight rows of one token each. Raises `BadRotary`, with the reason, for models whose
+    keys cannot be moved to another position by rotating them.
     """
     said = _said(model.config)
     scaling = _scaling(said, model.config)
@@ -76,7 +76,7 @@ def _said(config: Any) -> Mapping[str, Any]:
 
 
 def _scaling(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """The fields of `Rotary` that say how the frequencies are made."""
+    """The fields of `Rotary` that determine the frequencies."""
     kind = said.get("rope_type", "default")
     scaling = "none" if kind == "default" else kind
     if scaling not in SCALINGS or said.get("mrope_section"):
@@ -92,21 +92,21 @@ def _scaling(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
         "original_max_position": original,
         "low_freq_factor": float(said.get("low_freq_factor") or 0.0),
         "high_freq_factor": float(said.get("high_freq_factor") or 0.0),
-        # As transformers has them when they are not given.
+        # The defaults of transformers.
         "beta_fast": float(said.get("beta_fast") or 32.0),
         "beta_slow": float(said.get("beta_slow") or 1.0),
         "truncate": bool(said.get("truncate", True)),
     }
     if given["factor"] is None:
         given["factor"] = getattr(config, "max_position_embeddings", 0) / original if original else 0.0
-    # By a factor of 1 every scaling leaves the frequencies as they are.
+    # Every scaling with factor 1 leaves the frequencies unchanged.
     scaling = "none" if given["factor"] == 1.0 else scaling
     fields = {name: given[name] for name in SCALINGS[scaling]}
     return {"theta": float(said.get("rope_theta") or 0.0), "scaling": scaling, **fields}
 
 
 def _candidates(config: Any, said: Mapping[str, Any], scaling: dict[str, Any], asked: Probe) -> Iterator[Rotary]:
-    """What the code of a model may make of its configuration, the usual first."""
+    """The rotations that a model's code may derive from its configuration, the usual first."""
     latent = getattr(config, "qk_rope_head_dim", None)
     for plane in PLANES if latent else PLANES[:1]:
         head = asked.width(plane)

@@ -1,6 +1,5 @@
-"""Owns how loaded chunks become the KV of a prompt: pieces put where they belong, their keys rotated to the new
-position. Runs in the engine process and thread, on the device of the tensors.
-"""
+"""Placement of loaded chunks as the KV of a prompt: pieces at their positions, keys rotated to them. Runs in the engine
+process and thread, on the device of the tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from kvframework.api import DIGEST_BYTES
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded of a prompt. `sources` hold whole chunks, the padding of partial ones too; `pieces` say which of
-    their tokens go where. `exact`: the prefix is not of a blended prompt. `now` is the model whose KV it is, whose keys
-    `rotary` rotates; None if nothing was loaded."""
+    """The loaded parts of a prompt. `sources` hold whole chunks, the padding of partial ones too; `pieces` map their
+    tokens to positions. `exact`: the prefix is not from a blended prompt. `now` is the model that the KV belongs to,
+    whose keys `rotary` rotates; None if nothing was loaded."""
 
     held: Held
     pieces: tuple[Piece, ...] = ()
@@ -34,7 +33,7 @@ class Loaded:
 
 
 def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:
-    """Which of a prompt's tokens a plan loads. Raises `ValueError` for a plan that loads anything but `hits`, or to
+    """The tokens of a prompt that a plan loads. Raises `ValueError` for a plan that loads anything but `hits`, or to
     another place."""
     if sum(piece.tokens for piece in plan.pieces) > tokens:
         raise ValueError("the plan loads more tokens than the prompt has")
@@ -49,7 +48,7 @@ def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:
         if beside or piece.shift != piece.start or named != expected:
             raise ValueError(f"the plan loads what was not found: {piece}")
     pieces = list(plan.pieces)
-    # Segments begin behind the prefix, so whatever begins at 0 is the prefix if there is one.
+    # Segments begin behind the prefix, so a piece at 0 is the prefix if there is one.
     prefix = pieces.pop(0).tokens if hits.prefix_tokens and pieces and pieces[0].start == 0 else 0
     return Held(tokens, prefix, tuple((piece.start, piece.start + piece.tokens) for piece in pieces))
 

@@ -1,6 +1,5 @@
-"""Owns how segments come into the cache: each computed alone, from position 0, so that one name means one content. Runs
-in the engine process and thread.
-"""
+"""Pre-computation of segments: each is computed alone, from position 0, so that one name means one content. Runs in the
+engine process and thread."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from kvframework.api import DIGEST_BYTES
 def pre_compute(
     tokens: Sequence[int], segments: Sequence[Segment], forward: Forward, session: CacheSession, now: ModelNow
 ) -> PreComputed:
-    """Computes and stores what is not held of `segments` of `tokens`, all in one store, for the model as it is `now`.
-    Raises what that raises."""
+    """Computes and stores the segments of `tokens` that are not held, all in one store, for the model in its state
+    `now`. Raises the errors of that store."""
     lacking = {segment.digests: segment for segment in segments if not segment.held}
     held = sum(segment.held for segment in segments)
     if not lacking:
@@ -40,7 +39,7 @@ def pre_compute(
 
 
 def _padded(pair: LayerPair, tokens: int) -> LayerPair:
-    """Zeros behind the last token: what is stored is the same in every process."""
+    """The pair with zeros behind the last token: the stored bytes are the same in every process."""
     keys, values = (torch.nn.functional.pad(plane, (0, 0, 0, tokens - plane.shape[2])) for plane in pair)
     return keys, values
 

@@ -1,9 +1,9 @@
-"""Owns the selective prefill (CacheBlend, EuroSys '25): a prompt's logits and whole KV, of which most was loaded and
-only the chosen tokens go through the model. Runs in the engine process and thread.
+"""The selective prefill (CacheBlend, EuroSys '25): a prompt's logits and whole KV, of which most was loaded and only
+the chosen tokens go through the model. Runs in the engine process and thread.
 
-Layer 0 runs for every token behind the prefix. Layer 1 then makes fresh keys and values for all of them, whose distance
-to the loaded ones tells which tokens differ most in this prompt. From there on only the chosen ones go on; in each
-layer their fresh keys and values replace the loaded ones, and they attend to all.
+Layer 0 runs for every token behind the prefix. Layer 1 then makes fresh keys and values for all of them; their distance
+to the loaded ones shows which tokens differ most in this prompt. Only the chosen tokens go through the further layers;
+in each layer their fresh keys and values replace the loaded ones, and they attend to all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvf_transformers.shapes import LayerPair
 # Tokens that attend at once: bounds the mask, and a token of a slice does not attend to slices behind it.
 _SLICE = 1024
 
-# Deviations of the loaded tokens to the sorted positions that are computed; None for "without a measure".
+# Maps deviations of the loaded tokens to the sorted positions that are computed; None for "without a measure".
 Choice = Callable[[Held, torch.Tensor], torch.Tensor]
 
 
@@ -36,10 +36,10 @@ class Prefilled:
 def prefill(
     decoder: Decoder, tokens: Sequence[int], held: Held, pairs: Sequence[LayerPair], choose: Choice | None
 ) -> Prefilled:
-    """Fills `pairs`, the KV of the whole prompt layer by layer, in place, where nothing was loaded and where `choose`
-    says so; with None nothing that was loaded is computed, and layer 0 does not run for it either.
+    """Fills `pairs`, the KV of the whole prompt layer by layer, in place, where nothing was loaded and at the positions
+    of `choose`; with None no loaded token is recomputed, and layer 0 does not run for it either.
 
-    Whatever `pairs` hold of tokens that are not loaded is never read. Blocks for the computation.
+    The contents of `pairs` for tokens that are not loaded are never read. Blocks for the computation.
     """
     missing = held.missing_positions()
     sink = _Scatter(pairs)
@@ -56,7 +56,7 @@ def prefill(
 def _chosen(
     decoder: Decoder, tokens: Sequence[int], held: Held, pairs: Sequence[LayerPair], choose: Choice
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The positions that go on, their hidden states, and the layers that these have gone through."""
+    """The chosen positions, their hidden states, and the number of layers that these have gone through."""
     positions = torch.arange(held.prefix, held.tokens)
     hidden = _through(decoder, 0, decoder.embed(tokens[held.prefix :]), positions, _Scatter(pairs))
     if decoder.layers == 1:
@@ -80,8 +80,8 @@ def _through(
 def _deviation(
     decoder: Decoder, hidden: torch.Tensor, positions: torch.Tensor, held: Held, pair: LayerPair
 ) -> torch.Tensor:
-    """How far the loaded KV of layer 1 is from the fresh one: for each loaded token the squared distance of its keys
-    and of its values, each relative to the mean of the fresh ones."""
+    """The distance of the loaded KV of layer 1 from the fresh one: for each loaded token the squared distance of its
+    keys and of its values, each relative to the mean of the fresh ones."""
     sink = _Measure()
     with contextlib.suppress(_Taken):
         decoder.run_layer(1, hidden, positions.to(hidden.device), sink, 1)
@@ -96,7 +96,7 @@ def _deviation(
 
 
 class _Scatter:
-    """Puts fresh keys and values where they belong in the whole prompt's, and gives the visible ones back."""
+    """Writes fresh keys and values to their positions in the whole prompt's, and returns the visible ones."""
 
     def __init__(self, pairs: Sequence[LayerPair]) -> None:
         self._pairs = pairs
@@ -116,7 +116,7 @@ class _Scatter:
 
 
 class _Taken(Exception):
-    """Ends a layer where its attention hands over its keys and values."""
+    """Ends a layer after its attention has passed on its keys and values."""
 
 
 class _Measure:

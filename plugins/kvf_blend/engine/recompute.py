@@ -1,26 +1,25 @@
-"""Owns the recompute plan: which tokens of a prompt go through the model although their KV was loaded. Needs torch;
-pure.
+"""The recompute plan: the tokens of a prompt that go through the model although their KV was loaded. Needs torch; pure.
 
-KV of a segment was computed without what stands before it. A few tokens carry most of the difference (CacheBlend,
-EuroSys '25): recomputed, they bring the logits near to those of the whole prompt.
+KV of a segment was computed without the text before it. A few tokens carry most of the difference (CacheBlend, EuroSys
+'25): recomputed, they bring the logits near to those of the whole prompt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-# Keeps 0.07 of 100 tokens at 7: the product of the floats is a little more.
+# Makes 0.07 of 100 tokens 7: the product of the floats is a little more.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Held:
-    """What was loaded of a prompt of `tokens` tokens: its first `prefix`, and `segments`, pairs (start, end).
+    """The loaded parts of a prompt of `tokens` tokens: its first `prefix`, and `segments`, pairs (start, end).
 
     Raises `ValueError` unless the segments are in order, apart, behind the prefix and not empty, and the last token of
     the prompt is in none: there would be nothing to compute logits from.
@@ -33,9 +32,9 @@ class Held:
     def __post_init__(self) -> None:
         bounds = [(0, self.prefix), *self.segments, (self.tokens - 1, self.tokens)]
         if self.prefix < 0 or any(start >= end for start, end in bounds[1:]):
-            raise ValueError(f"an empty segment, or none of the prompt: {self}")
+            raise ValueError(f"a segment that is empty or outside the prompt: {self}")
         if any(before[1] > behind[0] for before, behind in pairwise(bounds)):
-            raise ValueError(f"segments out of order, or nothing left to compute: {self}")
+            raise ValueError(f"segments out of order, or no token left to compute: {self}")
 
     @property
     def loaded(self) -> int:
@@ -53,35 +52,14 @@ class Held:
 
 
 def by_deviation(held: Held, deviation: torch.Tensor, share: float) -> torch.Tensor:
-    """What is missing, and the `share` (0 to 1, rounded up to a token) of what was loaded that deviates most.
+    """The missing positions, and the `share` (0 to 1, rounded up to a token) of the loaded ones that deviates most.
 
-    `deviation` is one number for each of `held.loaded_positions()`; what is no number counts as the most. Sorted
-    positions, on the CPU.
+    `deviation` is one number for each of `held.loaded_positions()`; NaN counts as the most. Sorted positions, on the
+    CPU.
     """
     measured = _measured(held, deviation)
     chosen = measured.topk(_count(share, held.loaded), sorted=False).indices
     return _with_missing(held, held.loaded_positions()[chosen])
-
-
-def by_threshold(held: Held, deviation: torch.Tensor, threshold: float) -> torch.Tensor:
-    """What is missing, and all that was loaded and deviates by more than `threshold`; else as `by_deviation`."""
-    return _with_missing(held, held.loaded_positions()[_measured(held, deviation) > threshold])
-
-
-def by_ratio(held: Held, share: float) -> torch.Tensor:
-    """What is missing, and the `share` of what was loaded, without a measure: the first tokens of each segment, which
-    lack most of what stands before them, in proportion to its length. Sorted positions, on the CPU."""
-    return _with_missing(held, _positions(list(_firsts(held.segments, share))))
-
-
-def _firsts(segments: Sequence[tuple[int, int]], share: float) -> Iterator[tuple[int, int]]:
-    loaded = taken = 0
-    for start, end in segments:
-        loaded += end - start
-        # Rounded over all of them, so that many short segments do not take a token more each.
-        count = _count(share, loaded) - taken
-        taken += count
-        yield start, start + count
 
 
 def _count(share: float, loaded: int) -> int:

@@ -1,4 +1,4 @@
-"""Owns what the calls of `BlendTransformers` return."""
+"""The results of the calls of `BlendTransformers`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class PreComputed:
-    """The server holds `held` of a text's `segments`; `computed_tokens` of them went through the model now, and
-    `nbytes` were copied."""
+    """The result of `pre_compute`. The server holds `held` of a text's `segments`; `computed_tokens` of them went
+    through the model now, and `nbytes` were copied."""
 
     segments: int = 0
     held: int = 0
@@ -22,11 +22,12 @@ class PreComputed:
 
 @dataclass(frozen=True)
 class Blended:
-    """`hit_tokens` of the prompt's `tokens` were loaded: the first `prefix_tokens`, and segments behind them, of which
-    `recomputed` went through the model again. `exact`: nothing of the prefix is of a blended prompt.
+    """The reuse of a prompt. `hit_tokens` of the prompt's `tokens` were loaded: the first `prefix_tokens`, and segments
+    behind them, of which `recomputed` went through the model again. `exact`: no part of the prefix is from a blended
+    prompt.
 
-    Copying the `nbytes` that were loaded took `copy_seconds` of `seconds`; the rest went to the lookup, waiting for L2,
-    rotating and computing.
+    Copying the `nbytes` that were loaded took `copy_seconds` of `seconds`; the rest is the lookup, the wait for L2,
+    rotation and computation.
     """
 
     tokens: int
@@ -41,7 +42,7 @@ class Blended:
 
 @dataclass(frozen=True)
 class BlendedPrompt:
-    """`logits` `[1, vocabulary]` behind the last token, a `DynamicCache` with the whole prompt, and what was reused."""
+    """Logits `[1, vocabulary]` behind the last token, a `DynamicCache` with the whole prompt, and its reuse."""
 
     logits: torch.Tensor
     cache: Any

@@ -1,10 +1,10 @@
-"""Owns the proof that a model's stored keys are rotated as a `Rotary` says: the model itself is asked. Runs in the
-engine process, on the model's device.
+"""The proof that a model's stored keys are rotated as a `Rotary` says, by running the model. Runs in the engine
+process, on the model's device.
 
-A prompt of one token attends to nothing but itself, so no layer's hidden state depends on where it stands: its KV at
-position p must be its KV at position 0, rotated by p, in every layer, with no noise but the rotation's own rounding.
-Whatever is not so (learned positions, ALiBi, layers without rotation, a norm behind the rotation, frequencies that
-differ by layer or with the length of the prompt) shows, known to us or not.
+The token of a one-token prompt attends to nothing but itself, so no layer's hidden state depends on its position: its
+KV at position p must be its KV at position 0, rotated by p, in every layer, with no noise but the rotation's own
+rounding. Every exception (learned positions, ALiBi, layers without rotation, a norm behind the rotation, frequencies
+that differ by layer or with the length of the prompt) shows, whether this code knows it or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import Rotary
 
 _ROWS = 8
-# Beyond it a float32 angle is off by more than what is looked for.
+# Beyond it the error of a float32 angle exceeds the difference that the proof looks for.
 _FURTHEST = 131072
 # Of a pair's length. A wrong pair is off by its whole length somewhere between position 0 and the furthest.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
@@ -42,7 +42,8 @@ class Probe:
         return int(self.at_zero[0][plane == "values"].shape[-1])
 
     def first_difference(self, rotary: Rotary) -> tuple[int, str]:
-        """The first layer whose KV is not what `rotary` makes of it, and how; as many as there are layers if none."""
+        """The first layer whose KV differs from the rotation by `rotary`, and the difference; the number of layers if
+        none differs."""
         for layer, (before, after) in enumerate(zip(self.at_zero, self.moved, strict=True)):
             turned = rotary.plane == "values"
             said = self._difference(before[turned], after[turned], rotary)
@@ -61,7 +62,7 @@ class Probe:
             return "do not turn with the position"
         for row, position in enumerate(self.positions):
             expected, found = rotate_keys(before[row], rotary, position), after[row]
-            # A model takes its angles in float32: at large positions they are off by some 2**-24 of the position.
+            # A model computes its angles in float32: at large positions they are off by some 2**-24 of the position.
             tolerance = _TOLERANCES[before.dtype] + position * 2.0**-22
             if not _near_by_pairs(expected, found, rotary, tolerance):
                 return f"at position {position} are not those of position 0, rotated"
@@ -69,7 +70,8 @@ class Probe:
 
 
 def probe(model: Any) -> Probe:
-    """Blocks for two forward passes of 8 rows of one token. Raises `BadRotary` for models that cannot be asked so."""
+    """Blocks for two forward passes of 8 rows of one token. Raises `BadRotary` for models that cannot run
+    such prompts."""
     config = model.config
     furthest = min(getattr(config, "max_position_embeddings", None) or 2048, _FURTHEST) - 1
     spread = {1, 2, 5, *(furthest // 2**step for step in (0, 1, 2, 4, 6))}
@@ -116,7 +118,8 @@ def _computed(model: Any, tokens: list[int], positions: list[int]) -> list[_Plan
 
 
 def _near_by_pairs(expected: torch.Tensor, found: torch.Tensor, rotary: Rotary, tolerance: float) -> bool:
-    """Pair by pair over the heads, so that a few wrong frequencies show; and bit by bit what is not rotated."""
+    """Compares pair by pair over the heads, so that a few wrong frequencies show; elements without rotation are
+    compared bit by bit."""
     lengths = torch.hypot(*(part.float() for part in pairs(found, rotary))).norm(dim=0)
     apart = [of - to for of, to in zip(pairs(expected.float(), rotary), pairs(found.float(), rotary), strict=True)]
     allowed = tolerance * (lengths + lengths.mean() / 4)

@@ -1,8 +1,7 @@
-"""Owns the arithmetic of rotating keys to another position, with torch. Runs in the engine process, on the keys'
-device; keeps no tensor.
+"""Rotation of keys to another position, with torch. Runs in the engine process, on the keys' device; keeps no tensor.
 
-All tokens move by the same number of positions, so one angle a pair is enough. It is taken in float64, on the host: in
-float32 the product of a position near 100,000 and a frequency near 1 is off by hundredths of a radian.
+All tokens move by the same number of positions, so one angle per pair is enough. It is computed in float64, on the
+host: in float32 the product of a position near 100,000 and a frequency near 1 is off by hundredths of a radian.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def rotate_keys(keys: torch.Tensor, rotary: Rotary, shift: int) -> torch.Tensor:
-    """`keys`, [..., tokens, head_dim] with any leading axes, as they would be `shift` positions further on.
+    """`keys`, [..., tokens, head_dim] with any leading axes, rotated to positions `shift` higher.
 
-    A new tensor of the same dtype and device, which the caller owns; `keys` stay as they are. What is not rotated is
-    copied bit by bit: elements outside the rotated part, with a shift of 0 all of them. Computed in float32, with some
-    10 bytes of temporaries for each rotated element: pass large tensors layer by layer. Raises `BadRotary` for
-    parameters that `check` refuses, and for keys of another head size or dtype.
+    A new tensor of the same dtype and device, which the caller owns; `keys` stay unchanged. Elements that are not
+    rotated are copied bit by bit: those outside the rotated part, and with a shift of 0 all of them. Computed in
+    float32, with some 10 bytes of temporaries for each rotated element: pass large tensors layer by layer. Raises
+    `BadRotary` for parameters that `check` refuses, and for keys of another head size or dtype.
     """
     cosines, sines = _turn(rotary, shift)
     if keys.ndim < 2 or keys.shape[-1] != rotary.head_dim or keys.dtype not in _DTYPES:

@@ -1,1 +1,1 @@
-"""The server's half: what each CB_* request answers. Imports neither torch nor the client."""
+"""The server's half: the handlers of the CB_* requests. Imports neither torch nor the client."""

@@ -1,7 +1,7 @@
-"""Owns the choice of hits: what of a prompt is loaded, given which chunks could be had. Pure; runs in the server's
-worker and storage threads.
+"""The choice of hits: the parts of a prompt to load, given the available chunks. Pure; runs in the server's worker and
+storage threads.
 
-The prefix goes first: the longer of what is exact and what an earlier blend left, the exact one if they are equal. Of
+The prefix goes first: the longer of the exact one and the one of an earlier blend, the exact one if they are equal. Of
 the segments behind it, and apart from each other, the longest is taken first, of equal ones the leftmost.
 """
 
@@ -23,12 +23,12 @@ class Choice(NamedTuple):
     segments: tuple[Segment, ...] = ()
 
     def digests(self) -> list[bytes]:
-        """All that it needs, each once, in the order of the prompt."""
+        """All digests of the choice, each once, in the order of the prompt."""
         return list(dict.fromkeys([*self.prefix, *(each for part in self.segments for each in unpack(part.digests))]))
 
 
 class Question:
-    """What might be had of one prompt: two chains of its whole chunks, and candidates in any order."""
+    """The possible hits of one prompt: two chains of its whole chunks, and candidates in any order."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class Question:
         chunk_tokens: int,
         most_digests: int,
     ) -> None:
-        """At most `most_digests` are asked for, which the chains keep to: of the candidates the longest."""
+        """At most `most_digests` are asked for. The chains stay within that bound; of the candidates the longest are
+        taken."""
         self._chunk_tokens = chunk_tokens
         self._exact, self._final = tuple(exact), tuple(final)
         asked = dict.fromkeys((*self._exact, *self._final))
@@ -61,7 +62,7 @@ class Question:
         self.digests = list(asked)
 
     def choose(self, have: Set[bytes]) -> Choice:
-        """The best that can be made of the chunks in `have`."""
+        """The best choice from the chunks in `have`."""
         exact, final = (_length(chain, have) for chain in (self._exact, self._final))
         prefix = self._exact[:exact] if exact >= final else self._final[:final]
         return Choice(prefix, exact >= final, _apart(self._available(have), len(prefix) * self._chunk_tokens))
@@ -80,7 +81,8 @@ def _length(chain: Sequence[bytes], have: Set[bytes]) -> int:
 
 
 def _apart(segments: Iterable[Segment], first: int) -> tuple[Segment, ...]:
-    """Of `segments`, in the order of preference, those that begin at `first` or later and overlap none before them."""
+    """The segments that begin at `first` or later and overlap no earlier one of `segments`, which are in the order of
+    preference."""
     starts: list[int] = []
     chosen: list[Segment] = []
     for each in segments:

@@ -1,8 +1,8 @@
-"""Owns the names of what blend stores: digests of the server's hasher, kept apart from those of prompts. Pure; runs in
-the server's worker threads.
+"""The names of blend's objects: digests of the server's hasher, kept apart from those of prompts. Pure; runs in the
+server's worker threads.
 
-A segment's name covers its own tokens only, neither its position nor what is before it. Whoever changes a byte that is
-folded in here changes the number in the tag: what is stored under the old name is then not found any more.
+A segment's name covers its own tokens only, neither its position nor the text before it. A change of any byte that is
+hashed here needs a new number in the tag: objects under the old name are then no longer found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 _SEGMENT = b"kvf-blend/segment/1"
 _FINAL = b"kvf-blend/final/1"
 _TAIL = b"tail"
-# No vocabulary reaches it.
+# No vocabulary has this token id.
 _PADDING = b"\xff\xff\xff\xff"
 
 
@@ -36,7 +36,7 @@ def segment_digests(hasher: KeyHasher, tokens: bytes, chunk_tokens: int, fingerp
 
 
 def prompt_digests(hasher: KeyHasher, tokens: bytes, chunk_tokens: int) -> bytes:
-    """What every engine stores a prompt's whole chunks under: exact KV."""
+    """The names under which every engine stores a prompt's whole chunks: exact KV."""
     return hasher.chunk_digests(tokens, chunk_tokens)
 
 

@@ -1,8 +1,8 @@
-"""Owns the handlers of blend's requests. Those that hash or match run in the server's worker threads, registration on
-the serving thread; none waits for L2.
+"""The handlers of blend's requests. Those that hash or match run in the server's worker threads, registration on the
+serving thread; none waits for L2.
 
-A request only plans: it says how segments are named, which of them hit and where they go, and pins them. The bytes move
-by the core's STORE and RETRIEVE under these names, over whatever transport the instance has.
+A request only plans: it names segments, finds hits and their positions, and pins them. The bytes move by the core's
+STORE and RETRIEVE under these names, over the instance's transport.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, CacheServices, ClientInfo
 
 
 class BlendHandlers:
-    """One for a server. Of requests it keeps the index of known segments, and how many loads are under way."""
+    """The handlers of one server. Between requests they keep the index of known segments and the number of loads in
+    progress."""
 
     def __init__(self, options: BlendOptions, services: CacheServices) -> None:
         self._services = services
@@ -73,7 +74,7 @@ class BlendHandlers:
         instance = blended(self._services, payload.instance_id)
         tokens, hasher, chunk = payload.tokens, self._services.hasher, instance.chunk_tokens
         spans = marked(tokens, payload.separator, payload.ranges)
-        # The last token is always left to compute: its logits are what the engine is after.
+        # The last token is always left to compute: the engine needs its logits.
         most = max(len(tokens) // TOKEN_BYTES - 1, 0)
         objects = instance.objects(self._services, payload.cache_salt, all_ranks=True)
         chained = _cut(tokens, 0, min(most, objects.most_digests // 4 * chunk))
@@ -122,7 +123,7 @@ class BlendHandlers:
 
 
 def _plan(choice: Choice, chunk_tokens: int, ticket: str) -> m.LoadPlan:
-    """What occurs twice in the prompt is loaded once."""
+    """The load plan of a choice. A chunk that occurs twice in the prompt is loaded once."""
     loaded = list(choice.prefix)
     prefix = len(loaded) * chunk_tokens
     pieces = [m.Piece(0, 0, prefix, 0)] if prefix else []
@@ -136,7 +137,7 @@ def _plan(choice: Choice, chunk_tokens: int, ticket: str) -> m.LoadPlan:
 
 
 def _check_hits(payload: m.RetrievePreComputed, chunk_tokens: int) -> None:
-    """Raises `BadSegments` for hits that no CB_LOOKUP_PRE_COMPUTED gives."""
+    """Raises `BadSegments` for hits that no CB_LOOKUP_PRE_COMPUTED returns."""
     digests, rest = divmod(len(payload.prefix_digests), DIGEST_BYTES)
     if rest or digests * chunk_tokens != payload.prefix_tokens:
         raise BadSegments(

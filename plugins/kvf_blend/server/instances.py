@@ -1,12 +1,11 @@
-"""Owns what blend adds to a registered instance: the rotary parameters, in the engine's own registry. They end with the
-instance; there is no other place where they are kept.
+"""The rotary parameters of registered instances, kept in the service's own registry of instances. They end with the
+instance; they are kept nowhere else.
 
 `attach` and `detach` run on the server's serving thread, `blended` in any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvf_blend.errors import BadRotary, BlendRefused
@@ -17,7 +16,7 @@ from kvframework.api import CANONICAL, CacheServices, ClientInfo, InstanceContex
 from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
 
 _ATTACHED = "blend"
-# What keys can be rotated in.
+# The dtypes in which keys can be rotated.
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -34,16 +33,14 @@ class Blended:
         return self.desc.chunk_tokens
 
     def objects(self, services: CacheServices, cache_salt: str, *, all_ranks: bool = False) -> Objects:
-        """Of the instance's rank; of all ranks, also if the instance told none."""
+        """Of the instance's ranks, or of all."""
         context = self.context
-        ranks: Sequence[int] = range(context.world_size)
-        if context.rank is not None and not all_ranks:
-            ranks = (context.rank,)
+        ranks = range(context.world_size) if all_ranks else context.ranks
         return Objects(services.key_prefixes(context.namespace, cache_salt, ranks))
 
 
 def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) -> Blended:
-    """Gives one of the client's instances its rotary parameters; again the same ones is no error.
+    """Adds rotary parameters to one of the client's instances; the same ones again are no error.
 
     Raises `NotRegistered`, `NamespaceMismatch` for another model or world size than registered, `BlendRefused`,
     `BadRotary`, and `AlreadyRegistered` for other parameters than before.
@@ -68,13 +65,14 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
 
 
 def detach(services: CacheServices, client: ClientInfo, instance_id: int) -> None:
-    """Takes the parameters off. Raises `NotRegistered` if there are none."""
+    """Removes the parameters. Raises `NotRegistered` if there are none."""
     context = blended(services, instance_id, client).context
     del context.attached[_ATTACHED]
 
 
 def blended(services: CacheServices, instance_id: int, client: ClientInfo | None = None) -> Blended:
-    """A registered instance with rotary parameters, with `client` one of its own. Raises `NotRegistered`."""
+    """A registered instance with rotary parameters; if `client` is given, one of this client's. Raises
+    `NotRegistered`."""
     context = services.instance(instance_id, client)
     rotary = context.attached.get(_ATTACHED)
     if not isinstance(rotary, Rotary):
@@ -86,7 +84,7 @@ def blended(services: CacheServices, instance_id: int, client: ClientInfo | None
 
 
 def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
-    """Every token's keys must be there, as themselves, for all of a segment."""
+    """Checks that the layout keeps every token's keys, in their own form, for the whole of a segment."""
     for index, (group, stored) in enumerate(zip(context.layout.groups, desc.groups, strict=True)):
         found = ""
         if group.state or group.window:
@@ -106,8 +104,8 @@ def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
 
 
 def _check_head(context: InstanceContext, rotary: Rotary) -> None:
-    """All groups that hold keys and values must have heads of this size. Of those with one plane (MLA, or keys and
-    values of unequal size) only one holds what is rotated."""
+    """Checks that all groups with keys and values have heads of this size. Of those with one plane (MLA, or keys and
+    values of unequal size) only one holds the rotated part."""
     groups = context.layout.groups
     fits = {index: group.hidden % rotary.head_dim == 0 for index, group in enumerate(groups)}
     if not all(fits[index] for index, group in enumerate(groups) if group.planes == 2) or not any(fits.values()):

@@ -1,6 +1,5 @@
-"""Owns one CB_LOOKUP_PRE_COMPUTED under way: what L1 answers is answered at once, else L2 is asked in one load. Begins
-in a worker thread of the server, ends there or in a storage thread.
-"""
+"""One CB_LOOKUP_PRE_COMPUTED in progress: answered at once if L1 suffices, else after one load from L2. Begins in a
+worker thread of the server, ends there or in a storage thread."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from kvf_blend.server.objects import Objects
 from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, Promise
 from kvframework.errors import Cancelled, DeadlineExceeded
 
-# What L1 has may leave between the look and the pin.
+# Objects may leave L1 between the check and the pin.
 TRIES = 3
-# Loads of one client under way, as of the core's LOOKUP; what it asks beyond is answered with what L1 has.
+# Loads of one client in progress, as for the core's LOOKUP; further requests are answered from L1 alone.
 MAX_LOADS = 128
 
 
 class Loads:
-    """How many loads each client has under way, so that one does not keep the others from L2. Thread-safe."""
+    """The number of loads in progress of each client, so that one does not keep the others from L2. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +44,7 @@ class Loads:
 def pinned(
     services: CacheServices, client: ClientInfo, question: Question, objects: Objects, request_id: str
 ) -> tuple[Choice, str]:
-    """The best choice of what L1 has now, pinned, and its ticket; nothing and "" if there is nothing."""
+    """The best choice from the objects in L1 now, pinned, and its ticket; nothing and "" if there is none."""
     for _ in range(TRIES):
         choice = question.choose(objects.whole(question.digests, services.present(objects.keys(question.digests))))
         needed = choice.digests()
@@ -58,8 +57,8 @@ def pinned(
 
 
 class Lookup:
-    """Asks once, answers once. A client that has gone, cancelled, or waited for longer than the request's deadline gets
-    no ticket, so that nothing stays pinned for nobody."""
+    """One lookup with one answer. A client that disconnected, cancelled, or waited for longer than the request's
+    deadline gets no ticket, so that no pin stays without an owner."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class Lookup:
         return self._objects.indices(index for index, digest in enumerate(digests) if digest in chosen)
 
     def _loaded(self, future: Promise[Message]) -> None:
-        """The load has ended, and what it loaded is still pinned by it."""
+        """Answers after the load has ended, while the load still pins its objects."""
         self._loads.end(self._client)
         try:
             if self._cancelled:

@@ -1,10 +1,11 @@
-"""Owns the index of known segments, and how they are found anywhere in a prompt that does not mark them. Runs in the
-server's worker threads; thread-safe by a lock of its own, which is never held while a prompt is scanned.
+"""The index of known segments, which finds them anywhere in a prompt without marks. Runs in the server's worker
+threads; thread-safe by a lock of its own, which is never held while a prompt is scanned.
 
-No tokens are kept, but of each segment an anchor (its first tokens), its length and a rolling hash. A prompt is scanned
-once for each length of anchors in use; where one is, the rolling hash of each length known under it is compared, and
-what is equal counts only after the hasher has given it the segment's name. All work that a prompt can cause is bounded,
-and anchors that cause little go first: a token over and over costs its own hits, not those of documents beside it.
+The index keeps no tokens, but of each segment an anchor (its first tokens), its length and a rolling hash. A prompt is
+scanned once for each length of anchors in use; at each anchor the rolling hash of each length known under it is
+compared, and a match counts only after the hasher has computed the segment's name from its tokens. The work that a
+prompt can cause is bounded, and anchors with little work go first: one repeated token costs its own hits, not those of
+documents beside it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from itertools import accumulate, islice
 from kvf_blend.messages import Segment
 from kvframework.api import TOKEN_BYTES
 
-# Of the anchors of longer segments.
+# The anchor length in tokens of segments that have as many.
 MAX_ANCHOR = 16
-# What one prompt may cost: comparisons of rolling hashes, matches, and tokens that are hashed to verify them.
+# Bounds for one prompt: comparisons of rolling hashes, matches, and tokens that are hashed to verify them.
 MAX_COMPARISONS = 1 << 18
 MAX_MATCHES = 1 << 14
 MAX_VERIFIED_TOKENS = 1 << 22
@@ -31,7 +32,7 @@ MAX_VERIFIED_TOKENS = 1 << 22
 COMPARED_SHARE = 16
 
 _MODULUS = (1 << 61) - 1
-# A secret of this process, so that nobody can make up tokens that collide.
+# A secret of this process, so that a client cannot construct tokens that collide.
 _BASE = secrets.randbelow(_MODULUS - (1 << 33)) + (1 << 32)
 
 # Segments of different spaces never meet: namespace, salt and fingerprint of the rotation.
@@ -52,7 +53,8 @@ _Anchors = dict[bytes, set[_Known]]
 
 
 class KnownSegments:
-    """At most `most` segments, of all spaces together; those not added or found for longest are forgotten."""
+    """At most `most` segments, of all spaces together; those that were neither added nor found for longest are
+    dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -65,7 +67,7 @@ class KnownSegments:
         return len(self._known)
 
     def add(self, space: Space, tokens: bytes, digests: bytes) -> None:
-        """Makes a segment known by its tokens and its name. Nothing is kept of `tokens` itself."""
+        """Adds a segment by its tokens and its name. Does not keep `tokens`."""
         count = len(tokens) // TOKEN_BYTES
         if not count or not self._most:
             return
@@ -82,8 +84,8 @@ class KnownSegments:
             self._spaces.setdefault(space, {}).setdefault(len(anchor), {}).setdefault(anchor, set()).add(known)
 
     def find(self, space: Space, tokens: bytes, name: Callable[[bytes], bytes]) -> list[Segment]:
-        """All places of known segments in a prompt, the longest first, of equal ones the leftmost; they may overlap.
-        `name` gives a segment's digests for its tokens. Blocks for its bounded work, some milliseconds."""
+        """All occurrences of known segments in a prompt, the longest first, of equal ones the leftmost; they may
+        overlap. `name` gives a segment's digests for its tokens. Blocks for its bounded work, some milliseconds."""
         with self._lock:
             anchors = list(self._spaces.get(space, {}).items())
         places = [(table, piece, at) for size, table in anchors for piece, at in _places(tokens, size, table)]
@@ -112,7 +114,8 @@ class KnownSegments:
 
 
 def _places(tokens: bytes, size: int, anchors: _Anchors) -> Iterator[tuple[bytes, list[int]]]:
-    """Where each of `anchors`, all of `size` bytes, begins, in tokens. Others may change the table meanwhile."""
+    """The positions, in tokens, of each of `anchors`, all of `size` bytes. Other threads may change the table
+    meanwhile."""
     found: dict[bytes, list[int]] = {}
     for at in range(0, len(tokens) - size + 1, TOKEN_BYTES):
         piece = tokens[at : at + size]
@@ -122,8 +125,8 @@ def _places(tokens: bytes, size: int, anchors: _Anchors) -> Iterator[tuple[bytes
 
 
 def _equal(tokens: bytes, work: Sequence[tuple[list[int], list[_Known]]]) -> Iterator[tuple[int, _Known]]:
-    """(start, segment) where the rolling hashes are equal, within the bound; of anchors with the fewest comparisons
-    first. `work` is the places of each anchor, and what begins with it."""
+    """(start, segment) where the rolling hashes are equal, within the bound; anchors with the fewest comparisons first.
+    `work` is the positions of each anchor, and the segments that begin with it."""
     rolling = _rolling(tokens)
     count, left = len(tokens) // TOKEN_BYTES, MAX_COMPARISONS
     for places, lengths in sorted(
@@ -169,6 +172,6 @@ def _verified(
 
 
 def _rolling(tokens: bytes) -> Sequence[int]:
-    """The rolling hash of every prefix: of none first, of all last."""
+    """The rolling hashes of all prefixes, from the empty one to the whole."""
     ids = struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens)
     return array("Q", accumulate(ids, lambda value, token: (value * _BASE + token + 1) % _MODULUS, initial=0))

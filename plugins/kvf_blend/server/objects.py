@@ -1,5 +1,5 @@
-"""Owns the way from digests to the objects that hold a chunk: one for each rank and layer group. Pure; runs in the
-server's worker and storage threads."""
+"""The objects that hold a chunk of a given digest: one for each rank and layer group. Pure; runs in the server's worker
+and storage threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvframework.api import PackedKey
 from kvframework.errors import MessageTooLarge
 
-# The most of one request, as of the core's.
+# The most objects of one request, as in the core.
 MAX_OBJECTS = 1 << 15
 
 
@@ -21,7 +21,7 @@ class Objects:
 
     @property
     def most_digests(self) -> int:
-        """How many chunks one request may name."""
+        """The most chunks that one request may name."""
         return MAX_OBJECTS // len(self._prefixes)
 
     def check(self, digests: int) -> None:
@@ -42,6 +42,6 @@ class Objects:
         return {digest for index, digest in enumerate(digests) if all(available[index * rows : (index + 1) * rows])}
 
     def indices(self, positions: Iterable[int]) -> list[int]:
-        """Where in `keys(digests)` the objects of the digests at `positions` are."""
+        """The indices in `keys(digests)` of the objects of the digests at `positions`."""
         rows = len(self._prefixes)
         return [position * rows + row for position in positions for row in range(rows)]

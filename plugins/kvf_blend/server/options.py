@@ -1,4 +1,4 @@
-"""Owns the options of blend in the server's TOML."""
+"""The options of blend in the server's TOML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Owns where the segments of a prompt are: between separators, or by ranges. Pure; runs in the server's worker threads.
+"""The positions of the segments of a prompt: between separators, or by ranges. Pure; runs in the server's worker
+threads.
 
 Tokens come and go packed, little-endian u32; positions count tokens.
 """
@@ -17,7 +18,7 @@ Span = tuple[int, int]
 def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
     """The marked segments, (start, end) in order, none empty; none at all without a separator and ranges.
 
-    Raises `BadSegments` for a separator and ranges at once, and for what does not mark segments of these tokens.
+    Raises `BadSegments` for a separator and ranges together, and for marks that do not fit these tokens.
     """
     for name, packed in (("tokens", tokens), ("separator", separator)):
         if len(packed) % TOKEN_BYTES:
@@ -31,7 +32,7 @@ def marked(tokens: bytes, separator: bytes, ranges: bytes) -> list[Span]:
 
 
 def split(tokens: bytes, separator: bytes) -> list[Span]:
-    """What lies between occurrences of `separator`, found left to right without overlap; nothing empty. Raises
+    """The ranges between occurrences of `separator`, found left to right without overlap; nothing empty. Raises
     `BadSegments` if it is longer than the prompt."""
     if len(separator) > len(tokens):
         raise BadSegments(
@@ -71,7 +72,7 @@ def unpack_ranges(ranges: bytes, length: int) -> list[Span]:
 
 
 def _find(tokens: bytes, separator: bytes, start: int) -> int:
-    """The next whole occurrence, in bytes; matches that begin within a token id are none."""
+    """The offset of the next whole occurrence, in bytes; matches that begin within a token id do not count."""
     at = tokens.find(separator, start)
     while at % TOKEN_BYTES and at >= 0:
         at = tokens.find(separator, at + 1)

@@ -10,7 +10,7 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.api import CacheKey, GroupDesc, MemoryLayoutDesc, ObjectKey
 from kvframework.api.keys import salt_digest
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
-from kvframework.service.keys import KeyResolver
+from kvframework.service.keys import KeyResolver, check_key
 
 DESC = MemoryLayoutDesc(4, (GroupDesc((2, 1, 4, 8), "float32"), GroupDesc((1, 3, 4, 8), "uint8")))
 TOKENS = array.array("I", range(16)).tobytes()
@@ -98,5 +98,9 @@ def test_sizes_follow_the_layer_groups(resolver: KeyResolver) -> None:
 def test_what_does_not_fit_is_refused(
     resolver: KeyResolver, fields: dict[str, object], error: type[Exception], word: str
 ) -> None:
-    with pytest.raises(error, match=word):
+    def resolve() -> None:
+        check_key(key(**fields))
         resolver.resolve(key(**fields), DESC)
+
+    with pytest.raises(error, match=word):
+        resolve()

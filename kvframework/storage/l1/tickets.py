@@ -1,0 +1,141 @@
+"""The table of tickets: what each LOOKUP has pinned, until when, and whether a load for it is under way.
+
+A pure state machine beside the leases: no I/O, no clock of its own (`now` is passed in, in seconds of any monotonic
+clock), no lock (its caller serialises). A ticket's pins are one pin lease of the object table: a call that takes them
+from a ticket returns the lease's id, and the caller unpins. Invariants, tested against a model:
+
+* A ticket belongs to one client session. Request ids may collide; tickets do not.
+* While a load is under way the ticket has no end but its owner's; its time begins again with the end of the load.
+* A ticket that has ended never pins again, although its load may still be under way and counts until it has ended.
+* A client session that has ended gets no ticket from a plugin's handler, which may run in another thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvframework.errors import LeaseUnknown
+
+# Concurrent loads of one client; for the bound of all clients see `kvframework.storage.l2.prefetch`.
+MAX_LOADS = 128
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One LOOKUP's, or what a plugin's handler pinned. `pins` is the id of its pin lease of `objects` objects, "" for
+    none; `answered` says whether its client has had an answer that is not `pending`."""
+
+    id: str
+    owner: int
+    request_id: str
+    namespace: bytes
+    deadline: float
+    hit_tokens: int = 0
+    pins: str = ""
+    objects: int = 0
+    pending: bool = False
+    cancel_load: Callable[[], object] | None = None
+    ended: bool = False
+    answered: bool = False
+
+
+class TicketTable:
+    """All tickets, by id. `ticket_s` is how long one lives after its last pin or the end of its load, in seconds."""
+
+    def __init__(self, ticket_s: float) -> None:
+        self._ticket_s = ticket_s
+        self._tickets: dict[str, Ticket] = {}
+        # The client sessions that have begun and not ended.
+        self._owners: set[int] = set()
+        self._loading: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def begin_owner(self, owner: int) -> None:
+        """A client session has begun, or goes on over a further connection."""
+        self._owners.add(owner)
+
+    def end_owner(self, owner: int) -> None:
+        """A client session has ended; its tickets end by `end`."""
+        self._owners.discard(owner)
+
+    def is_owner(self, owner: int) -> bool:
+        """Whether the client session has begun and not ended."""
+        return owner in self._owners
+
+    def open(self, owner: int, request_id: str, namespace: bytes, now: float) -> Ticket:
+        """A new ticket, which is not in the table until `keep`."""
+        return Ticket(secrets.token_hex(8), owner, request_id, namespace, now + self._ticket_s)
+
+    def keep(self, ticket: Ticket) -> None:
+        """Takes a ticket into the table, unless it pins nothing and waits for nothing: then it leaves."""
+        if ticket.pending or ticket.pins:
+            self._tickets[ticket.id] = ticket
+        else:
+            self._tickets.pop(ticket.id, None)
+
+    def get(self, ticket_id: str, owner: int) -> Ticket:
+        """Raises `LeaseUnknown` unless it is this owner's."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.owner != owner:
+            raise LeaseUnknown(f"there is no ticket {ticket_id!r} of this client", hint="look up again")
+        return ticket
+
+    def of(self, owner: int, request_id: str | None = None) -> list[Ticket]:
+        """The tickets of an owner, of one request if given."""
+        return [
+            ticket
+            for ticket in self._tickets.values()
+            if ticket.owner == owner and (request_id is None or ticket.request_id == request_id)
+        ]
+
+    def due(self, now: float) -> list[Ticket]:
+        """The tickets whose time is over, the oldest first."""
+        return [ticket for ticket in self._tickets.values() if not ticket.pending and now >= ticket.deadline]
+
+    def pin(self, ticket: Ticket, lease_id: str, *, objects: int, hit_tokens: int, now: float) -> str:
+        """Puts a pin lease ("" for none) in the place of the ticket's last one, which is returned: "" for none."""
+        before, ticket.pins = ticket.pins, lease_id
+        ticket.objects = objects
+        ticket.hit_tokens = hit_tokens
+        ticket.deadline = now + self._ticket_s
+        return before
+
+    def end(self, ticket: Ticket) -> str:
+        """Ends a ticket and cancels its load; the pin lease that it had, "" for none."""
+        ticket.ended = True
+        self._tickets.pop(ticket.id, None)
+        if ticket.cancel_load is not None:
+            ticket.cancel_load()
+        lease_id, ticket.pins = ticket.pins, ""
+        return lease_id
+
+    def may_load(self, owner: int) -> bool:
+        """Whether the owner has fewer than `MAX_LOADS` loads under way: one client does not keep the others from L2."""
+        return self._loading[owner] < MAX_LOADS
+
+    def load_begun(self, ticket: Ticket, cancel: Callable[[], object] | None) -> None:
+        """A load for the ticket is under way; `cancel` ends it early, None if nothing does."""
+        ticket.pending = True
+        ticket.cancel_load = cancel
+        self._loading[ticket.owner] += 1
+
+    def load_ended(self, ticket: Ticket, now: float) -> None:
+        """The load has ended, however. To be called once for each `load_begun`."""
+        ticket.pending = False
+        ticket.cancel_load = None
+        ticket.deadline = now + self._ticket_s
+        self._loading[ticket.owner] -= 1
+        if not self._loading[ticket.owner]:
+            del self._loading[ticket.owner]
+
+    def loads(self, owner: int) -> int:
+        """The number of the owner's loads under way, also for tickets that have ended."""
+        return self._loading[owner]

@@ -1,0 +1,49 @@
+"""Uses of objects on their way to the eviction policy: few at once, many by and by. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+
+from kvframework.api import EvictionPolicy
+from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.rows import ObjectRows
+
+# Uses that the policy learns of in one call: a millisecond or two. And batches of uses that may wait for it.
+TELL_AT_ONCE = 1 << 13
+MOST_UNTOLD = 16
+
+_key_of = attrgetter("key")
+
+
+class Uses:
+    """Objects that have left meanwhile are passed over."""
+
+    def __init__(self, policy: EvictionPolicy, objects: ObjectRows) -> None:
+        self._policy = policy
+        self._objects = objects
+        # Uses too many to be told at once, the oldest batch first, each in the order in which the policy learns of it.
+        self._untold: deque[list[StoredObject]] = deque()
+
+    def add(self, objects: list[StoredObject]) -> None:
+        """Objects were used, in the order of a prompt; the policy learns of its end first."""
+        if len(objects) <= TELL_AT_ONCE:
+            self._policy.on_access_many(list(map(_key_of, reversed(objects))))
+            return
+        if len(self._untold) == MOST_UNTOLD:
+            self._tell(self._untold.popleft())
+        self._untold.append(objects[::-1])
+
+    def tell_some(self) -> None:
+        """Report some of the waiting uses to the policy, `TELL_AT_ONCE` at most."""
+        if self._untold:
+            batch = self._untold.popleft()
+            if len(batch) > TELL_AT_ONCE:
+                self._untold.appendleft(batch[TELL_AT_ONCE:])
+            self._tell(batch[:TELL_AT_ONCE])
+
+    def _tell(self, used: Sequence[StoredObject]) -> None:
+        here = [stored.key for stored in used if self._objects.get(stored.key) is stored]
+        for first in range(0, len(here), TELL_AT_ONCE):
+            self._policy.on_access_many(here[first : first + TELL_AT_ONCE])
