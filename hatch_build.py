@@ -1,7 +1,7 @@
-"""Owns the optional part of the build: the copy kernel of `kvf_cpu_gather`, where there is a C compiler.
+"""The optional part of the build: the copy kernel of `kvf_cpu_gather`, where there is a C compiler.
 
-Without one the wheel is pure Python and copies by torch. `KVFRAMEWORK_NATIVE=0` leaves the kernel out, `=1` insists on
-it; `CC` names the compiler. The library knows nothing of Python, so one wheel serves all interpreters of a platform.
+Without one the wheel is pure Python and copies by torch. `KVFRAMEWORK_NATIVE=0` leaves the kernel out, `=1` requires
+it; `CC` names the compiler. The library does not depend on Python, so one wheel serves all interpreters of a platform.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class CopyKernelHook(BuildHookInterface[Any]):
 
 
 def _compile(source: Path, library: Path) -> str:
-    """Why there is no library, "" if there is."""
+    """Compiles the library; returns the reason of a failure, "" after success."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         return f"there is no C compiler {compiler[0]!r}"
-    # Made beside its place: a process that has the former one mapped keeps it.
+    # Written beside its place: a process that has the former one mapped keeps it.
     fresh = library.with_suffix(".new")
     try:
         done = subprocess.run(

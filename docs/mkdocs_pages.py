@@ -1,7 +1,7 @@
-"""Owns what `mkdocs` is told about this repository: which files beside docs/ are pages, and where a link between files
-leads on the site. The texts stay where a reader of the repository expects them, with links that work there.
+"""The pages of the `mkdocs` site: files beside docs/ that are pages, and the targets of links between files. The texts
+stay in their places in the repository, with links that work there.
 
-A link to a file that is no page becomes its name. One to what is not there stays, and ends the build.
+A link to a file that is no page becomes its name. A link to a missing file stays, and ends the build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pages() -> dict[str, str]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that do not lie in docs/."""
+    """Adds the pages outside docs/."""
     for source, place in pages().items():
         if not source.startswith("docs/"):
             files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
@@ -35,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Leads every link between files to where its target is on the site."""
+    """Points every link between files to its target on the site."""
     places = pages()
     here = {place: source for source, place in places.items()}[page.file.src_uri]
 

@@ -1,8 +1,8 @@
-"""Owns the tree of errors: one class, one stable code, one clear text.
+"""The tree of errors: one class, one stable code, one clear text.
 
-Every error names the fact, where it was found, what is available and one hint. The `code` is part of the
-public contract: it travels in error frames (`kvframework.wire.messages.ErrorPayload`), is printed by the CLI and never
-changes its meaning. Errors also derive from the builtin that a caller would naturally catch.
+Every error names the fact, where it was found, what is available and one hint. The `code` is part of the public
+contract: it travels in error frames (`kvframework.wire.messages.ErrorPayload`), is printed by the CLI and never changes
+its meaning. Errors also derive from the builtin that a caller would naturally catch.
 """
 
 from __future__ import annotations

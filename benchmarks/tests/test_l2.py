@@ -247,7 +247,7 @@ def test_without_torch_only_the_engine_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     figures = bench_l2(TINY, parts=["engine"])
     assert figures.engine == []
-    assert [(each.what, each.why) for each in figures.skipped] == [("engine", "not installed: torch, numpy")]
+    assert [(each.what, each.reason) for each in figures.skipped] == [("engine", "not installed: torch, numpy")]
 
 
 def test_what_was_lost_on_the_way_ends_a_bench(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
-"""Owns the eviction policy `s3fifo`: S3-FIFO of Yang et al., SOSP 2023. Pure; called in the server, under the storage
-lock.
+"""The eviction policy `s3fifo`: S3-FIFO of Yang et al., SOSP 2023. Pure; called in the server, under the storage lock.
 
-What is new waits in a small queue, and most of it leaves from there soon. What was used while it waited, or comes again
-soon after it left, goes to the main queue. No queue is reordered when something is used: a use is a count.
+New objects wait in a small queue, and most of them leave from there soon. Objects that were used while they waited, or
+come again soon after they left, go to the main queue. A use reorders no queue: it is only counted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ENOUGH_USES = 2
 
 
 class S3FifoOptions(Options, frozen=True):
-    """Both as published."""
+    """Options of the policy; both defaults are as published."""
 
     small: Annotated[
         float, Meta(gt=0, lt=1, description="how much of what is in L1 may wait in the small queue, by bytes")
@@ -43,7 +42,7 @@ class Entry:
 
 
 class Queue:
-    """First in, first out, with the bytes of all that is in. A dict keeps its order, and lets go in the middle."""
+    """A FIFO queue, with the bytes of all its objects. A dict keeps its order, and allows removal in the middle."""
 
     def __init__(self) -> None:
         self.entries: dict[PackedKey, Entry] = {}
@@ -60,20 +59,22 @@ class Queue:
 
 
 class Walk:
-    """What one `victims()` has offered so far, and whom it spared before. The queues change only as far as the core
-    follows it: the core may look and evict nobody, since all is pinned."""
+    """The objects that one `victims()` has offered so far, and those it spared before. The queues change only as far as
+    the core follows it: the core may look and evict nothing, since all objects are pinned."""
 
     def __init__(self) -> None:
         self.spared: list[PackedKey] = []
-        # Of each key on offer, how many were spared before it; and how many of those the queues show by now.
+        # By offered key: the number of objects spared before it. `shown`: how many of those have been moved in the
+        # queues.
         self.offered: dict[PackedKey, int] = {}
         self.shown = 0
 
 
 class S3Fifo(EvictionPolicy):
-    """See the module. A policy is not told how large L1 is: shares are of what is in, the same once L1 is full.
+    """The policy, see the module. A policy does not know the size of L1: shares are of its objects' bytes, the same
+    once L1 is full.
 
-    Every call is O(1), but that `victims` walks past an object once for each of its uses.
+    Every call is O(1), except that `victims` walks past an object once for each of its uses.
     """
 
     name = "s3fifo"
@@ -85,7 +86,7 @@ class S3Fifo(EvictionPolicy):
         self._walk = Walk()
 
     def on_insert(self, key: PackedKey, nbytes: int) -> None:
-        self._walk = Walk()  # an older one says nothing of this key
+        self._walk = Walk()  # an older walk does not know this key
         queue = self._main if key in self._ghost else self._small
         self._ghost.pop(key, None)
         queue.push(key, Entry(nbytes))
@@ -111,10 +112,10 @@ class S3Fifo(EvictionPolicy):
             del self._ghost[next(iter(self._ghost))]
 
     def victims(self) -> Iterator[PackedKey]:
-        """The small queue's oldest while that queue has more than its share, else the main queue's. Who was used is
-        spared, and goes to the end of the main queue, with fewer uses."""
+        """Offers the small queue's oldest while that queue has more than its share, else the main queue's. Objects that
+        were used are spared, and go to the end of the main queue, with fewer uses."""
         walk = self._walk = Walk()
-        again: deque[tuple[PackedKey, int]] = deque()  # the end of the main queue, as it would be
+        again: deque[tuple[PackedKey, int]] = deque()  # the future end of the main queue
         small, main = iter(self._small.entries.items()), self._main_queue_and(again)
         waiting, staying = len(self._small.entries), len(self._main.entries)
         excess = self._small.nbytes - self._options.small * (self._small.nbytes + self._main.nbytes)
@@ -143,7 +144,7 @@ class S3Fifo(EvictionPolicy):
             yield again.popleft()
 
     def _follow(self, key: PackedKey) -> bool:
-        """Whether `key` leaves because it was offered. If so, who was spared before it moves, now that it counts."""
+        """True if `key` leaves because it was offered. The objects spared before it are then moved."""
         walk = self._walk
         before = walk.offered.pop(key, None)
         if before is None:

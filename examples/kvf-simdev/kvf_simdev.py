@@ -1,6 +1,6 @@
-"""Owns the transport `simdev`: the server moves KV of a simulated accelerator by itself.
+"""The transport `simdev`: the server moves KV of a simulated accelerator by itself.
 
-What a vendor writes for a real one looks the same: two small adapters of the device's runtime library, and a provider.
+A vendor's plugin for a real one looks the same: two small adapters of the device's runtime library, and a provider.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ R = TypeVar("R")
 
 
 class SimOptions(DeviceOptions, frozen=True):
-    """Beside what every device transport has."""
+    """Options beside those of every device transport."""
 
     node: Annotated[str, Meta(description=f"directory of the simulated node; else that of ${NODE_VARIABLE}")] = ""
 
 
 def translated(call: Callable[P, R]) -> Callable[P, R]:
-    """The runtime's errors become the framework's: one that is sticky ends the copier, any other one copy."""
+    """Translates the runtime's errors to the framework's: a sticky one ends the copier, any other one copy."""
 
     @wraps(call)
     def translating(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -186,7 +186,7 @@ def create_copier(options: SimOptions, device: str, arena: Arena) -> CopierDrive
 
 
 def probe() -> str | None:
-    """Why it cannot run here. The options may also name a node, so only a wrong variable is a reason."""
+    """The reason why it cannot run here, or None. The options may also name a node, so only a wrong variable is one."""
     path = os.environ.get(NODE_VARIABLE)
     if path is not None and not Path(path).is_dir():
         return f"${NODE_VARIABLE} is {path!r}, which is no directory"

@@ -1,4 +1,4 @@
-"""A prompt, answered by vLLM offline; run again, a new process loads what the first one has stored.
+"""A prompt, answered by vLLM offline; in a second run, a new process loads the KV that the first one has stored.
 
 python offline.py MODEL [--endpoint ENDPOINT] [--tokens N]
 """

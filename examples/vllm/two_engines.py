@@ -1,4 +1,4 @@
-"""One kvframework server, two OpenAI servers of vLLM: what the first has computed, the second loads.
+"""One kvframework server, two OpenAI servers of vLLM: the second loads the KV that the first has computed.
 
 python two_engines.py MODEL [--config kvf.toml] [--tokens N]
 """
@@ -71,7 +71,7 @@ def started(name: str, directory: str, *command: str) -> Iterator[subprocess.Pop
 
 @contextlib.contextmanager
 def engine(directory: str, model: str, endpoint: str, port: int, more: list[str]) -> Iterator[None]:
-    """An OpenAI server, once it answers."""
+    """An OpenAI server; the block begins once it answers."""
     connector = {
         "kv_connector": "KvFrameworkConnector",
         "kv_role": "kv_both",
@@ -79,7 +79,7 @@ def engine(directory: str, model: str, endpoint: str, port: int, more: list[str]
         "kv_connector_extra_config": {"kvframework.endpoint": endpoint},
     }
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
-    # Usage then says how many tokens were cached.
+    # Usage then reports the number of cached tokens.
     command += ["--kv-transfer-config", json.dumps(connector), "--enable-prompt-tokens-details", *more]
     with started(f"engine-{port}", directory, *command) as process:
         deadline = time.monotonic() + START_S

@@ -11,7 +11,7 @@ import pluggy
 from kvframework.api.findings import Finding
 from kvframework.api.options import NoOptions, Options
 
-__all__ = ["API_VERSION", "TableContext", "hookimpl"]
+__all__ = ["API_VERSION", "Provider", "TableContext", "hookimpl"]
 
 PROJECT = "kvframework"
 ENTRY_POINT_GROUP = "kvframework.v1"

@@ -1,4 +1,4 @@
-"""Owns the step from a raw TOML table to a msgspec struct, and the error that says what is wrong in which field."""
+"""Conversion of a raw TOML table to a msgspec struct, with errors that name the field and its mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys
     """`raw` as a `struct`, without coercing types; `ByteSize` fields also take strings such as "512MiB".
 
     `core_keys` are further keys that the same table may hold, named when a key is unknown. Raises `ConfigFieldError`
-    with the place, what is available and the closest match.
+    with the place, the accepted values and the closest match.
     """
     fields = struct.__struct_encode_fields__
     for key in raw:
@@ -34,7 +34,7 @@ def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys
 
 
 def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFieldError:
-    """The error for a key that nobody knows, with a hint to the one that was probably meant."""
+    """The error for an unknown key, with a hint to the closest known one."""
     known = sorted(available)
     return ConfigFieldError(
         f"unknown key {key!r}", where=where, available=", ".join(known) or "no keys", hint=closest(key, known)
@@ -42,7 +42,7 @@ def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFiel
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """A hint, "" if nothing is similar."""
+    """A hint to the closest known word, "" if none is similar."""
     matches = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {matches[0]!r}?" if matches else ""
 
@@ -55,7 +55,7 @@ def _decode(kind: type, value: object) -> object:
 
 def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
     match = _PLACE.match(text)
-    # TOML has no null: a key that may be left out is just not there.
+    # TOML has no null: an optional key is simply missing.
     fact = (match["fact"] if match else text).replace(" | null`", "`")
     field = match["field"] if match else ""
     return ConfigFieldError(

@@ -1,8 +1,9 @@
-"""How a server's file descriptors are shared out; `kvframework doctor` judges a machine's limit by the same numbers."""
+"""The shares of a server's file descriptors; `kvframework doctor` judges a machine's limit by the same numbers."""
 
 from __future__ import annotations
 
-# From this limit on no crowd that was tried got to the last descriptor between two looks; docs/security.md says it.
+# With at least this limit, none of the tested crowds took the last descriptor between two checks; docs/security.md has
+# the figures.
 SAFE_LIMIT = 4096
-# Of the limit: where no new session comes in.
+# The share of the limit from which no new session is accepted.
 SESSIONS_SHARE = 0.65

@@ -1,4 +1,5 @@
-"""Owns endpoints: where a server listens, and that the directory of its sockets is private. Server, client and CLI."""
+"""Endpoints: the addresses of a server, and the checks that the directory of its sockets is private. Server, client and
+CLI."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from kvframework.errors import EndpointError
 
-# Beside the server's socket: the liveness socket, and the place of the socket itself while the server takes no client
-# (who is connected goes on, and who comes learns why).
+# Beside the server's socket: the liveness socket, and the new path of the socket itself while the server takes no
+# client (connected clients stay, and new ones get the reason).
 LIVENESS_SUFFIX = ".live"
 FULL_SUFFIX = ".full"
 # The kernel takes 107 bytes, suffix included.
@@ -36,7 +37,7 @@ class Endpoint(NamedTuple):
 
 
 def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
-    """Pure: looks at the text only. Raises `EndpointError`."""
+    """Parses `text`. Pure: looks at the text only. Raises `EndpointError`."""
     if text.startswith(_TCP):
         return _parse_tcp(text, where)
     path = text.removeprefix(_IPC)
@@ -85,7 +86,8 @@ def _parse_tcp(text: str, where: str) -> Endpoint:
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """The same for every process of this user and environment; not created here."""
+    """The directory of the default endpoint: the same for every process of this user and environment; not created
+    here."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and _owned_directory(runtime):
         return Path(runtime, "kvframework")
@@ -93,15 +95,15 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
-    """Where a server listens that was not told where, and where clients look for it."""
+    """The endpoint of servers and clients that are configured without one."""
     return f"{_IPC}{default_directory(environ)}/server.sock"
 
 
 def prepare_private_directory(path: Path) -> None:
-    """Makes the directory of a server's sockets (0700) or checks the one that is there.
+    """Creates the directory of a server's sockets (0700), or checks an existing one.
 
-    Refused: a symbolic link, another user's directory, one that group or others may write to; of the default
-    directory also one that they may enter. Raises `EndpointError`. Blocking (file system calls only).
+    Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
+    also one that they may enter. Raises `EndpointError`. Blocking (file system calls only).
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,8 +115,9 @@ def prepare_private_directory(path: Path) -> None:
 
 
 def check_private_directory(path: Path) -> None:
-    """Server and client: whoever may write there can take the place of the server. Refuses what
-    `prepare_private_directory` does. Raises `EndpointError`, and `OSError` if there is none. Blocking."""
+    """Checks the directory, in server and client: any user who may write there can replace the server. Refuses the
+    directories that `prepare_private_directory` refuses. Raises `EndpointError`, and `OSError` if there is none.
+    Blocking."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise EndpointError("the directory is a symbolic link", where=str(path), hint="name the real directory")

@@ -1,4 +1,5 @@
-"""Owns the layers of a configuration: embedded default, file, `--set`; laid over each other, and still told apart."""
+"""The layers of a configuration: embedded default, file, `--set`; merged in this order, with the origin of each
+value."""
 
 from __future__ import annotations
 
@@ -42,14 +43,14 @@ use = "dynamic_cache"
 
 CONFIG_VARIABLE = "KVFRAMEWORK_CONFIG"
 
-# A value that no layer names has the default of its field.
+# The origin of a value that no layer sets: the default of its field.
 FIELD_DEFAULT = "default"
 
 KeyPath = tuple[str | int, ...]
 
 
 class Layers(NamedTuple):
-    """`raw` is what is in force. `by_variable`: the environment named the file."""
+    """The layers. `raw` is the merged configuration. `by_variable`: the environment named the file."""
 
     raw: dict[str, object]
     own: dict[str, object]
@@ -64,11 +65,11 @@ class Layers(NamedTuple):
 
     @property
     def where(self) -> str:
-        """For error texts."""
+        """The source of the configuration, for error texts."""
         return f"{self.source} with --set" if self.overrides else self.source
 
     def origin(self, path: KeyPath, table: str) -> str:
-        """Where the value at `path` came from; `table` is the title of its table, such as "[[l2]] #1". Never shows a
+        """The origin of the value at `path`; `table` is the title of its table, such as "[[l2]] #1". Never shows a
         value, which may be secret."""
         keys = tuple(str(key) for key in path)
         for override in reversed(self.overrides):
@@ -82,13 +83,13 @@ class Layers(NamedTuple):
 
 
 def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Layers:
-    """Blocking. Raises `ConfigFileError` and `ConfigFieldError` (of a malformed override)."""
+    """Reads the layers. Blocking. Raises `ConfigFileError` and `ConfigFieldError` (of a malformed override)."""
     by_variable = path is None and bool(environ.get(CONFIG_VARIABLE))
     if by_variable:
         path = Path(environ[CONFIG_VARIABLE])
     default = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
     own = read_toml(path) if path is not None else {}
-    # Overrides change tables in place, and the layers below must stay what they were.
+    # Overrides change tables in place, and the lower layers must stay unchanged.
     raw = copy.deepcopy(_with_defaults(own, default))
     for override in overrides:
         apply_override(raw, override)
@@ -96,7 +97,8 @@ def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[st
 
 
 def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
-    """Whole tables fall back. A table that is there keeps its own keys; only which plugin it means may be left out."""
+    """Missing tables are taken whole from the default. A table in the file keeps its own keys; only its choice of
+    plugin may be left out."""
     merged = default | raw
     for name in ("l1", "hasher"):
         table, fallback = merged[name], default[name]

@@ -1,4 +1,4 @@
-"""Owns loading: the way from the layers of a configuration to `Config`. Once, at startup."""
+"""Loading of `Config` from the layers of a configuration. Once, at startup."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def load_config(
 ) -> Config:
     """Reads `path`, else the file that `KVFRAMEWORK_CONFIG` names, else takes the embedded default.
 
-    `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`,
-    `ConfigFieldError` and `EndpointError`; plugins are neither imported nor asked, see `kvframework.registry.check`.
+    `overrides` are `table.key=value` texts, applied in order. Blocking. Raises `ConfigFileError`, `ConfigFieldError`
+    and `EndpointError`; plugins are neither imported nor called, see `kvframework.registry.check`.
     """
     return assemble(read_layers(path, overrides, environ))
 
 
 def assemble(layers: Layers) -> Config:
-    """The configuration that the layers make. Pure. Raises `ConfigFieldError` and `EndpointError`."""
+    """The configuration of the merged layers. Pure. Raises `ConfigFieldError` and `EndpointError`."""
     raw, where = layers.raw, layers.where
     for key in raw:
         if key not in _TABLES:
@@ -81,7 +81,8 @@ def _server(table: dict[str, object], where: str) -> ServerConfig:
 
 
 def _check_secure(server: ServerConfig, where: str) -> None:
-    """Nobody serves the KV of prompts to a whole network by accident. Raises `EndpointError`."""
+    """Refuses tcp:// without CURVE keys unless `insecure` is set: no server exposes the KV of prompts to a network by
+    accident. Raises `EndpointError`."""
     if server.curve is None and not server.insecure:
         raise EndpointError(
             "tcp:// needs CURVE keys, or insecure = true",
@@ -150,7 +151,7 @@ def _check_watermarks(keys: L1Keys | L2Keys, where: str) -> None:
 
 
 def _split(table: dict[str, object], keys: type[_K], where: str) -> tuple[_K, dict[str, object]]:
-    """The core's own keys of a plugin's table, validated, and the rest, which is the plugin's."""
+    """The core's own keys of a plugin's table, validated, and the remaining keys, which belong to the plugin."""
     own = _core(table, keys)
     return convert(own, keys, where=where), {key: value for key, value in table.items() if key not in own}
 

@@ -1,4 +1,4 @@
-"""Owns `--set table.key=value`: single values laid over the raw TOML before it is validated. Pure."""
+"""`--set table.key=value`: single values that override the raw TOML before it is validated. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis:/
 
 
 def apply_override(raw: dict[str, object], override: str) -> None:
-    """Sets one value in `raw`, making tables on the way. A number indexes an array of tables; one past its end appends.
+    """Sets one value in `raw`, and creates missing tables. A number indexes an array of tables; one past its end
+    appends.
 
-    Raises `ConfigFieldError` if the override is malformed or its path leads nowhere.
+    Raises `ConfigFieldError` if the override is malformed or its path does not exist.
     """
     keys, text = override_keys(override), override.partition("=")[2]
     node: object = raw
@@ -32,7 +33,7 @@ def override_keys(override: str) -> tuple[str, ...]:
 
 
 def parse_value(text: str) -> object:
-    """`text` as a TOML value if it is one, else as the string that it is."""
+    """`text` as a TOML value if it is one, else as a string."""
     try:
         parsed = parse_toml(f"value = {text}", where="")
     except ConfigFileError:

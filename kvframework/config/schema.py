@@ -1,4 +1,4 @@
-"""Owns the configuration's shape: frozen structs, made once at startup, read by everyone, in any process."""
+"""The schema of the configuration: frozen structs, created once at startup, read by any process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ LogFormat = Literal["human", "json"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
-# Threads that call a tier.
+# The bounds of a tier's threads.
 AtOnce = Annotated[int, msgspec.Meta(ge=1, le=MAX_TIER_CALLS)]
-# As many bytes as an envelope has for it.
+# An envelope has as many bytes for the name.
 CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
 
 
 class PluginTable(msgspec.Struct, frozen=True):
-    """One table that names a plugin. `options` is what the core does not know: the plugin validates it.
+    """One table that names a plugin. `options` are the keys unknown to the core: the plugin validates them.
 
-    `where` is the table's place for error texts, such as "kvf.toml: [[l2]] #1"; `core_keys` are the keys of the
-    same table that belong to the core, so that an error about an unknown key can name them.
+    `where` is the table's place for error texts, such as "kvf.toml: [[l2]] #1"; `core_keys` are the keys of the same
+    table that belong to the core, so that an error about an unknown key can name them.
     """
 
     use: str
@@ -45,9 +45,9 @@ class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
-    `store_share` is how much of L1 one client may have reserved at once for stores that it has not committed, while
-    others have instances here. `session_timeout_s` is how long a client without a liveness socket may be silent.
-    `insecure` serves tcp:// to everybody, in plain text."""
+    `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
+    clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
+    `insecure` serves tcp:// in plain text, without authentication."""
 
     endpoint: str = ""
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
@@ -63,7 +63,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[log]`: what the server writes to its standard error. "json" is one object a line."""
+    """`[log]`: the form of the server's log on standard error. "json" is one object a line."""
 
     level: LogLevel = "info"
     format: LogFormat = "human"
@@ -115,8 +115,8 @@ class L2Config(msgspec.Struct, frozen=True):
 
 
 class CodecsConfig(msgspec.Struct, frozen=True):
-    """`[codecs]`: `allow` names the codecs by which values that are read may have been packed, beside those that an
-    `[[l2]]` writes with; `options` are the tables `[codecs.NAME]`."""
+    """`[codecs]`: `allow` names further codecs that may be used for reading, beside those that an `[[l2]]` writes with;
+    `options` are the tables `[codecs.NAME]`."""
 
     allow: tuple[str, ...] = ()
     options: tuple[PluginTable, ...] = ()
@@ -124,7 +124,7 @@ class CodecsConfig(msgspec.Struct, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True):
-    """All of one TOML file. `source` is the file's name, or "embedded default"."""
+    """The whole of one TOML file. `source` is the file's name, or "embedded default"."""
 
     server: ServerConfig
     l1: L1Config

@@ -1,4 +1,4 @@
-"""Owns TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text."""
+"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Raises `ConfigFileError` with line and column."""
+    """Parses a TOML text. Raises `ConfigFileError` with line and column."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
@@ -26,7 +26,8 @@ def parse_toml(text: str, *, where: str) -> dict[str, object]:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Blocking. Raises `ConfigFileError` if the file is missing, unreadable, not UTF-8 or no TOML."""
+    """Reads a TOML file. Blocking. Raises `ConfigFileError` if the file is missing, unreadable, not UTF-8 or no
+    TOML."""
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -39,8 +40,8 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML, on one line; a size with the largest unit that is exact. Raises `TypeError` for None and others
-    that TOML cannot say."""
+    """A value as TOML, on one line; a size with the largest unit that is exact. Raises `TypeError` for None and other
+    values that TOML cannot express."""
     if isinstance(value, enum.Enum):
         return toml_value(value.value)
     if isinstance(value, ByteSize):

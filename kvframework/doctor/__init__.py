@@ -1,5 +1,5 @@
-"""What is wrong with this machine, installation and configuration, before a server is blamed: `kvframework doctor`.
-Each check says what it saw, and changes nothing."""
+"""The checks of `kvframework doctor`: faults of this machine, installation and configuration. Each check reports its
+findings, and changes nothing."""
 
 from kvframework.doctor.checkup import CHECK_S, Checkup, examine
 

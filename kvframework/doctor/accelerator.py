@@ -1,4 +1,4 @@
-"""Owns the check of torch and CUDA. Packages are read as files and never imported: that takes seconds, and memory of a
+"""The check of torch and CUDA. Packages are read as files and never imported: an import takes seconds, and memory of a
 device."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvframework.api import Finding
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
 
-# The first driver for CUDA 13, and so for cuda-bindings 13 and what its NVRTC compiles.
+# The first driver for CUDA 13, and so for cuda-bindings 13 and code compiled by its NVRTC.
 _DRIVER_OF_CUDA_13 = 580
 
 
@@ -57,7 +57,7 @@ def _driver(file: Path) -> str:
 
 
 def _packages(driver: int) -> Iterator[Finding]:
-    """What the extras of cuda_ipc bring; `driver` is its major version."""
+    """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
     old = driver < _DRIVER_OF_CUDA_13
     advice = f'for the transport cuda_ipc: pip install "kvframework[{"cuda12" if old else "cuda"}]"'
     bindings = _version("cuda-bindings")
@@ -78,7 +78,7 @@ def _packages(driver: int) -> Iterator[Finding]:
 
 
 def _version(name: str) -> str:
-    """Empty if the distribution is not installed."""
+    """The version of a distribution; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def _version(name: str) -> str:
 
 
 def _major(version: str) -> int:
-    """0 for what is no version."""
+    """The major version; 0 for a text that is no version."""
     first = version.partition(".")[0]
     return int(first) if first.isdigit() else 0
 

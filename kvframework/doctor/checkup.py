@@ -1,5 +1,5 @@
-"""Owns the list of checks and how each is run: in a thread of its own, with a deadline, whatever it raises. Runs in the
-process of the command."""
+"""The list of checks and the way to run one: in a thread of its own, with a deadline, with any exception as a finding.
+Runs in the process of the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframework.config import Config, load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
 from kvframework.errors import ConfigError
 
-# The longest that a check is waited for.
+# The longest wait for a check.
 CHECK_S = 5.0
 
 # Most of the time goes into the start of processes.
@@ -26,7 +26,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 class Checkup(msgspec.Struct, frozen=True):
-    """Everything that was seen, in the order of the checks."""
+    """All findings, in the order of the checks."""
 
     findings: list[Finding]
     ok: int
@@ -36,7 +36,7 @@ class Checkup(msgspec.Struct, frozen=True):
 
 def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
     """Runs all checks. Blocks for `CHECK_S` seconds a check at most; a configuration that cannot be read is a finding,
-    and what needs none is checked all the same."""
+    and checks that need none run all the same."""
     findings: list[Finding] = []
     config: Config | None = None
     try:
@@ -52,7 +52,7 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
 
 
 def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
-    """Subject and check."""
+    """Subject and check of each."""
     yield "python", interpreter.python
     yield "kvframework", interpreter.distributions
     yield "accelerator", accelerator.cuda
@@ -71,7 +71,7 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
 
 
 def run_check(subject: str, check: Check, timeout_s: float = CHECK_S + 1.0) -> list[Finding]:
-    """What a check found; that it failed or did not end is a finding too."""
+    """The findings of a check; its failure or timeout is a finding too."""
     found: list[Finding] = []
     failure: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Owns the checks of the interpreter and of what is installed. Imports none of it."""
+"""The checks of the interpreter and of the installed distributions. Imports none of them."""
 
 from __future__ import annotations
 

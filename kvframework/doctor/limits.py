@@ -1,4 +1,4 @@
-"""Owns the checks of the limits of this process, which a server started in the same way would have."""
+"""The checks of the limits of this process; a server started in the same way would have the same ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _descriptors() -> Finding:
 
 
 def memlock(needed_by: str = "") -> Finding:
-    """`needed_by` is the transport that pins L1, if one does."""
+    """The check of lockable memory. `needed_by` is the transport that pins L1, if one does."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("limits.memlock", "ok", "no limit")

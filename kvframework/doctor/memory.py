@@ -1,4 +1,4 @@
-"""Owns the checks of the machine's memory and of the cgroup's limit, and that a memfd, as L1 uses it, can be had."""
+"""The checks of the machine's memory and of the cgroup's limit, and that a memfd, as L1 uses it, can be created."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _cgroup(membership: Path, cgroups: Path) -> Finding:
 
 
 def _limits(line: str, cgroups: Path) -> Iterator[tuple[int, int, str]]:
-    """Limit, use and place of the groups above this process; version 2 and 1 have other names for them."""
+    """Limit, use and place of the groups above this process; the names of the files differ between versions 1 and 2."""
     _, _, rest = line.partition(":")
     controllers, _, group = rest.partition(":")
     if controllers == "":
@@ -47,7 +47,7 @@ def _limits(line: str, cgroups: Path) -> Iterator[tuple[int, int, str]]:
     folder = root / group.strip("/")
     for each in (folder, *folder.parents):
         limit, used = (_text(each / name).strip() for name in names)
-        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 62:  # version 1 says "none" by a huge number
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 62:  # version 1 writes "no limit" as a huge number
             yield int(limit), int(used), str(each)
         if each == root:
             return

@@ -1,4 +1,4 @@
-"""Owns the check of the machine's NUMA nodes, and of which accelerators are on them. Where L1 goes, its plugin says."""
+"""The check of the machine's NUMA nodes and their accelerators. The nodes of L1 are reported by its plugin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvframework.api import Finding
 
-# Classes of PCI devices: 3D controllers and processing accelerators; of those that can show a picture only NVIDIA's.
+# Classes of PCI devices: 3D controllers and processing accelerators; of display controllers only NVIDIA's.
 _COMPUTES = ("0x0302", "0x1200")
 _SHOWS, _NVIDIA = "0x0300", "0x10de"
 

@@ -1,5 +1,5 @@
-"""Owns the process that asks one configured plugin: whether it can be used, and what it has to say of its store.
-Reports a `Finding` a line."""
+"""The process that checks one configured plugin: whether it can be used, and its own diagnosis of its store. Reports a
+`Finding` a line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _diagnosis(
 
 
 class _NoFindings(Exception):
-    """The type that stood in their place."""
+    """The type of the wrong result."""
 
 
 def _each(returned: object) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""Owns the checks of what the configuration names: each table in a process of its own, so that no plugin can hold up or
-end the others' checks."""
+"""The checks of the plugins in the configuration: each table in a process of its own, so that no plugin can block or
+end the checks of others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvframework.errors import ConfigError
 from kvframework.inspection.isolated import run_isolated
 from kvframework.registry import codec_tables
 
-# What is left of a check's time when a plugin's own diagnosis has to be done.
+# The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A table, the kind of plugin that it names, and for how long the plugin may look; 0: not at all."""
+    """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none."""
 
     kind: str
     table: PluginTable
@@ -26,7 +26,7 @@ class Subject(msgspec.Struct, frozen=True):
 
 
 def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
-    """Every table that names a plugin, and what is wrong with them before one is asked."""
+    """Every table that names a plugin, and the findings that need no plugin."""
     subjects = [Subject("memory", config.l1.memory), Subject("eviction", config.l1.eviction)]
     subjects += [Subject("tier", each.tier) for each in config.l2]
     found: list[Finding] = []
@@ -45,7 +45,8 @@ def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
 
 
 def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Iterator[Finding]:
-    """`serving`: a server runs with this configuration and has its memory, so that plugin is not asked for more."""
+    """The findings for one table. `serving`: a server runs with this configuration and has its memory, so the memory
+    plugin is not asked for more."""
     where = subject.table.where
     diagnose_s = 0.0 if subject.kind == "memory" and serving else deadline_s - _TO_END_S
     request = msgspec.msgpack.encode(msgspec.structs.replace(subject, diagnose_s=diagnose_s))

@@ -1,4 +1,4 @@
-"""Owns the checks of the server's local socket: its path, its directory, and whether somebody serves there now."""
+"""The checks of the server's local socket: its path, its directory, and whether a server listens there now."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def socket_findings(endpoint: str) -> Iterator[Finding]:
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether somebody listens at a local endpoint. Blocks for a second at most."""
+    """True if a server listens at a local endpoint. Blocks for a second at most."""
     try:
         parsed = parse_endpoint(endpoint)
     except EndpointError:
@@ -69,7 +69,7 @@ def _directory(path: Path) -> Finding:
 
 
 def _missing(path: Path) -> Finding:
-    """The server makes the directory, if it may."""
+    """The finding for a missing directory: the server creates it, if it may."""
     above = next(each for each in path.parents if each.exists())
     if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
         return Finding("socket.directory", "ok", f"{path} does not exist yet; the server creates it")

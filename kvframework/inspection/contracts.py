@@ -25,7 +25,8 @@ from kvframework.registry.loader import AnyProvider
 
 
 class Maker(NamedTuple):
-    """One function of a provider that makes something, how many arguments the core gives it, and what it makes."""
+    """One function of a provider that makes an object, the number of arguments that the core passes, and the contract
+    of the result."""
 
     name: str
     arguments: int
@@ -50,7 +51,7 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
 
 
 def makers(provider: AnyProvider) -> tuple[Maker, ...]:
-    """What the core calls of a provider, by its nearest class that is known here."""
+    """The functions of a provider that the core calls, by its nearest class that is known here."""
     return next(_MAKERS[each.__name__] for each in type(provider).__mro__ if each.__name__ in _MAKERS)
 
 
@@ -74,7 +75,7 @@ def maker_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
 
 
 def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator[Problem]:
-    """What the core would trip over with objects of `made`."""
+    """Problems that the core would have with objects of `made`."""
     for name in sorted(getattr(made, "__abstractmethods__", ())):
         yield problem(
             "missing-method",
@@ -114,7 +115,7 @@ def attribute_problems(made: object, contract: type[Any], title: str) -> Iterato
 
 
 def _serves(own: Callable[..., Any], told: Callable[..., Any]) -> bool:
-    """Whether `own` can be called in every way that `told` may be: in order, and by keyword."""
+    """True if `own` accepts every call that `told` accepts: in order, and by keyword."""
     parameters = list(inspect.signature(told).parameters.values())
     kinds = inspect.Parameter
     needed = [each for each in parameters if each.default is each.empty]
@@ -123,7 +124,7 @@ def _serves(own: Callable[..., Any], told: Callable[..., Any]) -> bool:
         plain = [each for each in chosen if each.kind is kinds.POSITIONAL_OR_KEYWORD]
         only = {each.name: None for each in chosen if each.kind is kinds.KEYWORD_ONLY}
         ways.append(([None] * len(plain), only))
-        # The core leaves out what has a default and names what comes behind.
+        # The core leaves out arguments with defaults and names the later ones.
         named = {each.name: None for each in plain if each.default is not each.empty}
         ways.append(([None] * (len(plain) - len(named)), only | named))
     return all(_takes(own, positional, by_name) for positional, by_name in ways)
@@ -133,7 +134,7 @@ def _takes(function: Callable[..., Any], positional: list[None], by_name: dict[s
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return True  # of C: nothing can be said
+        return True  # written in C: its signature is unknown
     try:
         signature.bind(*positional, **by_name)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Owns what the import of a module costs: which distributions come in with it, how long it takes, how much memory.
+"""The cost of importing a module: the distributions imported with it, its time, its memory.
 
 `main` runs in a fresh interpreter, `cost_of` in the process of the command.
 """
@@ -16,11 +16,11 @@ import msgspec
 from kvframework.inspection.isolated import run_isolated
 from kvframework.inspection.problems import Problem, problem
 
-# Of processor time, so that a busy machine is no reason to refuse a plugin.
+# In processor time, so that a busy machine is no reason to refuse a plugin.
 MOST_S = 0.05
 MOST_BYTES = 32 << 20
 _ATTEMPTS = 3
-# Of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
+# Packages of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
 _HEAVY = frozenset(
     (
         "cuda",
@@ -42,7 +42,7 @@ _HINT = "import it inside `create`, or in a module that only `create` imports"
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """`roots` are the top-level packages that came in, beside the standard library's."""
+    """The measured cost. `roots` are the imported top-level packages, beside the standard library's."""
 
     seconds: float
     nbytes: int
@@ -50,8 +50,8 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def cost_problems(module: str, distributions: Collection[str], *, deadline_s: float) -> tuple[list[Problem], bool]:
-    """What the import costs too much, and whether the module can be imported at all. What belongs to `distributions`
-    may come in with it."""
+    """The import's excess costs, and whether the module can be imported at all. Packages of `distributions` may be
+    imported with it."""
     best: Cost | None = None
     for _ in range(_ATTEMPTS):
         ran = run_isolated("kvframework.inspection.cost", b"", deadline_s=deadline_s, arguments=(module,))
@@ -86,7 +86,7 @@ def _too_much(module: str, cost: Cost, others: list[str]) -> Iterator[Problem]:
 
 
 def main() -> None:
-    """Imports `argv[2]` and reports a `Cost`, or the text of what it raised."""
+    """Imports `argv[2]` and reports a `Cost`, or the text of its exception."""
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as report:
         report.write(msgspec.json.encode(_measured(sys.argv[2])) + b"\n")
 
@@ -106,7 +106,7 @@ def _measured(module: str) -> Cost | str:
 
 
 def _roots() -> set[str]:
-    """Packages that an installer put there: the standard library's and kvframework's own are free."""
+    """Imported packages of installed distributions: the standard library's and kvframework's own are free."""
     roots = {name.partition(".")[0] for name in sys.modules}
     return {root for root in roots - sys.stdlib_module_names if root != "kvframework" and not root.startswith("__")}
 

@@ -1,5 +1,5 @@
-"""Owns the check of what a provider says of itself: summary, probe, options. Makes nothing that `create` makes. Runs in
-the inspecting process."""
+"""The check of a provider's own declarations: summary, probe, options. Does not call `create`. Runs in the inspecting
+process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvframework.registry.options import describe_options
 
 
 def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
-    """What can be said without calling anything but the probe."""
+    """Problems that show without calling anything but the probe."""
     if not isinstance(provider.summary, str) or not provider.summary.strip():
         yield problem(
             "no-summary",
@@ -42,7 +42,7 @@ def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
 
 
 def core_keys(provider: AnyProvider) -> tuple[str, ...]:
-    """The keys that the core takes out of a provider's table."""
+    """The keys that the core takes from a provider's table."""
     if isinstance(provider, MemoryProvider):
         return ("use", "eviction", *L1Keys.__struct_fields__)
     return ("use", *L2Keys.__struct_fields__) if isinstance(provider, TierProvider) else ("use",)
@@ -97,7 +97,7 @@ def _unreadable(kind: inspect.Type) -> bool:
 
 
 def _wrong_default(options: type[Options], name: str, default: object) -> str:
-    """Why the default is none that a TOML could give, or ""."""
+    """The reason why the default is no possible TOML value, or ""."""
     if default is not None:
         try:
             toml_value(msgspec.to_builtins(default, enc_hook=_plain))
@@ -109,7 +109,7 @@ def _wrong_default(options: type[Options], name: str, default: object) -> str:
         plain = msgspec.to_builtins(default, enc_hook=_plain)
         read = getattr(convert({name: plain}, one, where=name), field.name)
     except NotImplementedError:
-        return ""  # deep inside it is of a type that nothing is read as; only who sets it will know
+        return ""  # its type has no conversion from plain values, so the default cannot be checked here
     except ConfigFieldError as error:
         return f"its default {default!r} is refused: {error.fact}"
     return "" if read == default else f"its default {default!r} comes back as {read!r}"

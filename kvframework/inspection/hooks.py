@@ -1,5 +1,5 @@
-"""Owns the check of a plugin's hook implementations, by what pluggy will do with them. Runs in the inspecting process,
-which has imported the plugin."""
+"""The check of a plugin's hook implementations, by pluggy's rules. Runs in the inspecting process, which has imported
+the plugin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "kvf_"
 
 
 def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
-    """Everything in `plugin`, a module or an object, that is a hook implementation or looks like one."""
+    """Problems of everything in `plugin`, a module or an object, that is a hook implementation or looks like one."""
     marked = 0
     for name, function in _functions(plugin):
         options = getattr(function, _MARK, None)

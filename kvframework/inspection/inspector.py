@@ -1,5 +1,5 @@
-"""Owns the whole inspection of a plugin: what is read here, what other processes find out, and the report of it. Runs
-in the process of a command; blocks for seconds."""
+"""The whole inspection of a plugin: the checks of this process, the results of other processes, and the report. Runs in
+the process of a command; blocks for seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DEADLINE_S = 20.0
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`checked` are the providers that were looked at; `notes` say what could not be, and why."""
+    """The result. `checked` are the inspected providers; `notes` name the parts that could not be inspected, and
+    why."""
 
     target: str
     checked: list[str]
@@ -31,8 +32,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def inspect_plugin(text: str, options: Mapping[str, object] | None = None, *, deadline_s: float = DEADLINE_S) -> Report:
-    """Inspects MODULE or KIND.NAME; the latter may be given `options`, with which it is made. Nothing of it is imported
-    into this process; what takes longer than `deadline_s` is ended and reported. Raises `PluginNotFound` and
+    """Inspects MODULE or KIND.NAME; the latter may be given `options` for its `create`. No plugin code is imported into
+    this process; a step that takes longer than `deadline_s` is ended and reported. Raises `PluginNotFound` and
     `PluginWrongKind` if there is no such plugin, `ConfigFieldError` for options of a module."""
     checked: list[str] = []
     problems: list[Problem] = []

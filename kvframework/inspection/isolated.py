@@ -1,6 +1,6 @@
-"""Owns how code of a plugin is run where it can do no harm: in a fresh interpreter, with a deadline.
+"""Isolated runs of a plugin's code: in a fresh interpreter, with a deadline.
 
-What it reports goes, line by line, into a file that both hold: what was said before it died or hung is not lost. Used
+The report goes, line by line, into a file that both processes hold: lines before a crash or a hang are not lost. Used
 by the process of a command; blocks.
 """
 
@@ -20,7 +20,8 @@ _TAIL_BYTES = 2000
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of it: its report's lines, how it ended ("" if as it should), and the end of what it printed."""
+    """The result of a run: the lines of its report, the reason of its end ("" if regular), and the end of its
+    output."""
 
     lines: list[bytes]
     ended: str
@@ -29,8 +30,8 @@ class Ran:
 
 def run_isolated(module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = ()) -> Ran:
     """Calls `main()` of `module` with the arguments FD and `arguments` and `request` as standard input, and kills it,
-    and all that it has started, after `deadline_s` seconds. FD is where it writes its report. It finds modules where
-    this process does."""
+    with all its child processes, after `deadline_s` seconds. FD is the descriptor of the report. The run has this
+    process's module search path."""
     program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
     with (
         tempfile.TemporaryFile() as report,

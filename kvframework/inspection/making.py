@@ -1,5 +1,5 @@
-"""Owns how the class of what a provider makes is found: from `create` itself, by making one, or from the source. Runs
-in the inspecting process."""
+"""The class of the objects that a provider makes: from `create` itself, by making one, or from the source. Runs in the
+inspecting process."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ WHERE = "plugins check"
 
 
 class NotMade(Exception):
-    """Why there is no object here; no fault of the plugin."""
+    """The reason why no object could be made here; no fault of the plugin."""
 
 
 def declared_class(function: Callable[..., Any], contract: type[Any]) -> type[Any] | None:
-    """The class that `create` is, or says that it returns; None if it says nothing, or only the contract."""
+    """The class that `create` is or has as return type; None without one, or if it is only the contract."""
     if isinstance(function, type):
         return function
     try:
         told = typing.get_type_hints(function).get("return")
-    except Exception:  # noqa: BLE001  annotations may name what is imported for type checkers only
+    except Exception:  # noqa: BLE001  annotations may use names that are imported for type checkers only
         return None
     told = typing.get_origin(told) or told
     return told if isinstance(told, type) and issubclass(told, contract) and told is not contract else None
@@ -69,8 +69,8 @@ def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any]
 
 
 def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
-    """What `create` makes of the options `given`, defaults for the others, open until the process ends. Raises
-    `NotMade`."""
+    """The result of `create` with the options `given`, defaults for the others; it stays open until the process ends.
+    Raises `NotMade`."""
     if isinstance(provider, TransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
@@ -94,7 +94,7 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
         raise NotMade(f"{error.fact} [{error.code}]") from error
     except Exception as error:
         if isinstance(error, TypeError) and "abstract" in str(error):
-            raise NotMade(str(error)) from error  # the class tells it method by method
+            raise NotMade(str(error)) from error  # the class's own check names the methods
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         return None, [_fails(title, f"create() with {_of(given)} raises {cause}", maker)]
     if isinstance(provider, RequestsProvider):
@@ -152,7 +152,7 @@ class _NoHasher(KeyHasher):
 
 
 class _NoServices(CacheServices):
-    """For handlers that are made and never called."""
+    """Services for handlers that are made and never called."""
 
     chunk_size = 256
     hasher = _NoHasher()

@@ -1,4 +1,4 @@
-"""Owns what is read from the metadata of a plugin's distribution. Imports nothing of it."""
+"""The checks of the metadata of a plugin's distribution. Imports nothing of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OURS = "kvframework"
 
 
 def metadata_problems(target: Target) -> Iterator[Problem]:
-    """Blocking: reads metadata files."""
+    """Problems of the metadata. Blocking: reads metadata files."""
     if not target.offers:
         yield problem(
             "not-installed",

@@ -1,4 +1,4 @@
-"""Owns what an inspection says: a problem of a plugin, its stable ids, and how severe each is."""
+"""The problems that an inspection reports: their stable ids, and the severity of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Line(Struct, omit_defaults=True):
-    """One line of the report: what comes next, what was found, or what could not be looked at and why."""
+    """One line of the report: the next step, a problem, or a note on a part that could not be inspected."""
 
     step: str = ""
     problem: Problem | None = None
@@ -18,7 +18,7 @@ class Line(Struct, omit_defaults=True):
 
 Severity = Literal["error", "warning"]
 
-# Each id with its severity and what it means.
+# Each id with its severity and its meaning.
 PROBLEMS: dict[str, tuple[Severity, str]] = {
     "import-fails": ("error", "the module raises when it is imported"),
     "import-dies": ("error", "the module ends or hangs the interpreter that imports it"),
@@ -56,8 +56,8 @@ PROBLEMS: dict[str, tuple[Severity, str]] = {
 
 
 class Problem(Struct, frozen=True):
-    """One thing that an author should mend. `where` is the module, class, field or metadata it is in, `expected` what
-    would be right."""
+    """One thing that an author should correct. `where` is the module, class, field or metadata it is in, `expected` the
+    correct form."""
 
     id: str
     severity: Severity

@@ -1,5 +1,5 @@
-"""Owns the inspecting process: imports one plugin, calls its hooks, makes what it offers, and reports each step before
-it takes it. Ends by itself; `inspector` starts it and reads the report."""
+"""The inspecting process: imports one plugin, calls its hooks, makes its objects, and reports each step before it takes
+it. Ends by itself; `inspector` starts it and reads the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what can be read from the source of a plugin's package without importing it."""
+"""The checks of a plugin's source, without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_FILES = 500
 
 
 class SourceFile(NamedTuple):
-    """`module` is its name to import it by."""
+    """One file of the package. `module` is its name for an import."""
 
     module: str
     path: Path
@@ -42,11 +42,11 @@ def _parsed(module: str, path: Path) -> list[SourceFile]:
     try:
         return [SourceFile(module, path, ast.parse(path.read_bytes()))]
     except (OSError, SyntaxError, ValueError):
-        return []  # not a file of this Python; the import says more
+        return []  # not a source file of this Python: the import reports more
 
 
 def import_problems(sources: list[SourceFile]) -> Iterator[Problem]:
-    """Imports of what a release may change without a word."""
+    """Imports of modules that a release may change without notice."""
     for source in sources:
         for node in ast.walk(source.tree):
             for name in _imported(node):

@@ -1,5 +1,5 @@
-"""Owns what `MODULE|KIND.NAME` means: which module is inspected, and which installed offers stand for it. Imports
-nothing of a plugin."""
+"""The meaning of `MODULE|KIND.NAME`: the module to inspect, and its installed entry points. Imports nothing of a
+plugin."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvframework.registry import KINDS, EntryPointInfo, PluginRegistry, discover
 
 
 class Target(Struct, frozen=True):
-    """`module` is imported, `attribute` of it holds the hooks ("" for the module itself). `offers` are the entry points
-    that name it; `rivals` those of other distributions for the same names. `chosen` limits what is inspected to one
-    provider, and `options` are what it is made with."""
+    """One inspection. `module` is imported, `attribute` of it holds the hooks ("" for the module itself). `offers` are
+    its entry points; `rivals` those of other distributions for the same names. `chosen` limits the inspection to one
+    provider, and `options` are passed to its `create`."""
 
     module: str
     attribute: str
@@ -27,7 +27,7 @@ class Target(Struct, frozen=True):
 
     @property
     def value(self) -> str:
-        """As an entry point names it."""
+        """The value of the entry point."""
         return f"{self.module}:{self.attribute}" if self.attribute else self.module
 
 
@@ -49,7 +49,7 @@ def find_targets(text: str, options: Mapping[str, object]) -> list[Target]:
     if kind in KINDS and name:
         named = [offer for offer in installed if (offer.kind, offer.name) == (kind, name)]
         if not named:
-            PluginRegistry(installed).resolve(kind, name)  # says what there is
+            PluginRegistry(installed).resolve(kind, name)  # the error names the available ones
         return [_target(offer.value, installed, offer.title, options) for offer in named]
     values = dict.fromkeys(offer.value for offer in installed if _module(offer.value) == text)
     if values:
@@ -79,6 +79,6 @@ def _module(value: str) -> str:
 
 
 def _exists(module: str) -> bool:
-    """Looks at the first part only: to look further would import it."""
+    """Checks the first part of the name only: checking further parts would import it."""
     root = module.partition(".")[0]
     return root.isidentifier() and find_spec(root) is not None

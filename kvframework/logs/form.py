@@ -1,5 +1,5 @@
-"""The look of a server's log: lines for people, or one JSON object a line. Set up once in `serve`, and alike in each
-process that moves KV for it."""
+"""The form of a server's log: lines for people, or one JSON object a line. Set up once in `serve`, and in the same way
+in each process that moves KV for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _handler: QueuedHandler | None = None
 
 
 class HumanFormatter(logging.Formatter):
-    """A line an event, whatever clients and plugins wrote into it; only a traceback has more."""
+    """One line for each event, whatever clients and plugins wrote into it; only a traceback has more."""
 
     def __init__(self) -> None:
         super().__init__(HUMAN)
@@ -66,7 +66,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, form: str) -> None:
-    """All logs, warnings, errors of threads and what is printed go to standard error in this form, without ever waiting
+    """Sends all logs, warnings, errors of threads and printed text to standard error in this form, without ever waiting
     for its reader. Once in a process, before it serves."""
     global _chosen, _handler
     _chosen = LogForm(level, form)
@@ -78,7 +78,7 @@ def configure_logging(level: str, form: str) -> None:
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
     if sys.stdout is not None:
-        call_within(FLUSH_S, {"standard output": sys.stdout.flush})  # what was printed before
+        call_within(FLUSH_S, {"standard output": sys.stdout.flush})  # text printed earlier
     sys.stdout = PrintedLines(_handler, "stdout", logging.INFO, STDOUT)
     sys.stderr = PrintedLines(_handler, "stderr", logging.WARNING, STDERR)
     if faulthandler.is_enabled():
@@ -86,7 +86,7 @@ def configure_logging(level: str, form: str) -> None:
 
 
 def end_logging() -> None:
-    """Writes what was logged, within `log_queue.FLUSH_S`; from here on what is printed goes where it went before."""
+    """Writes all records logged so far, within `log_queue.FLUSH_S`; later prints go to the original streams."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, PrintedLines):
             stream.end_line()
@@ -96,20 +96,21 @@ def end_logging() -> None:
 
 
 def chosen_log() -> LogForm | None:
-    """What this process was configured with, for the processes that it starts; None: its log is somebody else's."""
+    """The configured form of this process, for the processes that it starts; None: the application configured
+    logging."""
     return _chosen
 
 
 def log_status() -> dict[str, object]:
-    """What became of the lines of this process's log, for the status document."""
+    """The counts of the lines of this process's log, for the status document."""
     if _handler is None:
         return {"waiting": 0, "dropped": 0, "problem": ""}
     return {"waiting": _handler.waiting, "dropped": _handler.dropped, "problem": _handler.problem}
 
 
 def _report_crashes_without_waiting() -> None:
-    """The traceback of a crash goes through an open file of its own that does not block: a full pipe must not keep a
-    dying process, and what it holds, alive. Not possible, and left as it is, where standard error is a socket."""
+    """Sends the traceback of a crash through an open file of its own that does not block: a full pipe must not keep a
+    dying process, and its resources, alive. Impossible, and left unchanged, where standard error is a socket."""
     with contextlib.suppress(OSError):
         faulthandler.enable(
             os.open(f"/proc/self/fd/{STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)

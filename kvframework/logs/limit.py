@@ -1,4 +1,4 @@
-"""Owns the rate limit of log lines: what goes wrong a thousand times a second must not fill a disk. Any process, any
+"""The rate limit of log lines: a failure that repeats a thousand times a second must not fill a disk. Any process, any
 thread."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def one_line(text: str) -> str:
-    """Lines are joined by "; ", and what cannot be printed is written as an escape sequence."""
+    """The text on one line: lines are joined by "; ", and unprintable characters are written as escape sequences."""
     joined = "; ".join(filter(None, (line.strip() for line in text.splitlines())))
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in joined)
 
@@ -21,10 +21,11 @@ _MAX_KINDS = 1024
 
 
 class LogLimit(logging.Filter):
-    """Lets `at_once` lines of a kind pass in `every_s` seconds, and says in the next one how many it kept back.
+    """Lets `at_once` lines of a kind pass in `every_s` seconds, and adds the number of suppressed ones to the next
+    line.
 
-    A kind is a logger, a level and a text before its arguments are put in. Lines below WARNING all pass. To be added
-    to a handler, or to the one logger that it is for.
+    A kind is a logger, a level and a text before its arguments are put in. Lines below WARNING all pass. Attach it to
+    a handler, or to one logger.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class LogLimit(logging.Filter):
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
-        # By kind: when its time span began, and the lines since then.
+        # By kind: the start of its time span, and the lines since then.
         self._spans: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What is printed in a process that logs: lines of its log. A print to a full pipe would hold the whole process."""
+"""Printed text of a process that logs, as lines of its log. A print to a full pipe would block the whole process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MAX_LINE = 8 << 10
 
 
 class PrintedLines(io.TextIOBase):
-    """Stands for `sys.stdout` or `sys.stderr`. Each line becomes a record of the logger `name`, and goes straight to
-    `handler`: a handler of somebody else that prints makes no circle. Thread-safe, never blocks."""
+    """Replaces `sys.stdout` or `sys.stderr`. Each line becomes a record of the logger `name`, and goes straight to
+    `handler`: another library's handler that prints makes no loop. Thread-safe, never blocks."""
 
     encoding = "utf-8"
 
@@ -25,7 +25,7 @@ class PrintedLines(io.TextIOBase):
         self._begun = ""
 
     def fileno(self) -> int:
-        """The descriptor that this stands for, for child processes."""
+        """The descriptor of the replaced stream, for child processes."""
         return self._fd
 
     def writable(self) -> bool:
@@ -42,10 +42,10 @@ class PrintedLines(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """A line that is not ended goes on; `close` ends it."""
+        """Does nothing: an incomplete line waits for its end, or for `end_line`."""
 
     def end_line(self) -> None:
-        """Logs a line that was not ended."""
+        """Logs an incomplete line."""
         with self._lock:
             line, self._begun = self._begun, ""
         self._log(line)

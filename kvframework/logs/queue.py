@@ -1,5 +1,5 @@
-"""The way of a log to its reader: lines wait in a bounded queue, and a thread writes them. A reader that does not read
-costs lines, never time."""
+"""The queue between a log and its reader: lines wait in a bounded queue, and a thread writes them. A reader that does
+not read costs lines, never time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from queue import SimpleQueue
 LIMIT = 4 << 20
 FLUSH_S = 0.3
 MAX_MESSAGE = 64 << 10
-# What a record takes beside its texts.
+# The memory of a record beside its texts.
 _RECORD = 1 << 10
 
 
 class QueuedHandler(logging.Handler):
     """Writes to the descriptor `fd`, which it borrows, from a thread of its own.
 
-    Logging costs its caller the text of the message and never blocks, whatever becomes of the descriptor. About `limit`
-    characters wait at most. What does not fit and what cannot be written is counted in `dropped`, and the log says so
-    at the place where it is missing. After it was full, the queue takes lines again once it is half empty.
+    Logging costs its caller the text of the message and never blocks, in any state of the descriptor. About `limit`
+    characters wait at most. Lines that do not fit or cannot be written are counted in `dropped`, and the log reports
+    them at the place where they are missing. After it was full, the queue takes lines again once it is half empty.
     """
 
     def __init__(self, fd: int, limit: int = LIMIT) -> None:
@@ -30,7 +30,8 @@ class QueuedHandler(logging.Handler):
         self._fd = fd
         self._limit = limit
         self._queue: SimpleQueue[tuple[logging.LogRecord, int, int] | threading.Event] = SimpleQueue()
-        # Each is written by one side only: by who logs, under the handler's lock, and by the thread.
+        # Each field is written by one side only: the first three by logging threads, under the handler's lock, the
+        # others by the writer.
         self._given, self._refused, self._full = 0, 0, False
         self._taken, self._failed, self._torn, self._told = 0, 0, False, 0
         self._error = ""
@@ -38,7 +39,7 @@ class QueuedHandler(logging.Handler):
 
     @property
     def dropped(self) -> int:
-        """The lines that never came to the descriptor, nor will."""
+        """The number of lines that were not and will not be written."""
         return self._refused + self._failed
 
     @property
@@ -48,7 +49,7 @@ class QueuedHandler(logging.Handler):
 
     @property
     def problem(self) -> str:
-        """What keeps the log from its reader now, as the end of a sentence; "" if nothing does."""
+        """The reason why the log does not reach its reader now, as the end of a sentence; "" if it does."""
         if self._error:
             return f"cannot be written: {self._error}"
         return "is not read" if self._full and self._given - self._taken > self._limit // 2 else ""
@@ -60,7 +61,7 @@ class QueuedHandler(logging.Handler):
         self._full = waiting > self._limit // 2 if self._full else waiting + size > self._limit
         if self._full:
             self._refused += 1
-            if self._queue.empty():  # else the thread comes to it after the last line
+            if self._queue.empty():  # else the thread reports it after the last line
                 self._queue.put(threading.Event())
             return
         self._given += size
@@ -70,14 +71,14 @@ class QueuedHandler(logging.Handler):
         self.drain(FLUSH_S)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until all that was logged before is written; False after `timeout_s`."""
+        """Waits until all earlier records are written; False after `timeout_s`."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
 
     def _settled(self, record: logging.LogRecord) -> logging.LogRecord:
-        """A record of texts: what its arguments are may change until it is written, and the frames of an exception
-        hold whatever they worked on, such as views of the arena."""
+        """A copy of the record with texts only: its arguments may change until it is written, and the frames of an
+        exception keep their objects alive, such as views of the arena."""
         record = copy.copy(record)
         try:
             text = record.getMessage()
@@ -92,7 +93,7 @@ class QueuedHandler(logging.Handler):
             record.exc_info = None
         return record
 
-    # the thread
+    # The writer's thread.
 
     def _run(self) -> None:
         while True:
@@ -114,7 +115,7 @@ class QueuedHandler(logging.Handler):
             self._told += missing
 
     def _write(self, record: logging.LogRecord) -> bool:
-        """Blocks as long as the reader does not read."""
+        """Writes one record; blocks as long as the reader does not read."""
         begun = self._torn
         try:
             data = memoryview((self.format(record) + "\n").encode("utf-8", "backslashreplace"))
@@ -124,11 +125,11 @@ class QueuedHandler(logging.Handler):
                 try:
                     data = data[os.write(self._fd, data) :]
                     begun = True
-                except BlockingIOError:  # another process made it so: the description is shared
+                except BlockingIOError:  # another process made it non-blocking: the description is shared
                     poller = select.poll()
                     poller.register(self._fd, select.POLLOUT)
                     poller.poll()
-        except Exception as error:  # noqa: BLE001  the log has no other place where it could say so
+        except Exception as error:  # noqa: BLE001  the log has no other place to report it
             self._torn = begun
             self._error = getattr(error, "strerror", None) or repr(error)
             return False

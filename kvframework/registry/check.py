@@ -1,4 +1,4 @@
-"""Owns the check of a configuration against the plugins: does every table name a plugin that works and fit it?"""
+"""The check of a configuration against the plugins: every table names a working plugin and fits its options."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type
 
 def codec_tables(config: Config) -> list[PluginTable]:
     """The codecs that a configuration names, each once, with the options of its `[codecs.NAME]`; without `none`, which
-    the core does by itself.
+    the core implements itself.
 
-    Raises `ConfigFieldError` for options of a codec that nothing names.
+    Raises `ConfigFieldError` for options of a codec that no table uses.
     """
     named = {l2.keys.codec: f"{l2.tier.where} codec" for l2 in reversed(config.l2)}
     named = dict.fromkeys(config.codecs.allow, f"{config.codecs.where} allow") | named

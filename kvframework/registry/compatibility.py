@@ -1,4 +1,4 @@
-"""Owns the comparison of plugin API versions: the group of the entry point carries the major, a provider the minor."""
+"""The comparison of plugin API versions: the group of the entry point carries the major, a provider the minor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def check_major(major: int, title: str) -> None:
 
 
 def check_requires(requires_api: object, title: str) -> None:
-    """Raises `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` if it says nonsense."""
+    """Raises `PluginWrongApi` if a provider needs more than this version offers, `PluginBroken` for a malformed
+    version."""
     if not isinstance(requires_api, str) or not (match := re.fullmatch(r"(\d+)\.(\d+)", requires_api)):
         raise PluginBroken(f"{title}: requires_api is {requires_api!r}", available='a version such as "1.0"')
     major, minor = int(match[1]), int(match[2])

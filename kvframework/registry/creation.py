@@ -1,5 +1,5 @@
-"""Owns the guarded call of a provider's `create`: what a plugin raises or returns there comes out as `PluginBroken`
-that names it and the table that asked for it.
+"""The guarded call of a provider's `create`: any exception or wrong result becomes `PluginBroken` that names the plugin
+and its table.
 
 Runs where the object is needed: at startup in the server's main thread, for codecs in the first storage thread.
 """
@@ -18,7 +18,7 @@ _HINT = "ask the plugin's author; `kvframework plugins check` reports details"
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:
-    """The names of the attributes that a contract asks of its objects."""
+    """The names of the attributes that a contract requires of its objects."""
     names = dict.fromkeys(name for each in contract.__mro__ for name in inspect.get_annotations(each))
     return [name for name in names if not name.startswith("_")]
 
@@ -26,14 +26,14 @@ def declared_attributes(contract: type[Any]) -> list[str]:
 class Creator:
     """Makes the objects of one configuration. Each call blocks for as long as the plugin does.
 
-    A `KVFrameworkError` is the plugin's own word and passes, with the table's place if it names none.
+    A `KVFrameworkError` is the plugin's own error and passes, with the table's place if it names none.
     """
 
     def __init__(self, registry: PluginRegistry) -> None:
         self._registry = registry
 
     def one(self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any) -> Any:
-        """What `create(*args)` makes: a `contract`."""
+        """The result of `create(*args)`, a `contract`."""
         made = self._call(kind, table, create, *args)
         if not isinstance(made, contract):
             raise self._broken(kind, table, f"create returned {type(made).__name__}", contract.__name__)
@@ -45,7 +45,7 @@ class Creator:
     def several(
         self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any
     ) -> list[Any]:
-        """What `create(*args)` makes: a list or tuple of `contract`."""
+        """The result of `create(*args)`, a list or tuple of `contract`."""
         made = self._call(kind, table, create, *args)
         expected = f"a list of {contract.__name__}"
         if not isinstance(made, list | tuple):

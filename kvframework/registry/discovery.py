@@ -1,4 +1,4 @@
-"""Owns static discovery: what installed distributions offer, from their metadata alone. Imports no plugin."""
+"""Static discovery: the plugins of installed distributions, from their metadata alone. Imports no plugin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EntryPointInfo:
 
     @property
     def origin(self) -> str:
-        """Who offers it, for error texts."""
+        """The distribution and version, for error texts."""
         return f"{self.distribution} {self.version}".strip()
 
     def __str__(self) -> str:

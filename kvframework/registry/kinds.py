@@ -1,4 +1,4 @@
-"""Owns the table of plugin kinds: which hook offers a kind, and which descriptors that hook may return."""
+"""The table of plugin kinds: the hook of each kind, and the descriptors that the hook may return."""
 
 from __future__ import annotations
 

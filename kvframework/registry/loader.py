@@ -1,6 +1,6 @@
-"""Owns the guarded steps from an entry point to provider descriptors. A plugin's mistake comes out as `PluginError`.
+"""The guarded steps from an entry point to provider descriptors. A plugin's mistake becomes a `PluginError`.
 
-Runs once per plugin, at startup, in the thread that makes the registry. Nothing is imported but what is named.
+Runs once per plugin, at startup, in the thread that makes the registry. Only named plugins are imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AnyProvider = Provider[Any]
 
 @contextmanager
 def guarded(title: str, step: str) -> Iterator[None]:
-    """Turns anything that a plugin's code raises into `PluginBroken`; only an interrupt from the keyboard passes."""
+    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
     try:
         yield
     except (PluginError, KeyboardInterrupt):
@@ -101,7 +101,7 @@ def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -
 
 
 def probe(provider: AnyProvider, title: str) -> str | None:
-    """Why the plugin cannot run here, or None. Raises `PluginBroken`."""
+    """The reason why the plugin cannot run here, or None. Raises `PluginBroken`."""
     with guarded(title, "its probe"):
         reason = provider.probe()
         if reason is not None and not isinstance(reason, str):
@@ -120,7 +120,7 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
     if not (isinstance(provider.options, type) and issubclass(provider.options, Options)):
         raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
     with guarded(title, f"reading the options of {provider.name!r}"):
-        msgspec.msgpack.Decoder(provider.options)  # its annotations may name what is not there
+        msgspec.msgpack.Decoder(provider.options)  # its annotations may use undefined names
     if not isinstance(provider.name, str) or not provider.name or not callable(getattr(provider, "create", None)):
         raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):

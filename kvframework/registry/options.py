@@ -1,4 +1,4 @@
-"""Owns what can be said of a plugin's options without making any: names, types, defaults and documentation. Pure."""
+"""Descriptions of a plugin's options without an instance: names, types, defaults and documentation. Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _describe(field: inspect.Field) -> OptionInfo:
 
 
 def type_text(kind: Any) -> str:
-    """A type as the reader of a TOML file knows it, with its bounds."""
+    """A type as readers of a TOML file know it, with its bounds."""
     if isinstance(kind, inspect.Metadata):
         return type_text(kind.type)
     if isinstance(kind, inspect.CustomType):

@@ -1,4 +1,4 @@
-"""Owns the set of plugins that this process can use: from names in a configuration to provider descriptors.
+"""The plugins that this process can use: from names in a configuration to provider descriptors.
 
 Made and used at startup, in one thread. Hooks run here and nowhere later.
 """
@@ -66,8 +66,8 @@ class PluginRegistry:
     def register(self, plugin: object, *, distribution: str = "in-process", version: str = "") -> None:
         """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders.
 
-        Raises `PluginBroken` and `PluginWrongKind`, and nothing is added. What concerns one of its providers alone (its
-        name, its API version) is raised when that one is resolved.
+        Raises `PluginBroken` and `PluginWrongKind`, and nothing is added. Errors of a single provider (its name, its
+        API version) are raised when that one is resolved.
         """
         value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
         title = f"{value} of {distribution}"
@@ -126,8 +126,8 @@ class PluginRegistry:
         return options
 
     def offer(self, kind: str, name: str) -> EntryPointInfo:
-        """Who offers this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`, `PluginWrongKind` or
-        `PluginWrongApi`."""
+        """The distribution's offer of this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`,
+        `PluginWrongKind` or `PluginWrongApi`."""
         return self._the_offer(kind, name)
 
     def names(self, kind: str) -> builtins.list[str]:
@@ -137,14 +137,14 @@ class PluginRegistry:
     def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
         """Everything that is installed or registered. Imports nothing, unless `probe` asks to import and probe each.
 
-        Raises nothing that a plugin did: its status says so.
+        Raises no plugin's error: its status shows it.
         """
         return [self._info(offer, probe) for offer in self._usable(other_majors=True)]
 
     def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
         """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
 
-        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if nobody offers it.
+        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if no distribution offers it.
         """
         offers = [o for o in self._usable(other_majors=True) if (o.kind, o.name) == (kind, name)]
         if not offers:
@@ -154,7 +154,7 @@ class PluginRegistry:
         return infos, None if isinstance(provider, PluginError) else provider
 
     def _usable(self, *, other_majors: bool = False) -> builtins.list[EntryPointInfo]:
-        """The offers for this API. Those for another one count only if their distribution has none for this one."""
+        """The offers for this API. Offers for another one count only if their distribution has none for this one."""
         ours = [offer for offer in self._offers if _same_major(offer)]
         if not other_majors:
             return ours
@@ -215,7 +215,7 @@ class PluginRegistry:
         return PluginInfo(offer.name, offer.kind, offer.distribution, offer.version, status, reason)
 
     def _check_static(self, offer: EntryPointInfo) -> None:
-        """What can be said of an offer without importing it."""
+        """Checks an offer without importing it; raises its errors."""
         check_major(offer.api_major, str(offer))
         if not offer.kind:
             raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")

@@ -1,4 +1,4 @@
-"""Owns the errors of `kvframework new`. After any of them nothing has been written."""
+"""The errors of `kvframework new`. After any of them nothing has been written."""
 
 from __future__ import annotations
 

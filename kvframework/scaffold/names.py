@@ -1,5 +1,5 @@
-"""Owns the names that a new plugin goes by, and which of them are refused. Looks at what is installed; imports none of
-it."""
+"""The names of a new plugin, and the names that are refused. Reads the metadata of installed distributions; imports
+none of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _WORDS = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class PluginNames:
-    """`name` is what a TOML says: `use = "my_store"`. The others follow from it."""
+    """`name` is the plugin's name in a TOML: `use = "my_store"`. The others follow from it."""
 
     kind: str
     name: str
 
     @property
     def distribution(self) -> str:
-        """What is installed, in the normal form of such names: `kvf-my-store`."""
+        """The name of the distribution, in normal form: `kvf-my-store`."""
         return f"kvf-{self.name.replace('_', '-')}"
 
     @property
     def module(self) -> str:
-        """What is imported: `kvf_my_store`."""
+        """The name of the package: `kvf_my_store`."""
         return f"kvf_{self.name}"
 
     @property
     def class_prefix(self) -> str:
-        """How its classes' names begin: `MyStore`."""
+        """The first part of its classes' names: `MyStore`."""
         return "".join(word.capitalize() for word in self.name.split("_"))
 
     @property
@@ -79,7 +79,7 @@ def choose_names(kind: str, name: str) -> PluginNames:
 
 
 def _repaired(name: str) -> str:
-    """The nearest name that can be, "" if there is none."""
+    """The nearest allowed name, "" if there is none."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip()).lower().removeprefix("kvf-").removeprefix("kvf_")
     tried = re.sub(r"[^a-z0-9]+", "_", spaced).strip("_")[:_LONGEST].rstrip("_")
     return tried if _WORDS.fullmatch(tried) else ""

@@ -1,7 +1,7 @@
-"""Owns how templates become the files of one plugin. Pure, but that it reads this package's data.
+"""Rendering of templates as the files of one plugin. Pure, except that it reads this package's data.
 
-A template is the real file of a plugin called `newname`; only those words are replaced. Of a file that both the shared
-templates and a kind have, the kind's part comes behind the shared one.
+A template is the real file of a plugin called `newname`; only those words are replaced. For a file that both the shared
+templates and a kind have, the kind's part follows the shared one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def render(names: PluginNames) -> dict[str, str]:
 
 
 def _words(names: PluginNames) -> dict[str, str]:
-    """In the order in which they are replaced."""
+    """The replacements, in the order in which they are applied."""
     return {
         "kvf-newname": names.distribution,
         "Newname": names.class_prefix,

@@ -1,4 +1,4 @@
-"""Owns how a new plugin gets to the disk: into a folder that was not there, all of it or nothing."""
+"""Writing of a new plugin to the disk: into a new folder, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvframework.scaffold.errors import FolderExists, ScaffoldError
 
 
 def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
-    """Makes `folder` and writes `files` into it. Blocking.
+    """Creates `folder` and writes `files` into it. Blocking.
 
-    Raises `FolderExists` if anything stands there, an empty folder too, and `ScaffoldError` if it cannot be written;
-    what was begun is removed then.
+    Raises `FolderExists` if the path exists, an empty folder too, and `ScaffoldError` if it cannot be written; a
+    partial folder is removed then.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ sys.stdout.buffer.write(digests + made.fingerprint.encode())
 class HasherConformance(NamedKit):
     """Base class of an author's test class; see the module."""
 
-    descriptor = HasherProvider
+    _descriptor = HasherProvider
 
     examples: ClassVar[int] = 100
     """How many generated requests each property is tested on."""

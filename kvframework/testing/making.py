@@ -44,17 +44,17 @@ class NamedKit:
     options: ClassVar[Mapping[str, object]] = {}
     """Options of the plugin, as in its TOML table."""
 
-    descriptor: ClassVar[type[Provider[Any]]]
+    _descriptor: ClassVar[type[Provider[Any]]]
 
     def by_name(self) -> Callable[[], Any]:
         """Return a factory of the plugin that `use` names. Skips the test if the plugin cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
         table = PluginTable(
-            self.use, dict(self.options), f"`options` of the kit for the {self.descriptor.kind} {self.use}"
+            self.use, dict(self.options), f"`options` of the kit for the {self._descriptor.kind} {self.use}"
         )
         try:
-            provider, options = resolve_table(PluginRegistry(), table, self.descriptor)
+            provider, options = resolve_table(PluginRegistry(), table, self._descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
         return partial(provider.create, options)  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ class NamedKit:
         program; the test is skipped if either is impossible. Blocks up to 60 s.
         """
         if self.use:
-            source = _BY_NAME.format(kind=self.descriptor.kind, use=self.use, options=dict(self.options))
+            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=dict(self.options))
         else:
             source = _by_state(made)
         run = subprocess.run(
@@ -102,7 +102,7 @@ class NamedKit:
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self.descriptor.kind]
+        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self._descriptor.kind]
 
 
 def _by_state(made: object) -> str:

@@ -1,7 +1,7 @@
-"""The table of a client's deadlines: how long each kind of call waits for its answer, by the way to the server. Pure.
+"""The table of a client's deadlines: how long each kind of call waits for its answer, for local and TCP servers. Pure.
 
-docs/deadlines.md shows it. A deadline fits what its call is worth: a LOOKUP stands in the way of a scheduler, a store
-is work that is done already, and bytes take as long as they take.
+docs/deadlines.md shows it. Each deadline fits the value of its call: a LOOKUP holds up a scheduler, a store is work
+that is done already, and the time for bytes grows with their number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ HINT = f"on a busy node, raise deadline_scale: KVClient(deadline_scale=...), the
 
 @dataclass(frozen=True)
 class ClientDeadlines:
-    """Seconds, but for `bulk_bytes_per_s`.
+    """The deadlines, in seconds, and `bulk_bytes_per_s` in bytes per second.
 
     `engine_s` is how long an engine's thread waits for an answer to anything but a lookup: after it the call goes on
     without that thread, until its own deadline. A PING that is unanswered for `silent_s` puts the server in doubt;
-    after `gone_s` it counts as gone, but only where there is no liveness socket to tell (over TCP).
+    after `gone_s` it counts as down, but only where no liveness socket reports its end (over TCP).
     """
 
     engine_s: float = 0.05
@@ -43,22 +43,23 @@ class ClientDeadlines:
     gone_s: float = 10.0
 
     def of(self, request: str) -> float:
-        """What a request of this name waits for; of a plugin's, `setup_s`."""
+        """The deadline of a request by its name, in seconds; `setup_s` for a plugin's."""
         return float(getattr(self, KINDS.get(request, "setup_s")))
 
     def of_bulk(self, nbytes: int) -> float:
-        """What a request waits for that moves so many bytes over the wire."""
+        """The deadline of a request that moves `nbytes` over the wire, in seconds."""
         return self.bulk_s + nbytes / self.bulk_bytes_per_s
 
     def scaled(self, scale: float) -> ClientDeadlines:
-        """Those that wait for a server's loop, longer or shorter. Those that have to outlast a deadline of the server's
-        own stay, and so does the pace of PINGs."""
+        """A copy with the deadlines for waits on a server's loop multiplied by `scale`. Deadlines that must outlast one
+        of the server's own stay unchanged, and so does the pace of PINGs."""
         return dataclasses.replace(self, **{name: getattr(self, name) * scale for name in SCALED})
 
 
 LOCAL = ClientDeadlines()
 TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
-# The requests of each kind; those of no kind are setup. STORE_CPU_CHUNKS is the question, bytes take `of_bulk`.
+# The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
+# `of_bulk`.
 KINDS = {
     "LOOKUP": "lookup_s",
     "QUERY_PREFETCH_STATUS": "lookup_s",
@@ -89,8 +90,7 @@ SCALED = (
 
 
 def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
-    """The table for the way to `endpoint`. `scale` None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. Raises
-    `ConfigFieldError`."""
+    """The deadlines for `endpoint`. `scale` None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. Raises `ConfigFieldError`."""
     table = TCP if endpoint.startswith("tcp://") else LOCAL
     if scale is not None:
         return table.scaled(_checked(scale, scale, "deadline_scale"))
@@ -103,7 +103,7 @@ def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
 
 
 def _checked(scale: float, given: object, where: str) -> float:
-    """`scale`, if it is one. Callers are not all type-checked."""
+    """`scale`, if it is in range. Callers are not all type-checked."""
     if isinstance(scale, (int, float)) and SHORTEST_SCALE <= scale <= LONGEST_SCALE:
         return scale
     raise ConfigFieldError(

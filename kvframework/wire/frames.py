@@ -1,8 +1,8 @@
-"""Owns the framing of messages: request id, request type, one msgpack payload, then raw buffers. Pure, no sockets.
+"""The framing of messages: request id, request type, one msgpack payload, then raw buffers. Pure, no sockets.
 
 Frames of a request (after ZMQ's routing id): an 8-byte little-endian request id chosen by the client, the request's
-name in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request
-id; its type frame is the request's name, or `ERROR` with an `ErrorPayload`.
+name in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request id;
+its type frame is the request's name, or `ERROR` with an `ErrorPayload`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TYPE_BYTES = 64
 MAX_PAYLOAD_BYTES = 16 << 20
 MAX_BUFFER_BYTES = 256 << 20  # all buffers of a message together
 MAX_BUFFERS = 4096
-MAX_ERROR_TEXT = 2000  # of each part: what a peer says ends in logs
+MAX_ERROR_TEXT = 2000  # of each part: a peer's text ends in logs
 ERROR_TYPE = "ERROR"
 
 M = TypeVar("M", bound=Message)
@@ -29,7 +29,7 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Message]] = {}
 
 
 class Envelope(NamedTuple):
-    """One message taken apart; the payload is not yet decoded. Frames are borrowed, not copied."""
+    """One message, split into its frames; the payload is not yet decoded. Frames are borrowed, not copied."""
 
     request_id: int
     type: str
@@ -53,7 +53,7 @@ def join(request_id: int, type_name: str, payload: Message, buffers: Sequence[Bu
 
 
 def split(frames: Sequence[Buffer]) -> Envelope:
-    """Takes a message apart, without the routing id.
+    """Splits a message, without the routing id, into its parts.
 
     Raises `MalformedFrames` for a wrong number, size or order of frames and `MessageTooLarge` beyond the bounds.
     """
@@ -89,7 +89,7 @@ def decode(payload: Buffer, struct: type[M], *, where: str) -> M:
 
 
 def error_payload(error: BaseException) -> ErrorPayload:
-    """What a peer is told of an error; of an unforeseen one only its class, since its text may hold anything."""
+    """The error as a peer receives it; of an unexpected one only its class, since its text may hold anything."""
     if isinstance(error, KVFrameworkError):
         return ErrorPayload(error.code, *_shortened(error.fact, error.where, error.available, error.hint))
     return ErrorPayload("run.handler", f"{type(error).__name__} in the handler", hint="see the server's log")

@@ -1,4 +1,4 @@
-"""Owns version negotiation: what a client of this release offers, and a pure function on HELLO's version range."""
+"""Version negotiation: the offer of a client of this release, and a pure function on HELLO's version range."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def offer(client: str, pid: int) -> Hello:
 
 
 def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
-    """The highest protocol version that both speak. Raises `VersionMismatch`, with both ranges, if there is none or the
-    hashers differ."""
+    """The highest protocol version that both sides speak. Raises `VersionMismatch`, with both ranges, if there is none
+    or the hashers differ."""
     version = min(PROTOCOL_VERSION, hello.max_version)
     if version < max(MIN_VERSION, hello.min_version):
         raise VersionMismatch(

@@ -1,4 +1,4 @@
-"""Owns how block ids and other small numbers travel: packed little-endian u32, never a list of ints. Pure."""
+"""Block ids and other small numbers on the wire: packed little-endian u32, never a list of ints. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INDEX_BYTES = 4
 
 
 def pack_indices(indices: Iterable[int]) -> bytes:
-    """Raises `OverflowError` for a number that is no u32."""
+    """Packs the numbers. Raises `OverflowError` for a number that is no u32."""
     return _little_endian(array.array("I", indices)).tobytes()
 
 
 def unpack_indices(packed: bytes, *, where: str) -> list[int]:
-    """The inverse of `pack_indices`. Raises `InvalidPayload` for a length that cannot be."""
+    """The inverse of `pack_indices`. Raises `InvalidPayload` for an impossible length."""
     if len(packed) % INDEX_BYTES:
         raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u32, 4 bytes each")
     return _little_endian(array.array("I", packed)).tolist()

@@ -1,7 +1,7 @@
-"""Owns the payload structs of the core's requests and responses. They evolve by adding defaulted fields only.
+"""The payload structs of the core's requests and responses. They evolve by adding defaulted fields only.
 
 A field that has its default is left out on the wire, so a default means the same for ever and never follows from a
-version. `tests/golden` holds what every release wrote. Counts are bounded here, before anything is decoded for
+version. `tests/golden` holds the messages of every release. Counts are bounded here, before anything is decoded for
 them.
 """
 
@@ -24,7 +24,7 @@ from kvframework.api.layout import MAX_GROUPS
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
-# Of what a client says that it lost: its error codes, the length of one, and what any count may be.
+# Bounds for a client's report of losses: its error codes, the length of one, and the largest count.
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -39,11 +39,12 @@ class Empty(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
-    of the same client that is to end first, because its connection was lost; `min_version` and `max_version` bound what
-    the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release.
+    of the same client that ends first, because its connection was lost; `min_version` and `max_version` bound the
+    versions that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its
+    release.
 
-    Read before anything is agreed upon, so every version reads every other's: `client` and `pid` stay as they are, and
-    who does not tell its versions speaks 1.
+    Read before any version is agreed upon, so every version reads every other's: `client` and `pid` never change, and a
+    client without versions speaks 1.
     """
 
     client: str
@@ -71,8 +72,8 @@ class HelloReply(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """GOODBYE ends the session. A client that cannot use this server says why, with the error's code: the server's
-    operator is to know as well."""
+    """GOODBYE ends the session. A client that cannot use this server sends the reason, with the error's code, for the
+    server's operator."""
 
     code: str = ""
     reason: str = ""
@@ -80,7 +81,7 @@ class Goodbye(Message, frozen=True):
 
 class Lost(Message, frozen=True):
     """Calls of a client that failed with the error `code`, since its session began: each lookup was a miss, each load
-    was computed, each store was not made or nobody knows. `nbytes` is what the loads and stores were to move."""
+    was computed, each store failed or has an unknown result. `nbytes` is the size of the failed loads and stores."""
 
     code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
     lookups: LostCount = 0
@@ -89,13 +90,14 @@ class Lost(Message, frozen=True):
     nbytes: LostCount = 0
 
 
-# What `Lost` counts, and what of it are calls.
+# The counters of `Lost`, and those of them that count calls.
 LOST_AMOUNTS = ("lookups", "loads", "stores", "nbytes")
 LOST_CALLS = LOST_AMOUNTS[:3]
 
 
 class Ping(Message, frozen=True):
-    """`lost` is all of this session, by code; () if nothing came to it since the last one that was answered."""
+    """PING. `lost` is the report of this session, by code; () if nothing was added since the last one that was
+    answered."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
 
@@ -128,10 +130,10 @@ class RegisterKvCache(Message, frozen=True):
 
 
 class RegisterNonGpuContextPayload(Message, frozen=True):
-    """The eight scalars that say: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
+    """The registration by eight scalars: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
 
-    `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of
-    K and V. The namespace follows from them, see `kvframework.wire.non_gpu`.
+    `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
+    and V. The namespace follows from them, see `kvframework.wire.non_gpu`.
     """
 
     instance_id: InstanceId
@@ -145,7 +147,7 @@ class RegisterNonGpuContextPayload(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """Both registrations' response."""
+    """The response to both registrations."""
 
     namespace: bytes
     desc: MemoryLayoutDesc
@@ -188,8 +190,8 @@ class TransferReply(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: how many chunks at the beginning of the
-    range are not stored, per layer group; () for none. Only a window or state may leave out any."""
+    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: the number of chunks at the beginning of the
+    range that are not stored, per layer group; () for none. Only a window or state may leave out any."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -203,13 +205,13 @@ class LeaseRef(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """COMMIT_STORE: what became of the lease's objects."""
+    """COMMIT_STORE: the outcome of the lease's objects."""
 
     outcome: StoreOutcome
 
 
 class RetrieveCommitted(Message, frozen=True):
-    """COMMIT_RETRIEVE: whether the pins held throughout."""
+    """COMMIT_RETRIEVE: True if the pins held throughout."""
 
     held: bool
 
@@ -221,8 +223,8 @@ class Aborted(Message, frozen=True):
 class StoreCpuChunks(Message, frozen=True):
     """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each.
 
-    `objects` says which, in order: ascending packed u32 that count chunk by chunk from the key's `start`, in each chunk
-    by layer group. Without objects and buffers it is a question: what is missing?
+    `objects` names them in order: ascending packed u32 that count chunk by chunk from the key's `start`, in each chunk
+    by layer group. Without objects and buffers the request asks for the missing objects.
     """
 
     key: CacheKey
@@ -231,8 +233,8 @@ class StoreCpuChunks(Message, frozen=True):
 
 
 class ChunksStored(Message, frozen=True):
-    """What became of the objects that were sent. To a question: how many are present, and the others in `missing`,
-    packed like `objects`; what another is writing right now counts as missing."""
+    """The outcome of the objects that were sent. For a query: the number of present objects, and the others in
+    `missing`, packed like `objects`; an object that another client is writing counts as missing."""
 
     outcome: StoreOutcome
     missing: bytes = b""
@@ -247,8 +249,8 @@ class RetrieveCpuChunks(Message, frozen=True):
 
 
 class ChunksSent(Message, frozen=True):
-    """One raw buffer behind it for each object that was asked for, in order; none if `held` is False: the pins have
-    lapsed. Only COMMIT_RETRIEVE tells whether they held until all was received."""
+    """One raw buffer behind it for each requested object, in order; none if `held` is False: the pins have lapsed. Only
+    COMMIT_RETRIEVE says whether they held until all was received."""
 
     held: bool
 
@@ -260,9 +262,9 @@ class Lookup(Message, frozen=True):
 
 
 class LookupReply(Message, frozen=True):
-    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or under way).
+    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress).
 
-    `pending` True: L2 is being asked; poll QUERY_PREFETCH_STATUS with the ticket.
+    `pending` True: a load from L2 is in progress; poll QUERY_PREFETCH_STATUS with the ticket.
     """
 
     hit_tokens: int
@@ -281,7 +283,7 @@ class Freed(Message, frozen=True):
 
 
 class EndSession(Message, frozen=True):
-    """Ends all that the client holds under a request id; with "" all that it holds (it is going away)."""
+    """Ends everything that the client holds under a request id; with "" everything that it holds at all."""
 
     request_id: str = ""
 
@@ -293,7 +295,7 @@ class SessionEnded(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     """Cancels the server-driven transfer that the same client sent as message `request`, answered only once the server
-    touches its blocks no more; or the load that a LOOKUP started, by its `ticket`, whose pins end too."""
+    no longer touches its blocks; or the load that a LOOKUP started, by its `ticket`, whose pins end too."""
 
     request: int = 0
     ticket: str = ""
@@ -306,7 +308,7 @@ class CancelReply(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Drops what L1 holds and nobody uses; `l2` also what L2 holds of the objects dropped here."""
+    """Drops the unused objects of L1; `l2` also drops them from L2."""
 
     l2: bool = False
 

@@ -1,6 +1,6 @@
-"""Owns what the eight-field registration means: the layout, the desc and the namespace that follow from it.
+"""The meaning of the eight-field registration: its layout, its desc and its namespace.
 
-Engine and server both compute the namespace here, so that neither has to be told by the other.
+Engine and server both compute the namespace here, so that neither has to receive it from the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvframework.wire.messages import RegisterNonGpuContextPayload
 
 
 def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
-    """One layer group in canonical form; the number of blocks is not told."""
+    """One layer group in canonical form; the number of blocks is not declared."""
     group = LayerGroup(
         num_layers=payload.num_layers,
         block_size=payload.block_size,
@@ -23,12 +23,12 @@ def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
 
 
 def non_gpu_desc(payload: RegisterNonGpuContextPayload, chunk_size: int) -> MemoryLayoutDesc:
-    """Raises `BadLayout` / `BadDtype`."""
+    """The memory layout of objects. Raises `BadLayout` / `BadDtype`."""
     return canonical_desc(non_gpu_layout(payload), chunk_size)
 
 
 def non_gpu_namespace(payload: RegisterNonGpuContextPayload, hasher_fingerprint: str, chunk_size: int) -> bytes:
-    """The 16-byte namespace. `chunk_size` is the server's configured one, as HELLO tells it."""
+    """The 16-byte namespace. `chunk_size` is the server's configured one, as in HELLO's reply."""
     return compute_namespace(
         model=payload.model_name,
         desc=non_gpu_desc(payload, chunk_size),

@@ -1,4 +1,4 @@
-"""Owns the core's request table: every request of the protocol, its payload, its response, its deadline."""
+"""The core's request table: every request of the protocol, its payload, its response, its deadline."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Lister:
         self._token = token
 
     def entries(self, root: Root, limit: Limit, *, folder: int) -> list[TierEntry]:
-        """Every value in `folder`. Raises `OSError` and what `limit` raises."""
+        """Every value in `folder`. Raises `OSError` and the errors of `limit`."""
         # A lock does not keep other servers out of a shared folder, so there it would only cost.
         with contextlib.nullcontext() if self._shared else limit.holding(self._ledger.locks[folder]):
             entries = self._listed(root, folder, limit)

@@ -50,7 +50,7 @@ class Command(ABC):
         return [_ASKING, *self._buffers()] if self.asking else self._buffers()
 
     def receive(self, wire: Wire, deadline: float) -> None:
-        """Reads the reply. Raises what `Wire` raises, `Refused`, `ProtocolSurprise` and `Oversized`."""
+        """Reads the reply. Raises the errors of `Wire`, `Refused`, `ProtocolSurprise` and `Oversized`."""
         if self.asking and not holds(wire.reply(deadline), "+"):
             raise ProtocolSurprise("an ASKING was refused for one key")
         reply = wire.reply(deadline)

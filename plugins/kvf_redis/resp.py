@@ -70,7 +70,7 @@ def parse_line(line: bytes) -> Reply:
 
 
 def _shown(text: str) -> str:
-    """Printable text: a server's words end up in logs and on terminals."""
+    """Printable text: a server's text ends up in logs and on terminals."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 

@@ -63,8 +63,10 @@ def surface() -> str:
     told: set[Definition] = set()
     for module, defined in names.items():
         lines += ["", f"[{module}]"]
-        for name in sorted(defined):
-            lines += [f"{name}: as above"] if defined[name] in told else described(name, defined[name], known)
+        again = sorted(name for name in defined if defined[name] in told)
+        lines += [f"as above: {', '.join(again)}"] if again else []
+        for name in sorted(defined.keys() - again):
+            lines += described(name, defined[name], known)
         told |= set(defined.values())
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvframework.api import hookspecs
+from kvframework.api import DeviceTransportProvider, hookspecs
 from kvframework.api.plugin import Provider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
@@ -96,7 +96,7 @@ def _fields(provider: type[Provider[Any]]) -> str:
         if field.name in known and known[field.name].default is field.default:
             continue
         default = "required" if field.default is dataclasses.MISSING else f"`{_default(field.default)}`"
-        if provider.__name__ == "DeviceTransportProvider" and field.name == "create":
+        if provider is DeviceTransportProvider and field.name == "create":
             default = "made by the core"
         kind = str(field.type).replace("|", "\\|")
         lines.append(f"| `{field.name}` | `{kind}` | {default} |")

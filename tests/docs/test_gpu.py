@@ -40,7 +40,7 @@ def test_its_toml_is_accepted(config: Config) -> None:
     (cuda_ipc, cpu_gather) = config.transport
     assert (cuda_ipc.use, cpu_gather.use) == ("cuda_ipc", "cpu_gather")
     registry.options(provider, cuda_ipc.options, where=cuda_ipc.where)
-    memory = registry.resolve("tier", config.l1.memory.use, where="[l1]")
+    memory = registry.resolve("memory", config.l1.memory.use, where="[l1]")
     assert registry.options(memory, config.l1.memory.options, where="[l1]").numa == "auto"
 
 

@@ -1,4 +1,4 @@
-"""Owns the layout: which memory of llama.cpp holds which key and value. Engine side, but for the declaration.
+"""The layout: the places of keys and values in llama.cpp's memory. Engine side, except for the declaration.
 
 The form is that of `llama_kv_cache` in llama.cpp's `src/llama-kv-cache.cpp`: per layer `cache_k_l<n>`, made by
 `ggml_new_tensor_3d(ctx, type_k, n_embd_k_gqa, kv_size, n_stream)` and read by `get_k` as [cell][head][dim], and
@@ -51,7 +51,7 @@ class LlamaCppLayout(Layout):
         self._v_trans = v_trans
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """See `Layout.describe`. Raises `BadLayout` naming layer, what was found and what is expected."""
+        """See `Layout.describe`. Raises `BadLayout` naming layer, found and expected shape."""
         groups = self._groups(kv_caches, block_size)
         declared = tuple(_declare(planes, block_size) for planes in groups)
         layout = KVLayout(self.name, declared, groups[0][0][0].view.shape[0])
@@ -110,7 +110,7 @@ class LlamaCppLayout(Layout):
         return planes
 
     def _view(self, where: str, tensor: torch.Tensor, block_size: int, *, transposed: bool) -> torch.Tensor:
-        """`[blocks, block_size, heads, head_dim]` of one plane, in place."""
+        """A view `[blocks, block_size, heads, head_dim]` of one plane."""
         shape = "[heads x dim, cells]" if transposed else "[cells, heads x dim]"
         if tensor.dim() != 2:
             raise BadLayout(
@@ -135,7 +135,7 @@ class LlamaCppLayout(Layout):
 
 
 def _declare(layers: Sequence[Sequence[_Plane]], block_size: int) -> LayerGroup:
-    """No axes and no strides: keys and values of one layer may have different ones."""
+    """The declaration of one group, without axes and strides: keys and values of one layer may have different ones."""
     heads, head_dim, dtype = layers[0][0].signature
     single = layers[0][0].role if len(layers[0]) == 1 else ""
     suffix = f".{single}" if single == _VALUES else ""

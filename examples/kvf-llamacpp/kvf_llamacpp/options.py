@@ -1,4 +1,4 @@
-"""Owns the options of the layout. They are the engine's, which declares what it holds; a server needs none."""
+"""The options of the layout. They belong to the engine, which declares its memory; a server needs none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframework.api.options import Options
 
 
 class LlamaCppOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """Options of the layout; each field has a description."""
 
     head_dim: Annotated[
         Annotated[int, Meta(ge=1)] | None,

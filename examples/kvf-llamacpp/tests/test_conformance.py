@@ -1,4 +1,4 @@
-"""The layout shows what llama.cpp's own address arithmetic sees."""
+"""The layout's views match llama.cpp's own address arithmetic."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +36,7 @@ class GgmlView(EngineView):
         memory[places] = values
 
     def _find(self, group: int, layer: int, plane: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All elements of a tensor in the order of their addresses, and which of them are the block's."""
+        """All elements of a tensor in the order of their addresses, and a mask of the block's."""
         name = self._groups[group].layer_names[layer]
         role = 1 if name.endswith(".values") else plane
         tensor = self._caches[name.removesuffix(".values")][role]
@@ -76,7 +76,7 @@ class TestLlamaCpp(LayoutConformance):
 
 
 def test_transposed_values_and_others_are_the_same_objects() -> None:
-    """A context with flash attention loads what one without it has stored."""
+    """A context with flash attention loads the KV that one without it has stored."""
     layouts = [LlamaCppLayout(head_dim=DIM, v_trans=v_trans) for v_trans in (False, True)]
     declared = [
         layout.describe({"l0": layer(v_trans=v_trans)}, block_size=BLOCK)

@@ -1,4 +1,4 @@
-"""A context with flash attention loads what one without it has stored, through a real server process."""
+"""A context with flash attention loads the KV that one without it has stored, through a real server process."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def client() -> Iterator[KVClient]:
-    # Not below pytest's own folder: the path of a socket is short.
+    # Not below pytest's own folder: the path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
         endpoint = f"ipc://{folder}/s.sock"
         settings = (f"server.endpoint={endpoint}", f"server.chunk_size={CHUNK}", "l1.capacity=1MiB")

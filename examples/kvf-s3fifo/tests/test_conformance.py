@@ -1,4 +1,4 @@
-"""The policy does what every eviction policy must."""
+"""The policy fulfils the contract that the server relies on."""
 
 from kvframework.testing import EvictionConformance
 

@@ -1,4 +1,4 @@
-"""S3-FIFO as it was published, its rules one by one, and what they are for."""
+"""S3-FIFO as it was published: its rules one by one, and their purpose."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvframework.api.eviction import EvictionPolicy
 
 
 class Cache:
-    """As many objects as `room` has bytes; asks the policy as a server does."""
+    """A cache of `room` bytes; asks the policy as a server does."""
 
     def __init__(self, policy: EvictionPolicy, room: int) -> None:
         self.policy, self.room, self.sizes = policy, room, dict[bytes, int]()
 
     def ask_for(self, name: str, nbytes: int = 1) -> bool:
-        """Whether it was there: then LOOKUP and RETRIEVE have used it. Else it is stored."""
+        """True for a hit, which LOOKUP and RETRIEVE then count as uses. A missing object is stored."""
         key = name.encode()
         if key in self.sizes:
             self.policy.on_access(key)
@@ -153,7 +153,8 @@ def test_each_use_in_the_main_queue_is_another_turn_three_at_most() -> None:
 
 
 def test_who_only_looks_changes_nothing() -> None:
-    """As when all victims are pinned: the same are offered next time, and nobody has lost a use."""
+    """Walks without evictions, as when all victims are pinned: the next one offers the same objects, and no object has
+    lost a use."""
     asked = cache(5)
     ask(asked, "a b c d e a c")
     before = asked.victims()

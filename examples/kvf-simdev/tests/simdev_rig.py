@@ -1,4 +1,4 @@
-"""How the conformance kit uses the simulated accelerator as an engine would, in whatever process."""
+"""The conformance kit's access to the simulated accelerator: it acts as an engine, in any process."""
 
 import kvf_simdev
 

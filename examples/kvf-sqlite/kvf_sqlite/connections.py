@@ -1,4 +1,4 @@
-"""Owns the connections to the file: who may use one, for how long, and their end. Called in the storage threads."""
+"""The connections to the file: their use, their limits and their end. Called in the storage threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvframework.errors import TierError
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection, Limit], T]
 
-# SQLite asks after so many steps of its machine whether to go on: some microseconds.
+# SQLite asks whether to go on after this many steps of its virtual machine: some microseconds.
 _STEPS = 1000
-# Not every answer that another connection is in the way comes after SQLite's own wait for it.
+# SQLite reports some conflicts with other connections at once, without its own wait.
 _PAUSE_S = 0.001
 
 
 class Connections:
-    """One connection for each call that is under way, kept for the next one. Thread-safe.
+    """One connection for each call in progress, kept for the next one. Thread-safe.
 
-    SQLite has one writer at a time: those of this process wait for each other by a lock, which wakes them at once; for
-    those of other processes it is tried again and again, until the call's limit.
+    SQLite has one writer at a time: writers of this process wait for each other by a lock, which wakes them at once; a
+    conflict with those of other processes is retried until the call's limit.
     """
 
     def __init__(self, path: str, sync: str) -> None:
@@ -39,13 +39,13 @@ class Connections:
         self.closed = False
 
     def read(self, limit: Limit, work: Work[T]) -> T:
-        """What `work` returns; each of its statements sees one state of the file. May be done again from its
+        """The result of `work`; each of its statements sees one state of the file. `work` may run again from its
         beginning."""
         with self._borrow(limit) as connection:
             return _patiently(limit, lambda: work(connection, limit))
 
     def write(self, limit: Limit, work: Work[T]) -> T:
-        """What `work` returns, in a transaction: all of it happens, or nothing if it raises. `work` asks the limit
+        """The result of `work`, in a transaction: all of it happens, or nothing if it raises. `work` checks the limit
         between its statements; SQLite does so in the middle of a long one."""
         if not self._writing.acquire(timeout=limit.remaining()):
             raise TierError("the deadline has passed")
@@ -56,8 +56,8 @@ class Connections:
             self._writing.release()
 
     def close(self) -> None:
-        """Ends what is under way, which fails, and closes every connection that is not in use; the others are closed as
-        they come back. Idempotent; waits for nobody."""
+        """Ends calls in progress, which fail, and closes every idle connection; the others are closed when their calls
+        end. Idempotent; does not wait."""
         with self._lock:
             self.closed = True
             idle, self._idle = self._idle, []
@@ -103,7 +103,7 @@ def _in_transaction(connection: sqlite3.Connection, limit: Limit, work: Work[T])
 
 
 def _patiently(limit: Limit, work: Callable[[], T]) -> T:
-    """Does `work` again while another connection is in the way."""
+    """Repeats `work` while another connection is in the way."""
     while True:
         limit.check()
         try:

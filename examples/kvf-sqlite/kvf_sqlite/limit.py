@@ -1,4 +1,4 @@
-"""Owns the end of one call: its deadline, or the tier's `close`. Pure but for the clock."""
+"""The limit of one call: its deadline, or the tier's `close`. Pure but for the clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvframework.errors import TierError
 
 
 class Limit:
-    """Of one call; asked between its steps, and by SQLite in the middle of one."""
+    """The limit of one call; checked between its steps, and by SQLite in the middle of one."""
 
     def __init__(self, deadline: float, closed: Callable[[], bool]) -> None:
         self._deadline = deadline

@@ -1,4 +1,4 @@
-"""Owns the options of the tier, as they stand in its `[[l2]]` table."""
+"""The options of the tier, as they stand in its `[[l2]]` table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframework.api.options import ByteSize, Options
 
 
 class SqliteOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """Options of the tier; each field has a description."""
 
     path: Annotated[str, Meta(min_length=1, description="the file; made with mode 0600 if it is missing")]
     capacity: Annotated[

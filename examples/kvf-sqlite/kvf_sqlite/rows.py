@@ -1,5 +1,5 @@
-"""Owns the statements on single values. Called with a connection that nobody else uses meanwhile, those that write in a
-transaction."""
+"""The statements on single values. Called with a connection that no other thread uses meanwhile; writing statements in
+a transaction."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def remove(connection: sqlite3.Connection, key: PackedKey, limit: Limit) -> Outc
 
 
 def insert(connection: sqlite3.Connection, key: PackedKey, value: bytes) -> None:
-    """Stores a value under a key that is not there."""
+    """Stores a value under a new key."""
     stored = connection.execute("INSERT INTO contents (value) VALUES (?)", (value,)).lastrowid
     row = key, stored, len(value), time.time()
     connection.execute("INSERT INTO entries (key, id, nbytes, used_at) VALUES (?, ?, ?, ?)", row)
 
 
 def make_room(connection: sqlite3.Connection, nbytes: int, limit: Limit) -> None:
-    """Deletes what was used longest ago until so many bytes are gone."""
+    """Deletes the least recently used values, until they were `nbytes` bytes or none is left."""
     while nbytes > 0:
         oldest = connection.execute("SELECT key, nbytes FROM entries ORDER BY used_at LIMIT 1").fetchone()
         if oldest is None:

@@ -1,7 +1,7 @@
-"""Owns the form of the file: its tables, how a connection to it is opened, and what other file is refused.
+"""The form of the file: its tables, the opening of connections, and the refusal of other files.
 
-Values stand apart from what is known of them: SQLite writes a whole row anew, so a touch would write its value too.
-Triggers keep the sum of all sizes, so it is right whoever wrote, and however the writer ended.
+Values stand apart from their metadata: SQLite rewrites a whole row, so a touch would write its value too. Triggers keep
+the sum of all sizes, so it is right for every writer, even one that was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvframework.errors import ConfigFieldError
 _APPLICATION_ID = 0x4B564673
 _VERSION = 1
 _PAGE_BYTES = 16 << 10
-# How long SQLite itself waits for another writer; who waits longer asks again, so that deadlines are seen.
+# SQLite's own wait for another writer; a longer wait is a loop of such waits, so that deadlines are checked.
 BUSY_S = 0.02
 _OPEN_S = 10.0
 _JOURNAL_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def connect(path: str, sync: str) -> sqlite3.Connection:
 
 
 def prepare(path: str, sync: str, *, where: str) -> None:
-    """Makes the file if it is missing, and checks that it is one of this tier. Several servers may do it at once.
+    """Creates the file if it is missing, and checks that it is one of this tier. Several servers may do it at once.
 
     Raises `ConfigFieldError`.
     """
@@ -105,12 +105,13 @@ def _prepare(path: str, sync: str, where: str) -> None:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Whether another connection is in the way, so that it is worth asking again. Python 3.10 tells no error's code."""
+    """True if another connection is in the way, so that a retry makes sense. Python 3.10 does not give the error's
+    code."""
     return "locked" in str(error) or "busy" in str(error)
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """Whether the value did not fit: the disk is full, or SQLite holds no value so large."""
+    """True if the value did not fit: the disk is full, or the value is larger than SQLite allows."""
     return "is full" in str(error) or "too big" in str(error)
 
 
@@ -120,7 +121,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _statements() -> list[str]:
-    """Of the tables, one by one: `executescript` would end the transaction."""
+    """The statements that create the tables, one by one: `executescript` would end the transaction."""
     statements, held = [], ""
     for line in _TABLES.strip().splitlines():
         held += line + "\n"

@@ -1,4 +1,5 @@
-"""Owns the tier: batches over single values, and what an error of SQLite means. Runs in the caller's storage thread."""
+"""The SQLite tier: batches over single values, and the handling of SQLite's errors. Runs in the caller's storage
+thread."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _LISTED_AT_ONCE = 500
 
 
 def open_tier(options: SqliteOptions, *, where: str) -> Tier:
-    """The tier; opens its file, or makes it. Raises `ConfigFieldError`."""
+    """The tier; opens its file, or creates it. Raises `ConfigFieldError`."""
     prepare(options.path, options.sync, where=where)
     return SqliteTier(options, where=where)
 
@@ -29,8 +30,9 @@ def open_tier(options: SqliteOptions, *, where: str) -> Tier:
 class SqliteTier(Tier):
     """A row per value in one file. Thread-safe, and several servers may use one file.
 
-    Each value is a transaction of its own: readers see it whole or not at all, also after a crash, and nobody waits
-    longer for another one than a value takes. A full store makes room by what was stored or touched longest ago.
+    Each value is a transaction of its own: readers see it whole or not at all, also after a crash, and a call waits for
+    another one no longer than a value takes. A full store makes room by deleting the values that were stored or touched
+    longest ago.
     """
 
     name = "sqlite"
@@ -86,7 +88,7 @@ class SqliteTier(Tier):
         return TierUsage(self._run(lambda limit: self._connections.read(limit, measure), deadline), self._capacity)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        """In the order of keys, some hundred at a time: between them nothing is held open."""
+        """Lists in the order of keys, some hundred at a time; between them the tier keeps nothing open."""
         rows = self._page(b"", deadline)
         while rows:
             for key, nbytes, used_at in rows:
@@ -94,7 +96,7 @@ class SqliteTier(Tier):
             rows = self._page(rows[-1][0], deadline)
 
     def close(self) -> None:
-        """Waits for nobody: calls in flight are interrupted and fail."""
+        """Does not wait: calls in flight are interrupted and fail."""
         self._connections.close()
 
     def _page(self, after: PackedKey, deadline: float) -> list[tuple[PackedKey, int, float]]:
@@ -124,7 +126,7 @@ class SqliteTier(Tier):
         return Outcome.STORED
 
     def _run(self, work: Callable[[Limit], T], deadline: float) -> T:
-        """Does `work` within the deadline. The error of a failure has no context, whose frames would keep the caller's
+        """Calls `work` within the deadline. The error of a failure has no context, whose frames would keep the caller's
         buffers."""
         limit = Limit(deadline, lambda: self._connections.closed)
         try:
@@ -134,13 +136,13 @@ class SqliteTier(Tier):
         except sqlite3.Error as error:
             fact, hint = str(error), _hint(str(error))
         if limit.passed():
-            # However SQLite says that it was interrupted.
+            # SQLite reports an interruption in several ways.
             fact, hint = ("the tier is closed" if self._connections.closed else "the deadline has passed"), ""
         raise TierError(fact, where=self._where, hint=hint)
 
 
 def _hint(fact: str) -> str:
-    """One thing to do about an error of SQLite."""
+    """One remedy for an error of SQLite."""
     if "malformed" in fact or "not a database" in fact:
         return "the file is damaged: stop the servers that use it, move it away, start them again"
     if "readonly" in fact or "unable to open" in fact:

@@ -1,4 +1,4 @@
-"""The tier does what every tier must, and what its optional methods promise."""
+"""The tier fulfils the contract of tiers, and that of its optional methods."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tier promises beyond the contract: several processes, kills, making room, foreign files, a full disk."""
+"""The tier's properties beyond the contract: several processes, kills, making room, foreign files, a full disk."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def tier(path: str) -> Iterator[Tier]:
-    """With room for twenty values."""
+    """A tier with room for twenty values."""
     opened = open_tier(SqliteOptions(path=path, capacity=ByteSize(20 * VALUE_BYTES)), where="test")
     yield opened
     opened.close()
@@ -61,7 +61,7 @@ def writer(path: str, seed: int, count: int, *more: str) -> "subprocess.Popen[st
 
 @contextmanager
 def held_by_another(path: str) -> Iterator[None]:
-    """Another connection is in the middle of writing."""
+    """Keeps another connection in the middle of a write."""
     other = connect(path, "normal")
     try:
         other.execute("BEGIN IMMEDIATE")
@@ -71,7 +71,8 @@ def held_by_another(path: str) -> Iterator[None]:
 
 
 def must_be_whole(path: str, seeds: set[int]) -> int:
-    """Every value that is listed is whole and its writer's, and the sum of the sizes is right; how many there are."""
+    """Checks that every listed value is whole and its writer's, and the sum of the sizes; returns the number of
+    values."""
     tier = open_tier(SqliteOptions(path=path), where="test")
     entries = list(tier.scan(deadline=soon()))
     for entry in entries:
@@ -86,7 +87,7 @@ def must_be_whole(path: str, seeds: set[int]) -> int:
 
 
 def rows_of(path: str) -> int:
-    """How many values lie in the file, known or forgotten, whose form is sound."""
+    """The number of values in the file, listed or not, after a check of the file's integrity."""
     connection = connect(path, "normal")
     try:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -115,7 +116,7 @@ def test_a_writer_that_is_killed_leaves_whole_values(path: str) -> None:
 
 
 def test_a_put_that_is_killed_before_its_end_changes_nothing(path: str) -> None:
-    """In the middle of replacing the first of three values."""
+    """The kill happens in the middle of replacing the first of three values."""
     for more in ((), ("die",)):
         with writer(path, 1, 3, *more) as process:
             process.communicate(timeout=PATIENCE_S)

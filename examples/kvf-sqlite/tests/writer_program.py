@@ -1,4 +1,4 @@
-"""A server of its own, as far as the tier is concerned: stores values until it is killed or has stored `count`.
+"""A server of its own, from the tier's view: stores values until it is killed or has stored `count`.
 
 Arguments: path, seed, count (0: without end), and `die` for an end in the middle of the first. A value's bytes all are
 the seed; its key begins with it.
@@ -22,7 +22,7 @@ VALUE_BYTES = 50_000
 
 
 def die(*_step: object) -> None:
-    """In place of the last step of a put."""
+    """Replaces the last step of a put by a kill."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

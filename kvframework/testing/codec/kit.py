@@ -33,7 +33,7 @@ CONTENTS = {
 class CodecKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_codec` fixture."""
 
-    descriptor = CodecProvider
+    _descriptor = CodecProvider
 
     examples: ClassVar[int] = 60
     """How many generated objects, and kinds of damage, are tried."""

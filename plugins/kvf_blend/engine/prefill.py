@@ -80,8 +80,8 @@ def _through(
 def _deviation(
     decoder: Decoder, hidden: torch.Tensor, positions: torch.Tensor, held: Held, pair: LayerPair
 ) -> torch.Tensor:
-    """How far the loaded KV of layer 1 is from the fresh one: for each loaded token the squared distance of its keys
-    and of its values, each relative to the mean of the fresh ones."""
+    """The distance of the loaded KV of layer 1 from the fresh one: for each loaded token the squared distance of its
+    keys and of its values, each relative to the mean of the fresh ones."""
     sink = _Measure()
     with contextlib.suppress(_Taken):
         decoder.run_layer(1, hidden, positions.to(hidden.device), sink, 1)

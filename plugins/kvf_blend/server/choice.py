@@ -81,7 +81,8 @@ def _length(chain: Sequence[bytes], have: Set[bytes]) -> int:
 
 
 def _apart(segments: Iterable[Segment], first: int) -> tuple[Segment, ...]:
-    """Of `segments`, in the order of preference, those that begin at `first` or later and overlap none before them."""
+    """The segments that begin at `first` or later and overlap no earlier one of `segments`, which are in the order of
+    preference."""
     starts: list[int] = []
     chosen: list[Segment] = []
     for each in segments:

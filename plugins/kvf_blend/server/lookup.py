@@ -14,7 +14,7 @@ from kvf_blend.server.objects import Objects
 from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, MessagingFuture
 from kvframework.errors import Cancelled, DeadlineExceeded
 
-# Objects may leave L1 between the look and the pin.
+# Objects may leave L1 between the check and the pin.
 TRIES = 3
 # Loads of one client in progress, as for the core's LOOKUP; further requests are answered from L1 alone.
 MAX_LOADS = 128
