@@ -263,6 +263,6 @@ class InFlight:
             return HandlerFailed(what, where=spec.name)
         try:
             self._replies.send(call.identity, call.request_id, spec.name, payload, buffers)
-        except Exception as error:  # any error of encoding; the caller logs and answers it
+        except Exception as error:  # noqa: BLE001  any error of encoding; the caller logs and answers it
             return error
         return None
