@@ -1,13 +1,17 @@
-"""What holds for every test: what an environment lacks is skipped with a reason, soaks run only when asked for, no
-example of hypothesis has a deadline, and a run in the background is like one in the foreground."""
+"""What holds for every test: a run may be of one part of the suite, what an environment lacks is skipped with a reason,
+soaks run only when asked for, no example of hypothesis has a deadline, and a run in the background is like one in the
+foreground."""
 
 from __future__ import annotations
 
 import importlib.util
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.parts import DEFAULT, PARTS, part_of
 
 NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
 
@@ -15,6 +19,17 @@ NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
 # How long an example takes says how busy the machine is, nothing of the code.
 settings.register_profile("kvframework", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvframework")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=(DEFAULT, *PARTS), help="collect one part of the suite, see tests/parts.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    part = config.getoption("part")
+    if part is None or collection_path.suffix != ".py":
+        return None
+    return part_of(collection_path) != part or None
 
 
 def pytest_configure() -> None:

@@ -14,7 +14,7 @@ from kvframework.registry import PluginInfo
 from kvframework.registry.loader import AnyProvider
 from kvframework.registry.options import OptionInfo, describe_options
 
-_STYLES = {"error": "bold red", "warning": "yellow"}
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def show_report(report: Report) -> None:
@@ -32,7 +32,9 @@ def show_report(report: Report) -> None:
 
 
 def _show(problem: Problem) -> None:
-    stdout.print(Text.assemble((problem.severity, _STYLES[problem.severity]), f" [{problem.id}] {problem.where}"))
+    stdout.print(
+        Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")
+    )
     for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
         if text:
             stdout.print(Text(f"  {label}{text}"))

@@ -39,9 +39,9 @@ class CurveKeyError(ConfigError):
 
 
 class AdmittedClients:
-    """The clients whose public keys lie in a directory, one `*.public` file each. A file that is added or removed
-    counts from the next handshake on. Raises `CurveKeyError` if the directory or a file is unusable at first,
-    or others may add files; later that is logged, and the bad file admits nobody. Not thread-safe."""
+    """The clients whose public keys lie in a directory, one `*.public` file each. An added or removed file takes effect
+    at the next handshake. Raises `CurveKeyError` if the directory or a file is unusable at the start, or others may add
+    files; later problems are logged, and the bad file admits no client. Not thread-safe."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
@@ -61,8 +61,8 @@ class AdmittedClients:
         self._names = {z85.decode(read_public(path)): path.stem for path in paths}
 
     def name_of(self, key: bytes) -> str | None:
-        """The file's name for a raw public key, None if it is nobody's here. Looks at the directory's time, and at all
-        of it for a key that is not known, but not for every stranger who knocks."""
+        """Return the file's name for a raw public key, None for an unknown key. Rescans when the directory's mtime
+        changes, and at most every `LOOK_AGAIN_S` for an unknown key."""
         try:
             changed_at = self._directory.stat().st_mtime_ns
             doubtful = key not in self._names and self._clock() >= self._look_again_at
@@ -99,7 +99,7 @@ class ServerKeys:
         return cls(read_secret(secret_key), AdmittedClients(clients))
 
     def apply(self, router: zmq.Socket[Any]) -> None:
-        """Before binding; the ZAP handler must be there first."""
+        """Set the options before binding; the ZAP handler must exist already."""
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
@@ -113,37 +113,37 @@ class CurveKeys:
     client_secret: Path
 
     def load(self) -> LoadedKeys:
-        """Blocking. Raises `CurveKeyError`."""
+        """Read the files. Blocking. Raises `CurveKeyError`."""
         secret = read_secret(Path(self.client_secret))
         return LoadedKeys(read_public(Path(self.server_public)), secret)
 
 
 @dataclass(frozen=True)
 class LoadedKeys:
-    """What a client's socket needs."""
+    """The keys of a client's socket."""
 
     server: bytes
     secret: bytes = field(repr=False)
 
     def apply(self, dealer: zmq.Socket[Any]) -> None:
-        """Before connecting."""
+        """Set the options before connecting."""
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
 
 
 def read_public(path: Path) -> bytes:
-    """A public key in printable form. Raises `CurveKeyError`."""
+    """Read a public key in printable form. Raises `CurveKeyError`."""
     return _read(path, _PUBLIC)
 
 
 def read_secret(path: Path) -> bytes:
-    """A secret key in printable form. Raises `CurveKeyError`, also if anybody but its owner may touch the file."""
+    """Read a secret key in printable form. Raises `CurveKeyError`, also if users other than the owner have access."""
     return _read(path, _SECRET)
 
 
 def write_pair(secret_path: Path, public_path: Path) -> None:
-    """Makes a new pair: the secret file for its owner only. Raises `CurveKeyError`; never replaces a file."""
+    """Make a new pair: the secret file is for its owner only. Raises `CurveKeyError`; never replaces a file."""
     _need_curve()
     public, secret = zmq.curve_keypair()
     _write(secret_path, f"{_SECRET} {secret.decode()}\n", 0o600)
@@ -151,9 +151,9 @@ def write_pair(secret_path: Path, public_path: Path) -> None:
 
 
 def _check_not_writable(directory: Path) -> None:
-    """Whoever may add a file there admits whom they like. Raises `CurveKeyError` and `OSError`."""
+    """Check the directory: a user who may add a file there admits any client. Raises `CurveKeyError` and `OSError`."""
     mode = directory.stat().st_mode
-    read_only = os.statvfs(directory).f_flag & os.ST_RDONLY  # as secrets are mounted into containers
+    read_only = os.statvfs(directory).f_flag & os.ST_RDONLY  # such as a secret that is mounted into a container
     if mode & 0o022 and not read_only:
         raise CurveKeyError(
             f"others may add keys: {stat.filemode(mode)}", where=str(directory), hint=f"chmod 700 {directory}"

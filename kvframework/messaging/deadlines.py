@@ -1,4 +1,4 @@
-"""Owns a set of keys with deadlines. Pure: the time is given. Not thread-safe; each loop has its own."""
+"""A set of keys with deadlines. Pure: the time is passed in. Not thread-safe; each loop has its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SLACK = 64
 
 
 class Deadlines(Generic[K]):
-    """Answers "when is the next one" and "which are due" in O(log n). Discarded keys leave the heap lazily."""
+    """Gives the next deadline and the due keys in O(log n). Discarded keys leave the heap lazily."""
 
     def __init__(self) -> None:
         self._when: dict[K, float] = {}
@@ -21,7 +21,7 @@ class Deadlines(Generic[K]):
         return len(self._when)
 
     def set(self, key: K, when: float) -> None:
-        """Sets or replaces the deadline of `key`. Keys of equal deadline must be comparable."""
+        """Set or replace the deadline of `key`. Keys of equal deadline must be comparable."""
         self._when[key] = when
         heapq.heappush(self._heap, (when, key))
 
@@ -32,14 +32,14 @@ class Deadlines(Generic[K]):
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
-        """The earliest deadline, None if there is none."""
+        """Return the earliest deadline, None if there is none."""
         heap = self._heap
         while heap and self._when.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
     def due(self, now: float) -> list[K]:
-        """Takes out the keys whose deadline is `now` or earlier, earliest first."""
+        """Remove and return the keys whose deadline is `now` or earlier, earliest first."""
         keys = []
         while (when := self.next()) is not None and when <= now:
             key = heapq.heappop(self._heap)[1]

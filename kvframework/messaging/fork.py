@@ -1,6 +1,6 @@
-"""Owns what a forked child does with inherited descriptors: it closes its copies, so only the parent's life counts.
+"""Descriptors in a forked child: it closes its inherited copies, so that only the parent's life counts.
 
-A liveness socket says "this process lives"; a copy in a child would keep saying so for a dead parent.
+A liveness socket shows that this process lives; a copy in a child would still show that after the parent's death.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Protocol
 
 class ClosedInChild(Protocol):
     def close_in_child(self) -> None:
-        """Closes descriptors and nothing else: no lock, no unlinking, no shutdown, nothing that the parent shares."""
+        """Close descriptors and nothing else: no lock, no unlinking, no shutdown, nothing that the parent shares."""
 
 
 _resources: weakref.WeakSet[ClosedInChild] = weakref.WeakSet()
 
 
 def close_after_fork(resource: ClosedInChild) -> None:
-    """Has `resource.close_in_child()` called in every child forked from now on, for as long as the resource lives."""
+    """Register `resource.close_in_child()` to be called in every child forked from now on, as long as the resource
+    lives."""
     _resources.add(resource)
 
 
@@ -28,7 +29,7 @@ def _after_fork_in_child() -> None:
         try:
             resource.close_in_child()
         except OSError:
-            continue  # it was closed already; the others still have to be
+            continue  # it was closed already; the others must still be closed
     _resources.clear()
 
 

@@ -1,4 +1,4 @@
-"""Owns how messages enter and leave a ZMQ socket: never blocking, small frames copied, big buffers not.
+"""Input and output of messages at a ZMQ socket: never blocking; small frames are copied, big buffers are not.
 
 Used by the thread that owns the socket; `outgoing` may run in any thread.
 """
@@ -17,7 +17,7 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_B
 ZERO_COPY_BYTES = 64 << 10
 HIGH_WATER_MARK = 1000
 _KEEPALIVE_S = 30
-UNREAD_S = 60  # how long a peer over TCP may leave unread what it is sent
+UNREAD_S = 60  # bound on the time for which a peer over TCP may leave sent bytes unread
 _HANDSHAKE_MS = 3000  # connections that do not speak ZMTP are dropped after it
 HEAD_FRAMES = 3  # request id, type, payload
 
@@ -29,7 +29,7 @@ Socket = zmq.Socket[bytes]
 
 
 def bound(socket: Socket) -> None:
-    """Sets the bounds that every socket has: queue lengths, and the size of one frame before memory is taken for it."""
+    """Set the bounds of every socket: queue lengths, and the size of one frame before memory is allocated for it."""
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
@@ -37,8 +37,8 @@ def bound(socket: Socket) -> None:
 
 
 def over_tcp(socket: Socket, host: str) -> None:
-    """What a socket needs besides to speak TCP. The kernel notices peers that have vanished without a word, and cuts
-    off those that receive nothing."""
+    """Set the further options of a socket over TCP. The kernel detects peers that have vanished silently, and cuts off
+    those that receive nothing."""
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S)
@@ -46,10 +46,10 @@ def over_tcp(socket: Socket, host: str) -> None:
 
 
 def outgoing(frames: Sequence[Buffer]) -> list[Any]:
-    """The frames of one message (without a routing id), ready to send: big buffers wrapped without a copy.
+    """Return the frames of one message (without a routing id), ready to send: big buffers are wrapped without a copy.
 
-    The caller keeps the buffers unchanged until they are sent. Raises `MessageTooLarge` for what the peer would refuse,
-    `InvalidPayload` for a buffer that is not contiguous.
+    The caller keeps the buffers unchanged until they are sent. Raises `MessageTooLarge` for a message that the peer
+    would refuse, `InvalidPayload` for a buffer that is not contiguous.
     """
     if len(frames[2]) > MAX_PAYLOAD_BYTES:
         raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
@@ -71,15 +71,15 @@ def _wrap(index: int, buffer: Buffer) -> bytes | zmq.Frame:
 
 
 def send(socket: Socket, frames: Sequence[Any]) -> None:
-    """Hands a message to ZMQ. Raises `zmq.Again` if the peer's queue is full and, on a ROUTER, `zmq.ZMQError` with
-    EHOSTUNREACH if the peer is gone. Only the first frame can be refused: then nothing of the message was sent."""
+    """Hand a message to ZMQ. Raises `zmq.Again` if the peer's queue is full and, on a ROUTER, `zmq.ZMQError` with
+    EHOSTUNREACH if the peer has left. Only the first frame can be refused: then no part of the message was sent."""
     for frame in frames[:-1]:
         socket.send(frame, _MORE)
     socket.send(frames[-1], _NOBLOCK)
 
 
 def receive(socket: Socket, head: int) -> list[Buffer] | None:
-    """The next message, None if there is none: the first `head` frames copied, the others borrowed from ZMQ.
+    """Return the next message, None if there is none: the first `head` frames copied, the others borrowed from ZMQ.
 
     Of a message with more frames than the protocol allows only the first ones are kept (enough to be refused).
     """

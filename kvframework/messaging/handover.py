@@ -1,4 +1,4 @@
-"""What both ends of a liveness socket know: its one answer, and how the user at the other end is found out."""
+"""Facts shared by both ends of a liveness socket: its one answer, and how to identify the user at the other end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITHOUT_ARENA = b"\x00"
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user id of the process at the other end of a Unix socket."""
+    """Return the user id of the process at the other end of a Unix socket."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid

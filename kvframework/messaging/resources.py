@@ -1,6 +1,6 @@
-"""What this process may still take of the kernel: descriptors and threads. Server and client.
+"""The descriptors and threads that this process may still take from the kernel. For server and client.
 
-libzmq ends the process when it gets none, so they are counted before it asks.
+libzmq ends the process when it gets none, so they are counted beforehand.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 
 from kvframework.errors import OutOfResources
 
-# Twice the descriptors of a further connection: the engine's other threads may take some of what was counted.
+# Twice the descriptors of another connection: other threads of the engine may take some of those counted.
 FOR_A_CONNECTION = 16
 
 _OPEN = "/proc/self/fd"
@@ -21,24 +21,24 @@ _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 def descriptor_limit() -> int:
-    """The soft limit of now."""
+    """Return the current soft limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def descriptors_in_use() -> int:
-    """One call of the kernel that opens nothing; before Linux 6.2 a listing of the directory. 0 where /proc is not
-    mounted."""
+    """Return the number of open descriptors, by one system call that opens nothing; before Linux 6.2 by a listing of
+    the directory. 0 where /proc is not mounted."""
     try:
         return os.stat(_OPEN).st_size or len(os.listdir(_OPEN)) - 1
     except FileNotFoundError:
         return 0
-    except OSError:  # not even one for the directory
+    except OSError:  # no descriptor is left for the directory either
         return descriptor_limit()
 
 
 def as_out_of_resources(error: Exception) -> OutOfResources | None:
-    """What an error of the kernel, of ZMQ or of `threading` means, if it is that something has run out."""
+    """Return an error of the kernel, of ZMQ or of `threading` as `OutOfResources`, None if it has another cause."""
     if getattr(error, "errno", None) in _RUN_OUT or isinstance(error, MemoryError):
         return OutOfResources(f"this process has run out of a resource: {error}")
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
@@ -47,8 +47,8 @@ def as_out_of_resources(error: Exception) -> OutOfResources | None:
 
 
 def need(*, descriptors: int, threads: int = 0) -> None:
-    """Raises `OutOfResources` if fewer than these are left. Descriptors are counted, so no other thread misses them
-    meanwhile; threads are started and end at once, since no count tells of every limit on them."""
+    """Raise `OutOfResources` if fewer than these are left. Descriptors are only counted, so that no other thread lacks
+    them meanwhile; threads are started and end at once, since no count covers every limit on them."""
     limit = descriptor_limit()
     if limit - descriptors_in_use() < descriptors:
         raise OutOfResources(

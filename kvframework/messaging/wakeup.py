@@ -11,8 +11,8 @@ from kvframework.messaging.fork import close_after_fork
 class Wakeup:
     """`signal()` makes `fd` readable until `drain()`. Its lock is reentrant, so a signal handler may use it.
 
-    The owner closes it: an object of a reference cycle, or of a traceback that somebody keeps, would hold the
-    descriptor until the garbage collector runs, which an engine may have switched off.
+    The owner closes it: an object of a reference cycle, or of a traceback that is kept, would hold the descriptor until
+    the garbage collector runs, which an engine may have switched off.
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,14 @@ class Wakeup:
         close_after_fork(self)
 
     def signal(self) -> None:
-        """Never blocks. After `close()` it does nothing, so that a late one never hits a descriptor's next owner."""
+        """Make `fd` readable. Never blocks. No effect after `close()`, so that a late call never hits a descriptor's
+        next owner."""
         with self._lock:
             if self.fd >= 0:
                 os.eventfd_write(self.fd, 1)
 
     def drain(self) -> None:
-        """Forgets the signals so far. The caller drains before it looks at what they announced."""
+        """Reset the signals so far. The caller drains before it checks what they announced."""
         with self._lock:
             if self.fd >= 0:
                 try:
@@ -36,7 +37,7 @@ class Wakeup:
                     return
 
     def close(self) -> None:
-        """Idempotent. No thread may poll `fd` any more."""
+        """Close the descriptor. Idempotent. No thread may poll `fd` any more."""
         with self._lock:
             fd, self.fd = self.fd, -1
             if fd >= 0:

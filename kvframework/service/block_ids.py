@@ -1,4 +1,4 @@
-"""Owns the check of the block ids that a server-driven transfer names. Pure; runs on the serving thread."""
+"""The check of the block ids that a server-driven transfer names. Pure; runs on the serving thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvframework.wire.indices import INDEX_BYTES, unpack_indices
 def blocks_of_transfer(
     layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
 ) -> list[TouchedBlocks]:
-    """What a transfer of `chunks` chunks touches, per layer group, with `NO_BLOCK` for what it does not.
+    """Return the blocks that a transfer of `chunks` chunks touches, per layer group, with `NO_BLOCK` for the others.
 
-    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for another number of
-    groups or ids, or an id out of range of what is touched.
+    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for a wrong number of
+    groups or ids, or a touched id out of range.
     """
     expected = [chunk_tokens // group.block_size * chunks for group in layout.groups]
     result = []
@@ -27,7 +27,7 @@ def blocks_of_transfer(
 
 
 def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
-    """One block id per layer group. Raises `BadBlockIds`."""
+    """Return one block id per layer group. Raises `BadBlockIds`."""
     ids = _unpack(packed, [1] * len(layout.groups))
     for index, group_ids in enumerate(ids):
         _check_range(group_ids, index, layout.blocks_of(index))

@@ -1,6 +1,6 @@
-"""Owns `CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
+"""`CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
 
-Made by `kvframework.server`; its handlers run on the serving thread unless they say otherwise.
+Made by `kvframework.server`; its handlers run on the serving thread unless they are pooled.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-# A copier that is killed ends within a second, unless its driver holds it in the kernel.
+# A killed copier ends within a second, unless its driver holds it in the kernel.
 TRANSPORTS_END_S = 1.2
-# For the calls in flight of the tiers, the storage threads and the arena.
+# Time for the tiers' calls in flight, the storage threads and the arena.
 STORAGE_END_S = 0.75
 
 
 class CacheService(CacheServices):
-    """All that the server does, without sockets. Owns `storage` and closes it."""
+    """The whole server without its sockets. Owns `storage` and closes it."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class CacheService(CacheServices):
         )
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
-        """The handlers of every core request that the message server does not answer itself."""
+        """Return the handlers of every core request that the message server does not answer itself."""
         own: list[Handler] = [  # type: ignore[type-arg]
             Handler(REQUESTS["PING"], self._ping),
             Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
@@ -137,7 +137,7 @@ class CacheService(CacheServices):
         )
 
     def end_session(self, client: ClientInfo) -> None:
-        """A client is gone: its instances, tickets, pins and reservations end at once."""
+        """End the instances, tickets, pins and reservations of a client that has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
@@ -153,7 +153,7 @@ class CacheService(CacheServices):
             )
 
     def tick(self) -> None:
-        """To be called every 100 ms or so, on the serving thread: leases, tickets and watermarks."""
+        """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
         self._lookups.tickets.expire()
         self._chunks.tick()
         self.storage.tick()
@@ -164,10 +164,10 @@ class CacheService(CacheServices):
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
     def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
-        """After the last request: closes contexts, transports and storage. A transport that fails at it is logged.
+        """Close contexts, transports and storage, after the last request. Errors of a transport are logged.
 
-        With `by`, of the monotonic clock, all of it has ended or is left to the process's end by then, and what is on
-        its way to L2 has the time that the others leave; without, L2 gets nothing more. See `StorageManager.close`.
+        With `by`, of the monotonic clock, everything has ended by then or is left to the end of the process, and
+        pending writes to L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`.
         """
         contexts = list(self.contexts.values())
         self.contexts.clear()
@@ -240,7 +240,7 @@ class CacheService(CacheServices):
             raise RequestError(
                 "only a client on this node may clear the cache", available="a client on this node, over ipc://"
             )
-        # What has just been read over the wire counts as in use for a moment longer.
+        # Objects just read over the wire count as in use for a moment longer.
         self._chunks.settle()
         return m.Cleared(*self.storage.clear(l2=payload.l2))
 

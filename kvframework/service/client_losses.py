@@ -1,6 +1,6 @@
-"""What clients say that they lost: sums since the start, and who lost what lately. Also of clients that have ended.
+"""Losses reported by clients: sums since the start, and each client's recent ones, including clients that have ended.
 
-What they say is theirs: each client counts for its own session only, within the bounds of `wire.messages.Lost`.
+A report affects only its own session, within the bounds of `wire.messages.Lost`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from kvframework.api import ClientInfo
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
-# A loss is recent for so long; losses with shorter pauses between them are shown as one.
+# A loss is recent for this long; losses with shorter pauses between them are shown as one.
 RECENT_S = 60.0
 MAX_RECENT = 64
 
 
 @dataclass
 class _Recent:
-    """Of one session, since the last pause; the time is the clock's."""
+    """Losses of one session since its last pause; the time is on the clock."""
 
     client: str
     pid: int
@@ -32,7 +32,7 @@ class _Recent:
 
 
 class ClientLosses:
-    """`heard` and `end_session` on the serving thread, `status` on any."""
+    """`heard` and `end_session` run on the serving thread, `status` on any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class ClientLosses:
         self._recent: dict[int, _Recent] = {}
 
     def heard(self, client: ClientInfo, lost: Sequence[Lost]) -> None:
-        """All that this session lost, so far: what is new of it counts, and what is less than before is passed over."""
+        """Take all losses of this session so far: only the growth of each counts, and a decrease is ignored."""
         if not lost:
             return
         before = self._heard.setdefault(client.session_id, {})
@@ -61,11 +61,11 @@ class ClientLosses:
             self._add(client, amounts, codes)
 
     def end_session(self, session_id: int) -> None:
-        """What it lost stays; a session id never comes again."""
+        """Forget a session; its losses stay in the sums, and its id never recurs."""
         self._heard.pop(session_id, None)
 
     def status(self) -> dict[str, Any]:
-        """For the status document, the client that lost something last first."""
+        """Return the losses for the status document, the latest client first."""
         with self._lock:
             self._forget()
             now = self._clock()

@@ -1,4 +1,4 @@
-"""Owns what the server knows of one instance, whatever its transport."""
+"""The server's knowledge of one instance, whatever its transport."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Contexts = dict[int, "RegisteredContext"]
 class RegisteredContext(InstanceContext):
     """One engine worker process (one rank) with registered KV memory.
 
-    `rank` is None for a registration that did not tell it; `memory` is the server half of a server-driven transport,
-    None for an engine-driven one. `layout_plugin` None means canonical objects.
+    `rank` is None if the registration did not name it; `memory` is the server half of a server-driven transport, None
+    for an engine-driven one. `layout_plugin` None means canonical objects.
     """
 
     instance_id: int
@@ -58,7 +58,7 @@ class RegisteredContext(InstanceContext):
         return desc
 
     def check(self, key: CacheKey) -> None:
-        """Raises `NamespaceMismatch` unless the key names what this instance registered, and one rank."""
+        """Check that the key names what this instance registered, and one rank. Raises `NamespaceMismatch`."""
         for what, told, known in (
             ("namespace", key.namespace.hex(), self.namespace.hex()),
             ("model", key.model_name, self.model_name),
@@ -78,7 +78,7 @@ class RegisteredContext(InstanceContext):
             )
 
     def describe(self, chunk_size: int) -> dict[str, object]:
-        """The instance's part of the status document."""
+        """Return the instance's part of the status document."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
         failure = self.memory.failure() if self.memory is not None else None
@@ -112,10 +112,10 @@ class RegisteredContext(InstanceContext):
 
 
 def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> RegisteredContext:
-    """The context of an instance that this client registered. Raises `NotRegistered`."""
+    """Return the context of an instance that this client registered. Raises `NotRegistered`."""
     context = contexts.get(instance_id)
     if context is None or context.session_id != client.session_id:
-        # A snapshot, since pooled handlers of plugins ask as well.
+        # A snapshot, since pooled handlers of plugins also call this.
         mine = [str(each.instance_id) for each in list(contexts.values()) if each.session_id == client.session_id]
         raise NotRegistered(
             f"instance {instance_id} is not registered by this client",

@@ -1,6 +1,6 @@
-"""Owns the engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
+"""The engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
 
-Runs on the serving thread. The bytes never pass here: the client writes and reads the arena itself.
+Runs on the serving thread, which never copies the bytes: the client writes and reads the arena itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvframework.wire.table import REQUESTS
 
 
 class EngineDrivenTransfers:
-    """Leases of arena ranges, owned by the client session that asked."""
+    """Leases of arena ranges, owned by the client session that requested them."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EngineDrivenTransfers:
 
     def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> StorePlan:
         if not client.local:
-            # It could only commit what it has not written.
+            # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
@@ -68,7 +68,8 @@ class EngineDrivenTransfers:
         return StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
-        """A client that is alone may fill L1; one of several leaves the others something, even if it stands still."""
+        """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
+        that a stalled writer cannot starve others."""
         alone = all(context.session_id == client.session_id for context in self._contexts.values())
         return 1.0 if alone else self._store_share
 
@@ -95,8 +96,7 @@ class EngineDrivenTransfers:
 
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
-    """Where each object that is to be written lies (`grid` of one rank); `wanted` are the indices that were asked
-    for."""
+    """Return the range of each object to write (`grid` of one rank); `wanted` are the requested indices."""
     groups = grid.desc.groups
     count = len(groups)
     return tuple(
@@ -108,12 +108,12 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
 def pin_whole(
     storage: StorageManager, grid: KeyGrid, owner: int, *, request_id: str, lease_s: float | None
 ) -> PinLease | None:
-    """Pins what a hit of the whole key uses, None if any of it is missing."""
+    """Pin the objects that a hit of the whole key uses; None if any of them is missing."""
     return storage.pin_found(grid.whole, owner=owner, request_id=request_id, lease_s=lease_s)
 
 
 def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
-    """Where each of the `objects` lies that `pin_whole` pinned (`grid` of one rank)."""
+    """Return the range of each of the `objects` that `pin_whole` pinned (`grid` of one rank)."""
     count = len(grid.desc.groups)
     return tuple(
         ArenaRange(index // count, index % count, stored.offset, stored.length)

@@ -1,6 +1,6 @@
-"""Owns what of a status document is trouble: what is wrong now, and which counters count what went wrong. Pure.
+"""The problems in a status document: current ones, and the counters of failures. Pure.
 
-The same names stand in the document, in the log, in what `kvframework status` shows and in docs/operations.md.
+The document, the log, `kvframework status` and docs/operations.md use the same names.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MESSAGING_TROUBLE = (
 LOSSES = ("lookups", "loads", "stores")
 # Fewer calls of one client within a minute or so are noise.
 LOST_MANY = 3
-# A server that comes and goes costs what it was asked meanwhile: nothing that somebody has to act on.
+# A server that restarts costs the requests sent meanwhile, on which an operator need not act.
 NO_SERVER = ("run.server_gone", "run.shutting_down")
-ERROR_COUNTER = "errors."  # then the code of an error that was answered
+ERROR_COUNTER = "errors."  # followed by the code of an error that was answered
 EVERY_S = 10.0
-# A call ends by its deadline. What is a little late does so on a busy machine; what is later may hang.
+# A call ends by its deadline, on a busy machine a little later. A call that is later than this may hang.
 OVERDUE_S = 0.5
-# What each counts, as a line of the log says it; after a number.
+# The meaning of each counter, as the log states it after the number.
 MEANING = {
     "l1.counters.dropped": "objects had no room in L1",
     "l1.counters.lapsed": "pins outlived their lease",
@@ -85,23 +85,24 @@ MEANING = {
     "messaging.counters.tcp_shut": "times new TCP connections were deferred, as descriptors ran low",
     "messaging.counters.unanswerable": "messages had no request id",
 }
-# A client that is refused tries again every 2 s.
+# A refused client tries again every 2 s.
 REFUSED_LATELY_S = 10.0
-# Of what may be refused: then a client has no cache at all.
+# Refusals that leave a client without any cache.
 SHUT_OUT = ("HELLO", "server")
-# Doors of the server's gate, and whom they keep out.
+# Doors of the server's gate, and the newcomers that each refuses.
 SHUT = {"tcp": "new TCP connections", "sessions": "new clients"}
 
 Document = Mapping[str, Any]
 
 
 def problems(document: Document) -> list[dict[str, str]]:
-    """What keeps the server from working as configured now: `where` in the document, and the `fact`."""
+    """Return the problems that keep the server from working as configured now: `where` in the document, and the
+    `fact`."""
     return [{"where": where, "fact": one_line(fact)} for where, fact in _problems(document)]
 
 
 def trouble(document: Document) -> dict[str, int]:
-    """The counters of what went wrong that are not 0, by their place in the document."""
+    """Return the counters of failures that are not 0, by their place in the document."""
     return {name: amount for name, amount in _counters(document) if amount}
 
 
@@ -124,7 +125,7 @@ class CounterReport:
 
 
 def _said(name: str, amount: int, document: Document) -> str:
-    """The words for a counter that has grown, and its place in the document."""
+    """Return the words for a counter that has grown, and its place in the document."""
     if name.startswith(f"messaging.counters.{ERROR_COUNTER}"):
         return f"{amount} requests were answered with an error ({name})"
     tier, _, counter = name.removeprefix("l2.").partition(".")

@@ -1,9 +1,8 @@
-"""Owns the hit rule: how many chunks of a prompt can be used, given which objects there are. Pure.
+"""The hit rule: how many chunks of a prompt are usable, given the objects that exist. Pure.
 
 A row is one (rank, layer group): all rows must hold. Full attention needs every chunk before the end of the hit; a
-window needs the chunks that its last tokens lie in; a recurrent state, declared as a window of one token, needs the
-chunk that ends there. Chunks before the request's start are the engine's own and not
-asked for.
+window needs the chunks that contain its last tokens; a recurrent state, declared as a window of one token, needs the
+chunk that ends there. Chunks before the request's start are the engine's own and are not requested.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from collections.abc import Sequence
 
 
 def window_chunks(window: int, chunk_tokens: int) -> int:
-    """Chunks that a window of `window` tokens needs behind any chunk boundary; 0 for full attention."""
+    """Return the number of chunks that a window of `window` tokens needs before any chunk boundary; 0 for full
+    attention."""
     return -(-window // chunk_tokens)
 
 
 def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
-    """The longest usable prefix in chunks. `rows[r][c]` is true if object c of row r is there; `windows[r]` in chunks,
-    0: full."""
+    """Return the longest usable prefix in chunks. `rows[r][c]` is true if object c of row r exists; `windows[r]` in
+    chunks, 0: full."""
     if not rows:
         return 0
     bound = len(rows[0])
@@ -35,12 +35,12 @@ def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
 
 
 def needed_chunks(end: int, window: int) -> range:
-    """The chunks of one row that a hit of `end` chunks uses."""
+    """Return the chunks of one row that a hit of `end` chunks uses."""
     return range(max(end - window, 0) if window else 0, end)
 
 
 def prefix_chunks(row: Sequence[object]) -> int:
-    """The chunks before the first that is missing."""
+    """Return the number of chunks before the first that is missing."""
     return len(row) if all(row) else list(map(bool, row)).index(False)
 
 

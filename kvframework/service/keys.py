@@ -1,5 +1,4 @@
-"""Owns the one way from a cache key to object keys, used by every path. Stateless: nothing is remembered of a
-request."""
+"""The resolution of a cache key to object keys, used by every path. Stateless: it keeps nothing of a request."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, w
 MAX_WORLD_SIZE = 4096
 MAX_OBJECTS = 1 << 15
 MAX_TEXT = 1024
-# Hashing more on the serving thread would keep other clients waiting.
+# Hashing more on the serving thread would delay other clients.
 MAX_RAW_TOKENS = 1 << 18
 
 T = TypeVar("T")
-# What there is of one row, by the row's key prefix and digests; None for what is missing.
+# Finds the objects of one row, by the row's key prefix and digests; None for a missing one.
 RowOf = Callable[[bytes, Sequence[bytes]], "list[T | None]"]
 
 
 @dataclass(frozen=True)
 class KeyGrid:
     """The objects of one request: chunks x ranks x layer groups. A row is one (rank, layer group), rank by rank; its
-    keys are one of `prefixes` before each of `digests`, which are the chunks'."""
+    keys consist of one of `prefixes` followed by each of the chunks' `digests`."""
 
     desc: MemoryLayoutDesc
     ranks: Sequence[int]
@@ -49,23 +48,23 @@ class KeyGrid:
 
     @cached_property
     def flat(self) -> list[PackedKey]:
-        """All keys, chunk by chunk, in each row by row. Made when first asked for: a hit of L1 needs none."""
+        """All keys, chunk by chunk, within each row by row. Computed on first use: a hit of L1 needs none."""
         return [prefix + digest for digest in self.digests for prefix in self.prefixes]
 
     def sized(self) -> list[tuple[PackedKey, int]]:
-        """Each key with its object's bytes."""
+        """Return each key with the bytes of its object."""
         return list(zip(self.flat, cycle([group.nbytes for group in self.desc.groups]), strict=False))
 
     def by_row(self) -> dict[tuple[int, int], list[PackedKey]]:
-        """The keys by (rank, layer group), each in the order of chunks."""
+        """Return the keys by (rank, layer group), each in the order of chunks."""
         rows = product(self.ranks, range(len(self.desc.groups)))
         return {
             row: [prefix + digest for digest in self.digests] for row, prefix in zip(rows, self.prefixes, strict=True)
         }
 
     def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
-        """(Usable chunks, what that hit uses, chunk by chunk). `row_of` finds one row's objects, true ones; rows of
-        full attention are asked first, each only as far as those before it reach."""
+        """Return (usable chunks, objects that this hit uses, chunk by chunk). `row_of` finds one row's objects, all
+        true; rows of full attention are queried first, each only as far as the earlier rows reach."""
         windows = self._windows
         if any(windows):
             return self._find_in_windows(row_of, windows)
@@ -77,11 +76,11 @@ class KeyGrid:
                 if not bound:
                     return 0, []
             rows.append(row)
-        # The shortest row ends it. All that is left is there.
+        # The shortest row ends it. All remaining objects exist.
         return bound, cast("list[T]", list(chain.from_iterable(zip(*rows, strict=False)))[: bound * len(rows)])
 
     def whole(self, row_of: RowOf[T]) -> list[T] | None:
-        """What a hit of all chunks uses, chunk by chunk; None if anything of it is missing."""
+        """Return the objects that a hit of all chunks uses, chunk by chunk; None if any of them is missing."""
         windows = self._windows
         rows: list[list[T | None]] = []
         for prefix, window in zip(self.prefixes, windows, strict=True):
@@ -93,19 +92,20 @@ class KeyGrid:
         return _used(rows, windows, self.chunks)
 
     def hit(self, available: Sequence[bool]) -> int:
-        """Usable chunks, given which objects of `flat` are there."""
+        """Return the number of usable chunks, given which objects of `flat` exist."""
         rows = len(self.prefixes)
         return hit_chunks([available[row::rows] for row in range(rows)], self._windows)
 
     def needed(self, chunks: int) -> list[int]:
-        """Indices into `flat` of what a hit of `chunks` uses, in order."""
+        """Return the indices into `flat` of the objects that a hit of `chunks` uses, in order."""
         rows, windows = len(self.prefixes), self._windows
         if not any(windows):
             return list(range(chunks * rows))
         return _used([range(row, self.chunks * rows, rows) for row in range(rows)], windows, chunks)
 
     def stored(self, first_chunks: Sequence[int]) -> list[int]:
-        """Indices into `flat` of what a store writes, of one rank, without the first chunks of each layer group.
+        """Return the indices into `flat` of the objects that a store writes, of one rank, without the first chunks of
+        each layer group.
 
         Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
         """
@@ -145,7 +145,7 @@ class KeyGrid:
 
 
 class KeyResolver:
-    """The way from a cache key to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
+    """Resolves cache keys to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
     layer order of each rank that has one."""
 
     def __init__(
@@ -155,7 +155,7 @@ class KeyResolver:
         self._orders = orders
 
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
-        """What the object keys of `ranks` begin with, rank by rank and in each by layer group."""
+        """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
         orders = self._orders(namespace)
         salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
         return [
@@ -222,7 +222,7 @@ class KeyResolver:
 
 
 def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: int) -> list[T]:
-    """What a hit of `chunks` uses of the rows, chunk by chunk."""
+    """Return the items of the rows that a hit of `chunks` uses, chunk by chunk."""
     spans = [needed_chunks(chunks, window) for window in windows]
     parts = [[*repeat(None, span.start), *row[span.start : chunks]] for row, span in zip(rows, spans, strict=True)]
     return [item for item in chain.from_iterable(zip(*parts, strict=True)) if item is not None]

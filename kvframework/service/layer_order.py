@@ -1,9 +1,9 @@
-"""Which layer lies where in an instance's objects, and whether two instances of one namespace agree on it. Pure.
+"""The order of layers in an instance's objects, and whether two instances of one namespace agree on it. Pure.
 
-Objects hold a layer group's layers one after the other and tell no names, so two instances that put them in another
-order, or into other groups, would read each other's layers. What engines of different kinds call their layers differs,
-but the numbers in the names count layers in the model's order everywhere. So the order of an instance is what its names
-are to their natural order, in which numbers in a text compare as numbers.
+Objects hold a layer group's layers in sequence without their names, so two instances with another order, or other
+groups, would read each other's layers. Engines of different kinds name their layers differently, but the numbers in the
+names count layers in the model's order everywhere. So the order of an instance is its names relative to their natural
+order, in which numbers in a text compare as numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Place = tuple[int, int]
 
 
 def layer_order(layout: KVLayout) -> bytes:
-    """b"" for layers that follow each other in the natural order of their names, group after group, and for layers
-    without names; else `LAYER_ORDER_BYTES` bytes that are equal for equal orders only, whatever the names.
+    """Return b"" for layers that follow each other in the natural order of their names, group after group, and for
+    layers without names; else `LAYER_ORDER_BYTES` bytes that are equal for equal orders only, whatever the names.
 
     BLAKE2b over the JSON of each group's layers as positions in the natural order of all names.
     """
@@ -37,7 +37,7 @@ def layer_order(layout: KVLayout) -> bytes:
 
 
 def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
-    """What of the layers of one instance lies elsewhere in another's, the first name that differs; "" if nothing."""
+    """Describe the first layer of one instance that lies elsewhere in the other; "" if there is none."""
     if [group.layer_names for group in mine.groups] == [group.layer_names for group in theirs.groups]:
         return ""
     here, there = _places(mine), _places(theirs)
@@ -46,7 +46,7 @@ def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
             return f"layer {_shown(name)} is {_told(places)} here, and {_told(there[name])} there"
     if layer_order(mine) == layer_order(theirs):
         return ""
-    # Names of another kind: at the first place at which their natural orders part.
+    # The names differ in kind: describe the first place at which their natural orders differ.
     mine_at, theirs_at = _by_place(mine), _by_place(theirs)
     for place in sorted({*mine_at, *theirs_at}):
         name, position = mine_at.get(place, ("", -1))
@@ -62,14 +62,14 @@ def _positions(layout: KVLayout) -> Mapping[str, int]:
 
 
 def _natural(name: str) -> tuple[list[tuple[str, int, str]], str]:
-    """Texts and numbers by turns, numbers without their zeros; then the name itself, since "1" and "01" are two."""
+    """Alternate texts and numbers, numbers without leading zeros; then the name itself, since "1" and "01" differ."""
     parts = re.split(r"([0-9]+)", name)
     numbers = [number.lstrip("0") for number in (*parts[1::2], "")]
     return [(text, len(number), number) for text, number in zip(parts[::2], numbers, strict=True)], name
 
 
 def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:
-    """By name, in the order of the layout. A layer whose keys and values lie in two groups has two."""
+    """Return places by name, in the order of the layout. A layer whose keys and values lie in two groups has two."""
     places: defaultdict[str, tuple[Place, ...]] = defaultdict(tuple)
     for group, declared in enumerate(layout.groups):
         for index, name in enumerate(declared.layer_names):

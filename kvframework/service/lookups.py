@@ -28,7 +28,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
 
     def status(self) -> dict[str, int]:
-        """Counters. `asked_tokens` and `hit_tokens` of the lookups that were answered to the end give the hit rate."""
+        """Return the counters. `asked_tokens` and `hit_tokens` of the fully answered lookups give the hit rate."""
         return dict(self._counters)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -43,7 +43,8 @@ class Lookups:
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply:
         key = payload.key
         check_key(key)
-        self._counters.update(lookups=1, asked_tokens=key.end - key.start)
+        self._counters["lookups"] += 1
+        self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
         asking = client.session_id, key.request_id, key.namespace
         if record is None:
@@ -91,6 +92,6 @@ class Lookups:
 
     def _reply(self, answer: Answer) -> m.LookupReply:
         if answer.first:
-            unknown = self._storage.records.get(answer.namespace) is None
-            self._counters.update(hit_tokens=answer.hit_tokens, unknown_namespace=unknown)
+            self._counters["hit_tokens"] += answer.hit_tokens
+            self._counters["unknown_namespace"] += self._storage.records.get(answer.namespace) is None
         return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)

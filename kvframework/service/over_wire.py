@@ -1,10 +1,10 @@
-"""Owns the wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
+"""The wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
 
-Requests are checked and answered on the serving thread. What a store brought is copied into the arena by threads of its
-own, without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
+Requests are checked and answered on the serving thread. A store's bytes are copied into the arena by separate threads,
+without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
 
-A store's reservation belongs to the server, not to the client: all its bytes are here before it begins, so that the
-client's silence or death in the middle changes nothing.
+A store's reservation belongs to the server, not to the client: all its bytes have arrived before it begins, so that a
+client that stalls or dies changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvframework.wire.table import REQUESTS
 log = logging.getLogger(__name__)
 
 _RETURN_S = 0.3
-# Per client: what it does not receive stays pinned.
+# Per client: bytes that it does not receive stay pinned.
 MAX_UNSENT_BYTES = 2 * MAX_BUFFER_BYTES
 _Copies = Sequence[tuple[int, memoryview]]
 
@@ -66,7 +66,7 @@ class ChunkTransfers:
         return all_sent
 
     def close(self) -> None:
-        """Waits for the copies that run (others never begin) and for what ZMQ still sends. Blocks for a moment."""
+        """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
         self._pool.shutdown(cancel_futures=True)
         if not self.settle():
             log.error("ZMQ still sends %d pieces of the arena", len(self._send_pins))
@@ -100,7 +100,7 @@ class ChunkTransfers:
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
     def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
-        """In a copy thread: the bytes, then the commit, then the answer."""
+        """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
                 copy_into(self._storage.arena, offset, source)
@@ -150,7 +150,7 @@ class ChunkTransfers:
 
 
 def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:
-    """The buffers by object. Raises `MalformedFrames` for another number of buffers or another length of one,
+    """Return the buffers by object. Raises `MalformedFrames` for a wrong number of buffers or a wrong length,
     `BadRange` for an object that the key does not name, or out of order."""
     _check_count(packed)
     objects = unpack_indices(packed, where="objects")
@@ -177,7 +177,7 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
 
 
 def _check_count(packed: bytes) -> None:
-    """Before a number is made of each. Raises `MessageTooLarge`."""
+    """Check the length before the numbers are decoded. Raises `MessageTooLarge`."""
     if len(packed) > MAX_BUFFERS * INDEX_BYTES:
         raise MessageTooLarge(
             f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
@@ -185,7 +185,7 @@ def _check_count(packed: bytes) -> None:
 
 
 def copy_into(arena: memoryview, offset: int, source: memoryview) -> None:
-    """Copies without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
+    """Copy without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
     frames are. The anchors keep both from being unmapped meanwhile."""
     target, origin = ctypes.c_char.from_buffer(arena, offset), ctypes.c_char.from_buffer(source)
     ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), source.nbytes)

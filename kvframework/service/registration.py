@@ -1,4 +1,4 @@
-"""Owns REGISTER_KV_CACHE, REGISTER_KV_CACHE_NON_GPU_CONTEXT and UNREGISTER_KV_CACHE. Runs on the serving thread."""
+"""REGISTER_KV_CACHE, REGISTER_KV_CACHE_NON_GPU_CONTEXT and UNREGISTER_KV_CACHE. Runs on the serving thread."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
 
-# Fields of an instance's description that tell why two namespaces differ.
+# Fields of an instance's description that show why two namespaces differ.
 TELLING = ("world_size", "dtype", "chunk_tokens", "layers", "hidden_sizes", "mla", "forms")
 
 MAX_INSTANCES = 256  # per client
 MAX_INSTANCES_IN_ALL = 2048
-# A layout is kept for as long as its instance.
+# A layout is kept as long as its instance.
 MAX_LAYOUT_BYTES = 1 << 20
-# A driver's handle, and what is said around it.
+# A driver's handle and its envelope.
 MAX_HANDLE_FRAME_BYTES = 2 * MAX_HANDLE_BYTES
 
 
@@ -87,7 +87,7 @@ class Registrations:
         ]
 
     def end_session(self, client: ClientInfo) -> int:
-        """Ends every instance of a client that is gone; their number."""
+        """End every instance of a client that has ended; return their number."""
         ending = [c for c in self._contexts.values() if c.session_id == client.session_id]
         for context in ending:
             self._end(context)
@@ -155,7 +155,7 @@ class Registrations:
     def _unregister(
         self, client: ClientInfo, payload: m.Unregister, _buffers: object
     ) -> m.Empty | MessagingFuture[Message]:
-        """Answered once the engine's memory is mapped no more: from then on it may be freed."""
+        """Answered once the server no longer maps the engine's memory, which may then be freed."""
         context = own_context(self._contexts, payload.instance_id, client)
         self._end(context)
         return _answer_after(context.memory.closed() if context.memory is not None else None, m.Empty())
@@ -231,7 +231,8 @@ class Registrations:
         return _answer_after(opened, m.Registered(context.namespace, desc))
 
     def _check_layers(self, context: RegisteredContext) -> None:
-        """Instances of one namespace and rank hold the same layers in the same places, or would read each other's."""
+        """Check that instances of one namespace and rank hold the same layers in the same places; otherwise they would
+        read each other's layers. Raises `NamespaceMismatch`."""
         for other in self._contexts.values():
             if other.namespace != context.namespace:
                 continue
@@ -247,7 +248,7 @@ class Registrations:
                 )
 
     def _tell_apart(self, context: RegisteredContext) -> None:
-        """Two namespaces of one model share nothing. Untold, that looks like a cache without hits."""
+        """Log that two namespaces of one model share nothing, which otherwise looks like a cache without hits."""
         others = [c for c in self._contexts.values() if c.model_name == context.model_name]
         other = next((c for c in others if c.namespace != context.namespace), None)
         if other is None:
@@ -278,7 +279,7 @@ R = TypeVar("R", bound=Message)
 
 
 def _answer_after(done: MessagingFuture[None] | None, answer: R) -> R | MessagingFuture[Message]:
-    """`answer`, once `done` is resolved, or the error that it fails with."""
+    """Return `answer` once `done` is resolved, or the error with which it fails."""
     if done is None:
         return answer
     reply: MessagingFuture[Message] = MessagingFuture(lambda: None)
@@ -305,7 +306,7 @@ def _check_identity(model_name: str, world_size: int, rank: int) -> None:
 
 
 def _check_shown(name: str, text: str) -> None:
-    """Of what is shown in logs and on terminals."""
+    """Check a text that is shown in logs and on terminals. Raises `MessageTooLarge` and `RequestError`."""
     if len(text) > MAX_TEXT:
         raise MessageTooLarge(f"{name} has {len(text)} characters", available=f"at most {MAX_TEXT}")
     if not text.isprintable():

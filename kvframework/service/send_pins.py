@@ -35,9 +35,9 @@ class SendPins:
     def __init__(self, arena: memoryview) -> None:
         self._arena = arena
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # guards the counts, and is never taken where a view dies
+        self._lock = threading.Lock()  # guards the counts, and is never taken where a view is finalized
         self._nbytes: Counter[int] = Counter()
-        # Their single operations are atomic: a view may die in any thread, at any time.
+        # Their single operations are atomic: a view may be finalized in any thread, at any time.
         self._unsent: set[int] = set()
         self._back: deque[_Send] = deque()
 

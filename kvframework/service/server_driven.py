@@ -1,9 +1,8 @@
-"""Owns the server-driven path: STORE and RETRIEVE, where a transport's server half copies between engine memory and
-arena.
+"""The server-driven path: STORE and RETRIEVE, where a transport's server half copies between engine memory and arena.
 
-Started on the serving thread; ends in whichever thread the transport resolves its future. Cancel has two phases: the
-request's future (and so the answer to CANCEL) is resolved only once the transport touches the blocks no more, and a
-cancelled STORE is never committed.
+A copy starts on the serving thread and ends in the thread in which the transport resolves its future. Cancel has two
+phases: the request's future (and so the answer to CANCEL) is resolved only once the transport no longer touches the
+blocks, and a cancelled STORE is never committed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 
 
 class ServerDrivenTransfers:
-    """Leases here belong to the server itself: they end with the copy, not with the client."""
+    """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
     def __init__(self, storage: StorageManager, keys: InstanceKeys, *, chunk_size: int) -> None:
         self._storage = storage
@@ -107,7 +106,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> MessagingFuture[Message]:
-        """Copies the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
+        """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
         context = self._server_driven(client, payload.instance_id)
         desc = context.get_layout_desc(self._chunk_size)
         counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
@@ -193,7 +192,7 @@ class ServerDrivenTransfers:
 
 
 def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks_in_chunk: int) -> bytes:
-    """The first block of a canonical object: the first slots of each plane and layer."""
+    """Return the first block of a canonical object: the first slots of each plane and layer."""
     planes, layers = desc.shape[:2]
     row = place.length // (planes * layers)
     starts = range(place.offset, place.offset + place.length, row)
@@ -201,8 +200,8 @@ def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks_i
 
 
 def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> MessagingFuture[Message]:
-    """Starts the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what is
-    kept."""
+    """Start the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what to
+    keep."""
     decided = threading.Lock()
     ended = False
 
@@ -211,7 +210,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
             if ended:
                 return
             job.cancelled.set()
-        # Outside: a transport may answer it at once.
+        # Outside the lock: a transport may answer at once.
         job.cancel()
 
     def done(copy: MessagingFuture[bool]) -> None:
@@ -233,7 +232,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
         raise TransportMismatch(f"instance {context.instance_id} has no server half")
     try:
         copy = context.memory.copy(job)
-    except Exception as error:  # noqa: BLE001 - a plugin's; it becomes the copy's failure
+    except Exception as error:  # noqa: BLE001 - an error of the plugin becomes the copy's failure
         copy = MessagingFuture.failed(error)
     copy.add_done_callback(done)
     return reply

@@ -1,5 +1,5 @@
-"""Owns the status document: what REPORT_STATUS and `kvframework status --json` show. Built in a worker thread; its
-fields are listed in docs/operations.md."""
+"""The status document of REPORT_STATUS and `kvframework status --json`. Built in a worker thread; its fields are listed
+in docs/operations.md."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvframework.wire.table import REQUESTS
 
 
 class StatusReport:
-    """`server` is what never changes; `messaging` gives the message server's counters and sessions; `transports` are
-    the server halves by name, None for an engine-driven one."""
+    """Builds the document. `server` holds the constant facts; `messaging` gives the message server's counters and
+    sessions; `transports` are the server halves by name, None for an engine-driven one."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """What clients lost, and the storage's, the message server's and the log's part of the document."""
+        """Return the clients' losses, and the storage's, the message server's and the log's part of the document."""
         return {
             "losses": self._losses(),
             **self._storage.status(),

@@ -1,9 +1,9 @@
-"""Owns the format of a value in L2: a fixed header, then the object's bytes as its codec packed them. Pure.
+"""The format of a value in L2: a fixed header, then the object's bytes as its codec packed them. Pure.
 
 Header, 80 bytes, little-endian: magic `KVFO`, format version u16, 2 reserved bytes (zero), namespace 16, layout desc 16
-(`layout_fingerprint`, zero: not told), codec name 16 (ASCII, zero padded), bytes of the object u64, bytes that follow
+(`layout_fingerprint`, zero if unknown), codec name 16 (ASCII, zero padded), bytes of the object u64, bytes that follow
 u64, XXH3-64 u64. The checksum covers the packed object key, the header before the checksum, and the bytes that follow,
-so that a value under another's key is as wrong as a flipped bit.
+so that a value under the wrong key is detected like a flipped bit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 class Damaged(ValueError):
-    """What was read is not what was stored under this key."""
+    """The bytes read are not those that were stored under this key."""
 
 
 def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
-    """16 bytes that differ where the objects of a namespace would. XXH3-128 of the desc's own words."""
+    """16 bytes that identify the layout of a namespace's objects: XXH3-128 of the fields of `desc`."""
     groups = [f"{group.form} {group.dtype} {group.shape} {group.window}" for group in desc.groups]
     return xxhash.xxh3_128_digest("\n".join([str(desc.chunk_tokens), *groups]).encode())
 
@@ -38,7 +38,7 @@ def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
 def seal(
     key: PackedKey, packed: Sequence[Buffer], *, object_bytes: int, codec: str = NO_CODEC, layout: bytes = UNTOLD_LAYOUT
 ) -> bytes:
-    """The header to store before `packed`."""
+    """Return the header to store before `packed`."""
     size = sum(memoryview(part).nbytes for part in packed)
     name = codec.encode("ascii").ljust(MAX_CODEC_NAME, b"\0")
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], layout, name, object_bytes, size)
@@ -48,8 +48,8 @@ def seal(
 def unseal(
     header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNTOLD_LAYOUT
 ) -> tuple[str, memoryview]:
-    """The codec's name, and the beginning of `place` that holds the packed bytes, of a value of which `received` bytes
-    were read into both: what lies behind them is older.
+    """Return the codec's name, and the beginning of `place` that holds the packed bytes. `received` bytes of the value
+    were read into header and place together; bytes behind them are from earlier use.
 
     `place` is as long as the object; no packed form is longer. Raises `Damaged`.
     """

@@ -63,7 +63,7 @@ class LookupTickets:
             return self.withdraw(owner)
 
     def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """Ends a client's tickets (those of one request); the number ended."""
+        """End a client's tickets (those of one request); return their number."""
         with self._lock:
             ending = self._table.of(owner, request_id)
             for ticket in ending:
@@ -71,12 +71,12 @@ class LookupTickets:
             return len(ending)
 
     def expire(self) -> None:
-        """Ends tickets whose time is over, so that a client that forgets them leaves nothing behind; the rest at the
-        next tick once `UNPIN_AT_ONCE` objects are unpinned."""
+        """End tickets whose time has passed, so that a client that forgets them leaves nothing behind; those beyond
+        `UNPIN_AT_ONCE` unpinned objects end at the next tick."""
         unpinned = 0
         with self._lock:
             for ticket in self._table.due(self._clock()):
-                # Its pins lapse as they end, so that their number cannot be asked for.
+                # Its pins lapse as they end, so their number is no longer available.
                 unpinned += ticket.objects
                 self._end(ticket)
                 if unpinned >= UNPIN_AT_ONCE:
@@ -141,7 +141,7 @@ class LookupTickets:
                 self._table.load_begun(ticket, task.cancel)
 
     def _loaded(self, ticket: Ticket, wanted: Wanted) -> None:
-        """A load has ended (in a storage thread), and what it loaded is still pinned by it."""
+        """Continue a lookup after its load has ended (in a storage thread), while the load still pins its objects."""
         with self._lock:
             self._table.load_ended(ticket, self._clock())
             if not ticket.ended:

@@ -1,4 +1,4 @@
-"""L1 as a whole: arena, object table, eviction, and the way to and from L2.
+"""L1 as a whole: arena, object table, eviction, and the transfers to and from L2.
 
 Thread-safe: one lock around the object table, held for microseconds and never during I/O. Called from the serving
 thread and from the storage threads.
@@ -34,14 +34,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The objects of one row by its key prefix and digests, None for what L1 lacks; see `ObjectRows.row`.
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
-# What a call to a tier may take beyond its timeout before `close` stops waiting for it.
+# Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
-# What the arena's plugin has at least for its end.
+# Least time that the arena's plugin gets to close.
 ARENA_END_S = 0.2
-# Work on many objects holds the lock for as many at a time, a few milliseconds, and leaves it for so long between.
+# Work on many objects holds the lock for this number at a time, a few milliseconds, with this pause in between.
 AT_ONCE = 512
 TURN_S = 0.001
-# Objects that one tick evicts: as many as the serving thread can spare the time for.
+# Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
 
 COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
@@ -59,9 +59,9 @@ def _locked(method: F) -> F:
 
 
 class StorageManager:
-    """`memory` and the tiers are owned from here on and closed by `close`; `records` are also the stores'. Without
-    `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the number of
-    its threads."""
+    """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
+    Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
+    number of its threads."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class StorageManager:
         self._arena = memory.view()
         self.clock = clock
         self._high, self._low = high_watermark, low_watermark
-        # The last tick has not come down to the low watermark.
+        # The last tick did not reach the low watermark.
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
@@ -112,15 +112,9 @@ class StorageManager:
     def has_tiers(self) -> bool:
         return bool(self._tiers.stores)
 
-    @property
-    @_locked
-    def ready_bytes(self) -> int:
-        """How much of the capacity is resident and may be handed out."""
-        return self._table.allocator.limit
-
     @_locked
     def count(self, **amounts: int) -> None:
-        """Adds to the counters that `status` shows."""
+        """Add to the counters that `status` shows."""
         self.counters.update(amounts)
 
     # writing
@@ -135,8 +129,8 @@ class StorageManager:
         lease_s: float | None,
         share: float = 1.0,
     ) -> Reservation:
-        """See `ObjectTable.reserve`; `lease_s` None: no deadline (the server itself writes). `share` of the capacity is
-        what the owner may have reserved at once."""
+        """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
+        `share` of the capacity bounds the owner's reserved bytes."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
         present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
         used = self._table.used_bytes
@@ -173,12 +167,12 @@ class StorageManager:
 
     @_locked
     def lease_size(self, lease_id: str, *, owner: int) -> int:
-        """The number of objects that a write lease holds. Raises `LeaseUnknown`."""
+        """Return the number of objects of a write lease. Raises `LeaseUnknown`."""
         return self._table.lease_size(lease_id, owner=owner)
 
     @_locked
     def commit(self, lease_id: str, *, owner: int) -> int:
-        """Publishes a lease and queues its objects for L2; the number published, 0 if the lease had expired."""
+        """Publish a lease and queue its objects for L2; return the number published, 0 if the lease had expired."""
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         self._writers_ended()
         self.counters["stored"] += len(objects)
@@ -200,7 +194,7 @@ class StorageManager:
 
     @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        """Pins all keys, or none and returns None if one is missing. A use of each."""
+        """Pin all keys, which counts as a use of each; pins none and returns None if one is missing."""
         objects = self._table.find(keys)
         if objects is None:
             return None
@@ -210,7 +204,7 @@ class StorageManager:
     def pin_objects(
         self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
     ) -> PinLease:
-        """Pins what `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
+        """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
         lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline)
         if self._tiers.watches_uses:
@@ -234,7 +228,7 @@ class StorageManager:
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
-        """The objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
+        """Return the objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
         return self._table.pinned(lease_id, owner=owner, now=self.clock())
 
     @_locked
@@ -249,12 +243,12 @@ class StorageManager:
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
     ) -> LoadTask | None:
-        """Loads from L2 what L1 lacks of `keys`, in the background, keeping their order.
+        """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
-        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have said what
-        they hold, the indices worth having (default: all); it is asked again after a loss. `on_done` runs once in a
-        storage thread while what the task chose and could get is still pinned, also after a failure or a cancel. None
-        if there is no tier, too much is under way, or the manager is closed.
+        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
+        what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
+        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel.
+        Returns None if there is no tier, too much is in flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
@@ -262,7 +256,7 @@ class StorageManager:
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """Asks L2 for a namespace's record and adds it to `records`; `on_done` runs in a storage thread."""
+        """Read a namespace's record from L2 and add it to `records`; `on_done` runs in a storage thread."""
 
         def finish(record: NamespaceRecord | None) -> None:
             try:
@@ -277,24 +271,24 @@ class StorageManager:
 
     @_locked
     def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """Ends what a client that lives claims (for one of its requests), see `ObjectTable.withdraw`."""
+        """End the claims of a live client (for one of its requests), see `ObjectTable.withdraw`."""
         ended = self._table.withdraw(owner, request_id)
         self._writers_ended()
         return ended
 
     @_locked
     def end_owner(self, owner: int) -> int:
-        """Ends all leases of a client that is gone; the number ended."""
+        """End all leases of a client that has ended; return their number."""
         ended = self._table.end_owner(owner)
         self._writers_ended()
         return ended
 
     def clear(self, *, l2: bool = False) -> tuple[int, int]:
-        """Drops what was here when it was called and nobody uses at its turn: (objects dropped, objects in use).
+        """Drop the objects present at the call that are unused at their turn: (objects dropped, objects in use).
 
-        What is stored meanwhile stays, also where it has the name of something that was dropped. Blocks, but not the
-        others: takes the lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every
-        tier; raises `TierError`, after all were asked, if one failed.
+        Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
+        lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every tier; raises
+        `TierError`, after all were asked, if one failed.
         """
         with self.lock:
             objects = self._table.objects()
@@ -310,8 +304,8 @@ class StorageManager:
 
     @_locked
     def tick(self) -> None:
-        """To be called every 100 ms or so: expires leases, and above the high watermark evicts down to the low one,
-        but not what a write policy has to write before. What is more than one call may do is done by the next ones."""
+        """Expire leases; above the high watermark, evict down to the low one, except for objects that a write policy
+        must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self._table.expire(self.clock())
         self._table.tell_uses()
         self._writers_ended()
@@ -324,12 +318,12 @@ class StorageManager:
             self._lowering = len(going) > EVICT_AT_ONCE
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
-        """Waits up to `drain_s` for what is on its way to L2, then closes the tiers, which ends the calls in flight,
-        stops all threads and frees the arena within `end_s` (None: the longest timeout of a tier). Idempotent; not to
-        be called from a storage thread.
+        """Wait up to `drain_s` for pending writes to L2, then close the tiers, which ends the calls in flight, stop all
+        threads and free the arena within `end_s` (None: the longest timeout of a tier). Idempotent; must not be called
+        from a storage thread.
 
-        A thread that a tier does not let go, or a copy that a transport has not ended, keeps the arena mapped, since it
-        may still write there. If the process ends right afterwards, memory that ends with it is left to the kernel.
+        A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
+        still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
         """
         self._tiers.drain(drain_s)
         self._tiers.stop()
@@ -337,7 +331,7 @@ class StorageManager:
         longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
         end_s = CLOSE_GRACE_S + longest if end_s is None else end_s
         deadline = time.monotonic() + end_s
-        # The calls in flight of a tier that closes end after that.
+        # A closing tier ends its calls in flight after that.
         self._tiers.close(end_s / 2)
         if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
@@ -405,7 +399,7 @@ class StorageManager:
         return self._arena[stored.offset : stored.offset + stored.length]
 
     def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None:
-        """A place to load one object into, None if it is here, on its way, or there is no room."""
+        """Return a place to load one object into; None if it is present, being written, or there is no room."""
         result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None)
         if result.lease is None:
             return None
@@ -414,7 +408,7 @@ class StorageManager:
 
     @_locked
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
-        """Publishes and pins a loaded object, or frees its place."""
+        """Publish and pin a loaded object, or free its place."""
         if not good:
             self._table.abort(lease_id, owner=INTERNAL_OWNER)
             self._writers_ended()
@@ -425,7 +419,7 @@ class StorageManager:
         return self._pin_internal(objects[0].key)
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
-        """Tells the tiers what came from one of them."""
+        """Report to the tiers the objects that one of them returned."""
         self._tiers.loaded(keys, source)
 
     @_locked
@@ -434,23 +428,23 @@ class StorageManager:
         return self._table.any_writing(keys)
 
     def _writers_ended(self) -> None:
-        """Under the lock."""
+        """Report ended writers to prefetch; the caller holds the lock."""
         self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Parts of `items`, each to be handled while this holds the lock; between two of them others get it."""
+        """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
         for first in range(0, len(items), AT_ONCE):
             if first:
-                # Who only releases a lock has it again before a thread that waits is awake.
+                # A thread that only releases a lock takes it again before a waiting thread has woken up.
                 time.sleep(TURN_S)
             with self.lock:
                 yield items[first : first + AT_ONCE]
 
     def _candidates(self) -> list[PackedKey]:
-        """What is to leave above the high watermark."""
+        """Return the victims of an eviction down to the low watermark."""
         return self._table.candidates(int(self._low * self.capacity))
 
     @_locked

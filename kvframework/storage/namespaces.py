@@ -1,6 +1,6 @@
-"""What is known of each namespace: model, world size, object layout, order of layers; in memory, and its record in L2.
+"""The facts about each namespace: model, world size, object layout, order of layers; in memory, and as a record in L2.
 
-A record in L2 lets a scheduler ask for a prompt before any worker has registered. It has a fixed length, so that it
+A record in L2 lets a scheduler look up a prompt before any worker has registered. It has a fixed length, so that it
 can be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
 """
 
@@ -21,7 +21,7 @@ from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
 
 RECORD_BYTES = 8192
 MAX_NAMESPACES = 4096
-# As many as leave room for a model's name and many layer groups.
+# Leaves room for a model's name and many layer groups.
 MAX_ORDERS = 64
 _SALT = b"kvf/namespace/1\0"
 _RANK = 0xFFFFFFFF
@@ -29,7 +29,7 @@ _NATURAL: Mapping[int, bytes] = {}
 
 
 class RankOrder(Message, frozen=True):
-    """The order in which one rank's objects hold their layers, where it is not that of their names, see
+    """The order in which one rank's objects hold their layers, where it differs from the order of names, see
     `kvframework.service.layer_order`. 16 bytes."""
 
     rank: int
@@ -37,7 +37,8 @@ class RankOrder(Message, frozen=True):
 
 
 class NamespaceRecord(Message, frozen=True):
-    """`orders` is of the ranks that a server has seen, those beyond `MAX_ORDERS` left out."""
+    """A namespace's record. `orders` are those of the ranks that a server has seen, without those beyond
+    `MAX_ORDERS`."""
 
     model_name: str
     world_size: int
@@ -46,7 +47,7 @@ class NamespaceRecord(Message, frozen=True):
 
     @property
     def meaning(self) -> tuple[str, int, MemoryLayoutDesc]:
-        """What is the same for all of a namespace."""
+        """The facts that are equal for all ranks of a namespace."""
         return self.model_name, self.world_size, self.desc
 
 
@@ -71,12 +72,12 @@ class NamespaceRecords:
             return self._records.get(namespace)
 
     def orders(self, namespace: bytes) -> Mapping[int, bytes]:
-        """By rank: the order of its layers, where it is not that of their names."""
+        """Return, by rank, the order of its layers, where it differs from the order of their names."""
         return self._orders.get(namespace, _NATURAL)
 
     def order(self, namespace: bytes, rank: int | None, order: bytes) -> None:
-        """The order of the layers of a rank (None: of all), of a namespace that is known. From now on no other's
-        objects are found."""
+        """Set the order of the layers of a rank (None: of all), of a known namespace. From now on objects in another
+        order are not found."""
         with self._lock:
             orders = {} if rank is None else {**self.orders(namespace)}
             if rank is not None:
@@ -84,10 +85,11 @@ class NamespaceRecords:
             self._set_orders(namespace, {rank: order for rank, order in orders.items() if order})
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
-        """Raises `NamespaceMismatch` if the namespace is known with anything else, `RequestError` if the record is too
-        long.
+        """Add a record. Raises `NamespaceMismatch` if the namespace is known with another meaning, `RequestError` if
+        the record is too long.
 
-        `learned`: it came from L2, where anybody may have written it, so it gives way to what an engine registers.
+        `learned` means that the record came from L2, where any client may have written it, so a registration overrides
+        it.
         """
         with self._lock:
             known = self._records.get(namespace)
@@ -128,19 +130,19 @@ class NamespaceRecords:
                 del self._retained[namespace]
 
     def layout_of(self, namespace: bytes) -> bytes:
-        """The fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
+        """Return the fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
         with self._lock:
             return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
 
     def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
-        """Key and value of the record in L2."""
+        """Return key and value of the record in L2, None for an unknown namespace."""
         record = self.get(namespace)
         if record is None:
             return None
         orders = [RankOrder(rank, order) for rank, order in sorted(self.orders(namespace).items())]
         value = _encoded(msgspec.structs.replace(record, orders=tuple(orders[:MAX_ORDERS])))
         if len(value) > RECORD_BYTES:
-            # Then ranks in another order are found once they are registered.
+            # Ranks in another order are then found once they are registered.
             value = _encoded(msgspec.structs.replace(record, orders=()))
         return record_key(namespace), memoryview(value)
 
@@ -156,7 +158,7 @@ def record_key(namespace: bytes) -> PackedKey:
 
 
 def decode_record(value: bytes) -> NamespaceRecord | None:
-    """The record, None if the bytes are none or describe objects that cannot be (a miss)."""
+    """Decode a record; None if the bytes are no record or describe impossible objects (a miss)."""
     length = int.from_bytes(value[:4], "little")
     try:
         record = msgspec.msgpack.decode(value[4 : 4 + length], type=NamespaceRecord)

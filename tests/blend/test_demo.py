@@ -1,13 +1,9 @@
-"""`kvframework demo blend`, the real thing with a tiny model: server, two engine processes, a tier, and the logits."""
+"""`kvframework demo blend`: its errors, and what it shows. `tests/cli/test_demo_variants.py` runs it."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,53 +11,11 @@ from typer.testing import CliRunner
 
 from kvframework.cli.app import app
 from kvframework.cli.demo import blend as demo_blend_run
-from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import OWN_MODEL, BlendResult, WayResult
 from kvframework.cli.demo.view import show_blend
-from tests.cli.test_demo import left_behind
-
-COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
-TINY = ["blend", "--size", "tiny", "--tokens", "600"]
-TIER = "disk" if redis_binary() is None else "redis"
-
-
-@pytest.fixture
-def temporary():
-    """Where the demo puts its directory, short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
-        yield Path(directory)
-
-
-def run(temporary, *arguments):
-    # The model is so small that threads only wait for each other.
-    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
-@pytest.mark.transformers
-def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was_killed(temporary):
-    """Another process asks than the one that computed them, of a server that has never heard of them."""
-    done = run(temporary, *TINY, "--l2", TIER, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "killing the server" in done.stderr
-    result = json.loads(done.stdout)
-    assert result["documents"] == [600] * 4
-    assert result["prompt_tokens"] == 2441
-    ways = result["ways"]
-    assert [way["hit_tokens"] for way in ways.values()] == [0, 2400, 2400, 2400]
-    assert {name: way["recomputed"] for name, way in ways.items()} == {
-        "full": 0,
-        "blend": 360,
-        "rotated": 0,
-        "naive": 0,
-    }
-    assert 0 < ways["blend"]["distance"] < ways["naive"]["distance"] / 3
-    assert 0 < ways["blend"]["divergence"] < ways["naive"]["divergence"] / 9
-    assert ways["blend"]["distance"] < ways["rotated"]["distance"]
-    assert result["times_nearer"] == pytest.approx(ways["naive"]["distance"] / ways["blend"]["distance"], abs=0.01)
-    assert left_behind(temporary) == []
+from tests.cli.command import run
+from tests.support.demo import left_behind
+from tests.support.demo import temporary as temporary
 
 
 @pytest.mark.transformers
@@ -74,11 +28,10 @@ def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was
         (["blend", "--share", "1.5"], "--share"),
         (["blend", "--redis-url", "redis://localhost"], "--l2 redis"),
         (["--l2", "redis", "blend"], "give it behind 'blend'"),
-        ([*TINY, "--l1-capacity", "2MiB"], "stored 0 of 4 documents"),
     ],
 )
 def test_errors_have_status_2_and_say_what_to_do(temporary, arguments, text):
-    done = run(temporary, *arguments)
+    done = run("demo", *arguments, TMPDIR=str(temporary))
     assert done.returncode == 2, done.stdout + done.stderr
     assert text in done.stderr
     assert left_behind(temporary) == []

@@ -1,12 +1,20 @@
-"""The `kvframework` command as a process of its own, for tests."""
+"""The `kvframework` command for tests: in this process, or as a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
+from kvframework.cli.main import main
 from tests.registry.fake_distributions import install
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main"]
@@ -17,10 +25,10 @@ def environment(site: Path | None = None, **variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(site or ""), "KVFRAMEWORK_CONFIG": "", "COLUMNS": "80"} | variables
 
 
-def run(
+def run_process(
     *arguments: str, site: Path | None = None, config: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end. `config` is the value of KVFRAMEWORK_CONFIG."""
+    """Runs the command as a process, to its end. `config` is the value of KVFRAMEWORK_CONFIG."""
     return subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -29,6 +37,40 @@ def run(
         timeout=240,
         check=False,
     )
+
+
+def run(
+    *arguments: str, site: Path | None = None, config: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command in this process, by the entry point, with an environment, a path and streams of its own; modules
+    of `site` and handlers of signals are forgotten afterwards. Not for `serve`, signals, terminals, or what the process itself must prove."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    loaded = set(sys.modules)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        mock.patch.dict(os.environ, environment(site, KVFRAMEWORK_CONFIG=config, **variables), clear=True),
+        mock.patch.object(tempfile, "tempdir", None),
+        mock.patch.object(sys, "argv", ["kvframework", *arguments]),
+        mock.patch.object(sys, "path", [str(site), *sys.path] if site else sys.path),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            _forget(site, set(sys.modules) - loaded)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def _forget(site: Path | None, modules: Iterable[str]) -> None:
+    for name in modules if site else ():
+        if str(site) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def install_config_plugins(site: Path) -> None:

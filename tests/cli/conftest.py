@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.demo import temporary as temporary
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:

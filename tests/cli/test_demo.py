@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,75 +17,17 @@ from kvframework.cli.demo.processes import DemoChild, DemoFailed
 from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.view import DemoView
+from tests.cli.command import run
+from tests.support.demo import demo, left_behind
 from tests.support.waiting import wait_until
 
 SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
-COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
-
-
-@pytest.fixture
-def temporary():
-    """Where the demo puts its directory, short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
-        yield Path(directory)
-
-
-def run(temporary, *arguments):
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
-def left_behind(temporary):
-    """Files below `temporary` and processes that name it."""
-    files = [str(path) for path in temporary.iterdir()]
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-        except OSError:
-            continue
-        if str(temporary).encode() in command:
-            files.append(f"{entry.name}: {command!r}")
-    return files
 
 
 @pytest.mark.transformers
-def test_the_second_engine_skips_what_the_first_has_computed(temporary):
-    done = run(temporary, *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("512 of 600", "GB/s", "TTFT", "times shorter", "are equal to", "a miss"):
-        assert text in done.stdout
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
-def test_corrupted_kv_changes_the_tokens_and_the_exit_status(temporary):
-    done = run(temporary, *SMALL, "--json", "--corrupt-kv")
-    assert done.returncode == 1, done.stdout + done.stderr
-    result = json.loads(done.stdout)
-    assert result["warm"]["hit_tokens"] == 512
-    assert len(result["cold"]["tokens"]) == len(result["warm"]["tokens"]) == 8
-    assert result["cold"]["tokens"] != result["warm"]["tokens"]
-    assert not result["tokens_equal"]
-    assert not result["ok"]
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
-@pytest.mark.parametrize(
-    ("tier", "title"),
-    [
-        pytest.param(
-            "redis",
-            "Redis",
-            marks=[pytest.mark.redis, pytest.mark.skipif(redis_binary() is None, reason="no redis-server")],
-        ),
-        ("disk", "the disk"),
-    ],
-)
-def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary, tier, title):
-    done = run(temporary, *SMALL, "--json", "--l2", tier)
+def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
+    tier, title = ("disk", "the disk") if redis_binary() is None else ("redis", "Redis")
+    done = demo(temporary, *SMALL, "--json", "--l2", tier)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert result["l2"] == tier
@@ -97,32 +38,6 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary, t
     # Two chunks, and the record of their namespace.
     assert f"waiting until {title} has all objects  3 values" in done.stderr
     assert "killing the server" in done.stderr
-    assert left_behind(temporary) == []
-
-
-@pytest.mark.transformers
-def test_any_tier_plugin_may_stand_behind_the_server(temporary, tmp_path):
-    settings = ["--set", f"path={tmp_path / 'l2'}", "--set", "capacity=1GiB"]
-    done = run(temporary, *SMALL, "--json", "--l2", "filesystem", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout)
-    assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("filesystem", 512, True)
-    assert "waiting until tier filesystem has all objects  3 values" in done.stderr
-    assert list((tmp_path / "l2").iterdir()), "the folder that was named holds the values"
-
-
-@pytest.mark.transformers
-def test_a_terminated_demo_leaves_nothing_behind(temporary):
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL], env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: any("demo_engine" in line for line in left_behind(temporary)), 60, "engine A")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130
-    finally:
-        process.kill()
-        process.wait()
     assert left_behind(temporary) == []
 
 
@@ -144,7 +59,7 @@ def test_a_terminated_demo_leaves_nothing_behind(temporary):
     ],
 )
 def test_errors_have_status_2_and_say_what_to_do(temporary, arguments, text):
-    done = run(temporary, *arguments)
+    done = run("demo", *arguments, TMPDIR=str(temporary))
     assert done.returncode == 2, done.stdout + done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr.split("the end of its log")[0]

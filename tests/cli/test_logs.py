@@ -15,7 +15,7 @@ import pytest
 from kvframework.config import LogConfig, load_config
 from kvframework.errors import ConfigFieldError
 from kvframework.logs.form import JsonFormatter
-from tests.cli.command import run
+from tests.cli.command import run_process
 from tests.support.server_process import ServerProcess
 
 HUMAN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO kvframework.server: serving at ipc://")
@@ -45,7 +45,7 @@ def test_a_server_logs_for_people_by_default() -> None:
 
 def test_a_server_that_never_served_does_not_log_an_end() -> None:
     with ServerProcess() as server:
-        second = run("serve", "--set", f"server.endpoint={server.endpoint}", "--set", "l1.capacity=1MiB")
+        second = run_process("serve", "--set", f"server.endpoint={server.endpoint}", "--set", "l1.capacity=1MiB")
         assert second.returncode == 2
         assert "config.endpoint" in second.stderr
         assert str(server.pid) in second.stderr
@@ -61,7 +61,7 @@ def test_the_level_bounds_what_is_logged() -> None:
 def test_the_command_line_goes_before_the_configuration(tmp_path: Path) -> None:
     toml = tmp_path / "kvf.toml"
     toml.write_text('[log]\nlevel = "error"\nformat = "human"\n[l1]\ncapacity = "1TiB"\n')
-    done = run("serve", "--config", str(toml), "--log-format", "json", "--log-level", "debug")
+    done = run_process("serve", "--config", str(toml), "--log-format", "json", "--log-level", "debug")
     assert (done.returncode, done.stdout) == (2, "")
     (entry,) = entries(done.stderr)
     assert entry["level"] == "critical"

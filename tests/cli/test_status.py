@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.cli.command import run
 from tests.support.server_process import ServerProcess
 
 
 def status(*arguments: str, columns: int = 200) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvframework.cli.main", "status", *arguments]
-    wide = {**os.environ, "COLUMNS": str(columns)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=wide)
+    return run("status", *arguments, COLUMNS=str(columns))
 
 
 def test_status_shows_instances_and_l1() -> None:

@@ -31,9 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    # A busy test machine may be slower than an engine allows its cache to be.
-    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
-        assert connected.wait_up(20)
+    with server.engine_client() as connected:
         yield connected
 
 
@@ -70,7 +68,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
     blocks = [list(range(5, 37))]
     assert first.worker.submit_store(request, 0, 512, blocks).result(30) is True
     assert first.worker.get_finished() == ({"r"}, set())
-    with KVClient(server.endpoint, deadline_scale=20.0) as another:
+    with server.engine_client() as another:
         second = Engine(another, instance_id=2)
         result = second.scheduler.lookup(second.request(tokens, "q"))
         assert (result.hit_tokens, result.pending) == (512, False)
@@ -88,8 +86,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
 
 def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
-    with ServerProcess(*l2) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
-        assert client.wait_up(20)
+    with ServerProcess(*l2) as server, server.engine_client() as client:
         engine = Engine(client)
         asked = engine.scheduler.lookup(engine.request(list(range(512))))
         assert asked.pending

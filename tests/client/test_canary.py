@@ -47,8 +47,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
-        assert connected.wait_up(20)
+    with server.engine_client() as connected:
         yield connected
 
 
@@ -97,7 +96,7 @@ def test_a_wrong_declaration_is_refused(
 
 
 def test_after_a_reconnect_the_canary_only_reads() -> None:
-    with ServerProcess() as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
+    with ServerProcess() as server, server.engine_client() as client:
         kv = memory()
         worker = register(client, kv, view := View(kv), NHD)
         written = view.writes

@@ -52,9 +52,7 @@ def loads_its_own(engine: Engine) -> bool:
 
 
 def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, deadline_scale=20.0) as one, KVClient(server.endpoint, deadline_scale=20.0) as two:
-        assert one.wait_up(20)
-        assert two.wait_up(20)
+    with server.engine_client() as one, server.engine_client() as two:
         first, second = Engine(one, 1), Engine(two, 2)
         gate = Gate()
         late = threading.Thread(
@@ -76,8 +74,7 @@ def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written
 
 
 def test_a_restart_between_arena_and_lease_publishes_nothing(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, deadline_scale=20.0) as client:
-        assert client.wait_up(20)
+    with server.engine_client() as client:
         engine = Engine(client)
         prepare, boot = client.prepare_store, client.boot_id
 
@@ -123,9 +120,7 @@ def test_what_comes_too_late_is_given_back() -> None:
 
 
 def test_a_failed_registration_can_be_closed(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, deadline_scale=20.0) as one, KVClient(server.endpoint, deadline_scale=20.0) as two:
-        assert one.wait_up(20)
-        assert two.wait_up(20)
+    with server.engine_client() as one, server.engine_client() as two:
         Engine(one, 1)
         worker = WorkerAdapter(two, instance_id=1, model_name="m", layout_options={"axes": AXES})
         kv = {"layer0": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM)}
@@ -136,8 +131,7 @@ def test_a_failed_registration_can_be_closed(server: ServerProcess) -> None:
 
 
 def test_a_restart_in_mid_registration_loses_nothing(server: ServerProcess) -> None:
-    with KVClient(server.endpoint, deadline_scale=20.0) as client:
-        assert client.wait_up(20)
+    with server.engine_client() as client:
         when_up, boot = client.when_up, client.boot_id
 
         def after_a_restart(callback: object) -> None:

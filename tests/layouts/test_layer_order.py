@@ -92,8 +92,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
-        assert connected.wait_up(20)
+    with server.engine_client() as connected:
         yield connected
 
 
@@ -164,15 +163,13 @@ def test_servers_that_share_l2_keep_orders_apart(tmp_path: Path) -> None:
     """Another order finds nothing; the same order finds it all, also before its worker has registered there."""
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB", "l2.0.shared=true")
     groups, others = [layers(0, 2), layers(1, 3)], [layers(0, 1), layers(2, 3)]
-    with ServerProcess(*l2, capacity="8MiB") as here, KVClient(here.endpoint, deadline_scale=20.0) as client:
-        assert client.wait_up(20)
+    with ServerProcess(*l2, capacity="8MiB") as here, here.engine_client() as client:
         first = Engine(client, 1, groups)
         first.store()
         with here.client() as watcher:
             await_written(watcher)
     for order, hit in ((others, 0), (groups, 256)):
-        with ServerProcess(*l2, capacity="8MiB") as there, KVClient(there.endpoint, deadline_scale=20.0) as client:
-            assert client.wait_up(20)
+        with ServerProcess(*l2, capacity="8MiB") as there, there.engine_client() as client:
             scheduler = SchedulerAdapter(
                 client, model_name="m", namespace=first.registration.namespace, chunk_tokens=256
             )

@@ -34,8 +34,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[KVClient]:
-    with KVClient(server.endpoint, deadline_scale=20.0) as connected:
-        assert connected.wait_up(20)
+    with server.engine_client() as connected:
         yield connected
     with server.client() as cleaner:
         cleaner.call("CLEAR", Clear())
@@ -135,7 +134,7 @@ def test_engines_of_other_layouts_share_objects(server: ServerProcess, client: K
     assert first.worker.submit_store(first.request(tokens), 0, 512, first.ids(512)).result(30)
     before = first.blocks(0).flatten(2, 3)[:, :, :512]
     for number, form in enumerate(forms[1:], start=2):
-        with KVClient(server.endpoint, deadline_scale=20.0) as another:
+        with server.engine_client() as another:
             other = Engine(another, number, [form], 512)
             assert other.registration.namespace == first.registration.namespace
             assert other.hit(other.request(tokens)) == 512

@@ -19,6 +19,10 @@ from kvf_filesystem.root import MARKER
 from kvframework.api import PACKED_KEY_BYTES, Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
 from kvframework.testing import TierConformance
+from kvframework.testing.tier.capacity import CapacityTests
+from kvframework.testing.tier.contract import ContractTests
+from kvframework.testing.tier.faults import FaultTests
+from kvframework.testing.tier.listing import ListingTests
 from tests.plugins.filesystem_folder import (
     contains,
     file_of,
@@ -45,7 +49,9 @@ class TestSharedFolder(TierConformance):
         return {"path": str(tmp_path / "kv"), "shared": True}
 
 
-class TestFolderOfItsOwn(TierConformance):
+class TestFolderOfItsOwn(ContractTests, CapacityTests, ListingTests, FaultTests):
+    """What is not as in a shared folder. `TestSharedFolder` runs the whole kit."""
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         tier = open_tier(tmp_path / "kv")

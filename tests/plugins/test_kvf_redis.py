@@ -16,6 +16,10 @@ from kvframework.api import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.testing import FaultProxy
 from kvframework.testing.tier import TierConformance
+from kvframework.testing.tier.batches import BatchTests
+from kvframework.testing.tier.contract import ContractTests
+from kvframework.testing.tier.deadlines import DeadlineTests
+from kvframework.testing.tier.faults import FaultTests
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
 from tests.support.tls_proxy import TlsProxy
@@ -82,9 +86,10 @@ class TestOverTcp(TierConformance):
             tier.close()
 
 
-class TestOverUnixSocket(TierConformance):
+class TestOverUnixSocket(ContractTests, BatchTests, FaultTests):
+    """What depends on the socket: the bytes. `TestOverTcp` runs the whole kit."""
+
     use = "redis"
-    examples = 5
 
     @pytest.fixture
     def tier_options(self, unix: RedisServer) -> Mapping[str, object]:
@@ -97,9 +102,10 @@ def proxy(shared: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield proxy
 
 
-class TestOverTls(TierConformance):
+class TestOverTls(ContractTests, BatchTests, DeadlineTests, FaultTests):
+    """What depends on the socket: the bytes, and how a wait for them ends."""
+
     use = "redis"
-    examples = 5
 
     @pytest.fixture
     def tier_options(self, proxy: TlsProxy) -> Mapping[str, object]:

@@ -85,9 +85,8 @@ def _readable(fd: int) -> bool:
 
 @contextlib.contextmanager
 def two_inside(server: RemoteServer) -> Iterator[list[KVClient]]:
-    with server.connect() as far, KVClient(server.process.endpoint, deadline_scale=20.0) as near:
+    with server.connect() as far, server.process.engine_client() as near:
         assert far.wait_up(20)
-        assert near.wait_up(20)
         yield [far, near]
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from kvframework import errors
 from kvframework.api import KVLayout, LayerGroup, StoreOutcome, canonical_desc, compute_namespace
-from kvframework.client import KVClient
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.server.gated_transport import GatedPlugin
@@ -194,8 +193,7 @@ def test_bad_groups_skips_and_paths_are_refused(client: WireClient) -> None:
 
 def test_a_transfer_that_is_refused_has_its_cause_and_a_store_its_outcome(server: Server) -> None:
     key = key_for(m.Registered(NAMESPACE, canonical_desc(LAYOUT, 256)), TOKENS)
-    with KVClient(server.endpoint, deadline_scale=20.0) as client:
-        assert client.wait_up(20)
+    with server.engine_client() as client:
         for kind, outcome in (("STORE", StoreOutcome(dropped=2)), ("RETRIEVE", None)):
             future = client.submit(kind, key, 99, [range(32)], b"", 0)
             assert (future.result(20), future.detail) == (False, outcome)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvframework.client import KVClient
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -97,6 +99,13 @@ class ServerProcess:
 
     def client(self, **options: object) -> WireClient:
         return WireClient(self.endpoint, **options)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def engine_client(self, **options: Any) -> Iterator[KVClient]:
+        """An engine's client, connected; its deadlines are for a busy machine."""
+        with KVClient(self.endpoint, **{"deadline_scale": 20.0, **options}) as connected:
+            assert connected.wait_up(60)
+            yield connected
 
     def _answers(self) -> bool:
         assert self.process is not None

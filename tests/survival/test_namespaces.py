@@ -39,8 +39,8 @@ def clients(server: ServerProcess) -> Iterator[tuple[KVClient, KVClient]]:
     """Of two sessions, as two engine processes have."""
     with (
         server.client() as cleaner,
-        KVClient(server.endpoint, deadline_scale=20.0) as one,
-        KVClient(server.endpoint, deadline_scale=20.0) as two,
+        server.engine_client() as one,
+        server.engine_client() as two,
     ):
         cleaner.call("CLEAR", m.Clear())
         yield one, two

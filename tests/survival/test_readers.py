@@ -12,7 +12,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.client import KVClient  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
@@ -31,7 +30,7 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
     with (
         ServerProcess("server.retrieve_lease_s=1", "server.store_share=1.0", capacity="4MiB") as server,
         server.client(timeout=PATIENCE_S) as watcher,
-        KVClient(server.endpoint, deadline_scale=20.0) as client,
+        server.engine_client() as client,
     ):
         other = Engine(client, 1, wide=WIDE)
         assert other.store(other.request(TOKENS), BLOCKS)

@@ -90,7 +90,7 @@ def test_engines_outlive_every_death_of_their_server(
 
 def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
     """Whatever an engine process has asked for and not been answered."""
-    from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+    from kvframework.client import RequestHashes, SchedulerAdapter
 
     with ServerProcess("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}") as server:
         with server.client() as other:
@@ -98,8 +98,7 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             other.store(key_for(registered, [7] * 1024), b"kept")
             await_count(other, "stored", 4)
             other.call("CLEAR", m.Clear())
-        with KVClient(server.endpoint, deadline_scale=20.0) as client:
-            assert client.wait_up(20)
+        with server.engine_client() as client:
             scheduler = SchedulerAdapter(client, model_name="tiny", namespace=registered.namespace, chunk_tokens=256)
             request = RequestHashes(client.hasher, 256, request_id="r")
             request.extend([7] * 1024)

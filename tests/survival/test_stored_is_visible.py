@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.client import KVClient  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.survival import looker_program  # noqa: E402
 from tests.wire_path.engine import BLOCK, CHUNK, Engine  # noqa: E402
@@ -21,7 +20,7 @@ TIMES = 1000
 
 
 def test_resolved_is_visible_in_another_process() -> None:
-    with ServerProcess(capacity="32MiB") as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
+    with ServerProcess(capacity="32MiB") as server, server.engine_client() as client:
         engines = [Engine(client, 1, path="arena", wide=2), Engine(client, 2, path="wire", wide=2)]
         namespaces = {engine.registration.namespace.hex() for engine in engines}
         assert len(namespaces) == 1

@@ -55,8 +55,7 @@ def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteS
 def test_wire_and_arena_hold_the_same_objects(server: RemoteServer, client: KVClient) -> None:
     remote = Engine(client)
     assert remote.store(remote.request(TOKENS), BLOCKS)
-    with KVClient(server.process.endpoint, deadline_scale=20.0) as mapped:
-        assert mapped.wait_up(20)
+    with server.process.engine_client() as mapped:
         local = Engine(mapped, 2, path="arena")
         assert local.retrieve(local.request(TOKENS), OTHERS)
         assert torch.equal(local.tokens(OTHERS), remote.tokens(BLOCKS))

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from kvframework.api import CacheKey
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging.client import connection
+from kvframework.messaging.client import why_down
 from kvframework.wire import messages as m
 from tests.wire_versions.other_release import become
 
@@ -74,7 +74,7 @@ class Engine:
 def main(endpoint: str) -> None:
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", force=True)
     become()
-    connection.TELL_AGAIN_S = 1.0
+    why_down.TELL_AGAIN_S = 1.0
     with KVClient(endpoint, name="engine of another release", connect_timeout_s=0.2, deadline_scale=20.0) as client:
         engine = Engine(client)
         while not select.select([sys.stdin], [], [], 0.1)[0]:

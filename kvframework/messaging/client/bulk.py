@@ -1,7 +1,7 @@
-"""Owns the second socket of a session, for bulk: big frames go there, so that no small request waits behind them.
+"""The second socket of a session, for bulk: big frames use it, so that no small request waits behind them.
 
-Opened by the first thread that needs it and thrown away after anything went wrong on it: what was under way there fails
-with `ServerGone`, and nothing late of it can be taken for an answer to something else.
+The first thread that needs it opens it, and any failure on it discards it: its requests in flight fail with
+`ServerGone`, and no late frame of it can pass for another answer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
 
-# Whether the server lives is the control socket's to find out; a PING would wait behind the bulk.
+# The control socket monitors whether the server lives; a PING would wait behind the bulk.
 _PING_S = 3600.0
 
 
 class BulkSocket:
-    """Belongs to the `control` link of its session and ends with it. Thread-safe.
+    """The bulk socket of the session of the `control` link, which ends with it. Thread-safe.
 
     `join()` makes a DEALER that has joined the session; it blocks for one handshake.
     """
@@ -37,13 +37,13 @@ class BulkSocket:
     def submit(
         self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float
     ) -> MessagingFuture[Message]:
-        """Like `Link.submit`, after a handshake if there is no socket. Never raises."""
+        """Submit like `Link.submit`, after a handshake if there is no socket. Never raises."""
         try:
             link = self._opened()
         except KVFrameworkError as error:
-            # Where these keep newcomers out, a new session would not come in either.
+            # These errors would refuse a new session too.
             if not isinstance(error, (ServerGone, ServerFull, OutOfResources)):
-                self._control.close()  # the session takes no further socket: only a new one can help
+                self._control.close()  # the session refuses another socket: only a new session can help
             return MessagingFuture.failed(error)
         except Exception as error:
             out = as_out_of_resources(error)
@@ -53,7 +53,7 @@ class BulkSocket:
         return link.submit(spec, payload, buffers, timeout)
 
     def close(self) -> None:
-        """Idempotent. Waits for a handshake under way."""
+        """Close the socket. Idempotent. Waits for a handshake in progress."""
         with self._lock:
             self._closed = True
             if self._link is not None:

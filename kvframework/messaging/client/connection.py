@@ -1,7 +1,7 @@
-"""Owns `Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
+"""`Connection`, the client's end of the wire: it keeps a link to the server up and hands requests to it.
 
 Two threads: the link's I/O thread, and the supervisor thread here, which dials, says HELLO, and calls `on_up` and
-`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has an I/O thread of its own.
+`on_down`: these may therefore issue requests themselves. The bulk socket, once used, has its own I/O thread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.client.bulk import BulkSocket
-from kvframework.messaging.client.dial import BULK, CONTROL, IO_THREADS, dial
+from kvframework.messaging.client.dial import BULK, CONTROL, dial, make_context
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import RequestFuture
+from kvframework.messaging.client.why_down import WhyDown
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
@@ -44,22 +45,19 @@ logger = logging.getLogger(__name__)
 
 State = Literal["up", "suspect", "down"]
 
-TELL_AGAIN_S = 60.0
 _FIRST_PAUSE_S = 0.05
 _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
 _LATER_S = 0.01
 _CLOSE_S = 10.0
-# Twice of what a context with its first connection takes, see `FOR_A_CONNECTION`.
-_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
 
 
 class Connection:
-    """A connection that heals itself. `start()`, then `request(...)` from any thread, then `close()`.
+    """A connection that reconnects by itself. `start()`, then `request(...)` from any thread, then `close()`.
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
-    it returns only `urgent` requests go through. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. What is added to `losses` is told to the server. A forked child cannot use its
+    it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
+    follows every `on_up` that returned. Entries of `losses` are reported to the server. A forked child cannot use its
     parent's connection and does not disturb it.
 
     While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
@@ -77,9 +75,7 @@ class Connection:
         keys: LoadedKeys | None = None,
     ) -> None:
         self.losses = Losses()
-        self.last_error: Exception | None = None
-        self._unanswered: ServerGone | None = None
-        self._tell_again_at = 0.0
+        self._why = WhyDown(endpoint)
         self._endpoint = endpoint
         self._hello = hello
         self._table = table
@@ -98,13 +94,13 @@ class Connection:
         self._thread = self._supervisor()
 
     def start(self) -> None:
-        """Starts to connect. Returns at once; to be called once. If the process gets no thread now, a look at
-        `state` later starts it."""
+        """Start to connect. Returns at once; may be called once. If the process gets no thread now, a later read of
+        `state` starts it."""
         with self._starting:
             self._start_thread()
 
     def wait_up(self, timeout: float) -> bool:
-        """Waits until the state is "up", at most `timeout` seconds; whether it is."""
+        """Wait until the state is "up", at most `timeout` seconds; return whether it is."""
         if os.getpid() != self._pid:
             return False
         deadline = time.monotonic() + timeout
@@ -115,7 +111,8 @@ class Connection:
 
     @property
     def state(self) -> State:
-        """ "suspect": a request or PING was not answered in time, and no PING since. "down": there is no server."""
+        """The state of the connection. "suspect": a request or PING was not answered in time, and no PING since.
+        "down": there is no server."""
         link = self._link
         if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
             if time.monotonic() >= self._start_again_at:
@@ -125,20 +122,23 @@ class Connection:
 
     @property
     def boot_id(self) -> bytes | None:
-        """Of the server that is connected, None if there is none."""
+        """The boot id of the connected server, None if there is none."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
 
     @property
+    def last_error(self) -> Exception | None:
+        """Of the last attempt to connect, or why the connection ended; None while it is up."""
+        return self._why.error
+
+    @property
     def why_down(self) -> Exception | None:
-        """The most telling of what is known: a refusal before silence, silence before that nobody was there."""
-        if self.last_error is not None and not isinstance(self.last_error, ServerGone):
-            return self.last_error
-        return self._unanswered or self.last_error
+        """The most telling of what is known, see `WhyDown`."""
+        return self._why.most_telling
 
     def hold(self) -> int | None:
-        """A descriptor that, while it is open, keeps the server from taking this process for dead (None over TCP). The
-        caller closes it. To be called from within `on_up`."""
+        """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
+        TCP). The caller closes it. Must be called from within `on_up`."""
         link = self._link
         return link.hold() if link is not None else None
 
@@ -153,17 +153,16 @@ class Connection:
         silence_s: float = 0.0,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """Sends a request and returns its future; never blocks and never raises.
+        """Send a request and return its future; never blocks and never raises.
 
         The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
         the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
         answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
-        the server has been silent for less than `silence_s`). Its
-        callbacks run in the thread that receives the answer: the I/O thread, or a caller's in `ask`. Big buffers are
-        sent without a copy: they must stay unchanged until an answer.
-        `cancel()` on it sends CANCEL; the future then resolves with what the server answers to the request.
-        `on_late` is called in the I/O thread with a response that comes after the timeout: what it grants is
-        nobody's else.
+        the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
+        the I/O thread, or a caller's in `ask`. Big buffers are sent without a copy: they must stay unchanged until an
+        answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
+        `on_late` is called in the I/O thread with a response that arrives after the timeout; it must release what the
+        response grants, since nothing else can.
         """
         try:
             spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
@@ -180,8 +179,8 @@ class Connection:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> Message:
-        """`request`, waiting for its answer: the calling thread sends and receives by itself, so that no other has to
-        wake. Raises what the future would fail with. Not for callbacks of futures."""
+        """Send a request and wait for its answer: the calling thread sends and receives by itself, so that no other
+        thread has to wake. Raises what the future of `request` would fail with. Not for callbacks of futures."""
         spec = self._spec(name)
         return self._usable(urgent).ask(spec, payload, timeout, on_late)
 
@@ -195,8 +194,8 @@ class Connection:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """`request`, for which the calling thread waits for `turn` seconds at most, as `ask` does: most often the
-        future is resolved. Made while the server has been silent for less than `timeout`. Never raises."""
+        """Send a request and wait for at most `turn` seconds, as `ask` does: most often the returned future is
+        resolved. Also sent while the server has been silent for less than `timeout`. Never raises."""
         try:
             spec, link = self._spec(name), self._usable(urgent, timeout)
         except KVFrameworkError as error:
@@ -204,7 +203,8 @@ class Connection:
         return link.begin(spec, payload, timeout, turn, on_late)
 
     def reachable(self, silence_s: float) -> bool:
-        """Whether `request` and `begin` would send: "up", or silent for less than so many seconds. Never blocks."""
+        """Whether `request` and `begin` would send: "up", or silent for less than this number of seconds. Never
+        blocks."""
         try:
             self._usable(urgent=False, silence_s=silence_s)
         except ServerGone:
@@ -214,10 +214,10 @@ class Connection:
     def bulk_request(
         self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
     ) -> MessagingFuture[Message]:
-        """Like `request`, over the session's second socket, which big frames have for themselves. Blocks for a
-        handshake when there is none yet. After a timeout there everything under way there fails, and only there.
+        """Send a request like `request`, over the session's second socket, which is reserved for big frames. Blocks for
+        a handshake when there is none yet. After a timeout on it all its requests in flight fail, and only those.
 
-        A future that has failed does not give the buffers back: ZMQ may still read them, so never write to them again.
+        A future that has failed does not release the buffers: ZMQ may still read them, so never write to them again.
         """
         try:
             spec = self._spec(name, buffers)
@@ -229,10 +229,10 @@ class Connection:
         return bulk.submit(spec, payload, buffers, timeout)
 
     def cancel(self, future: MessagingFuture[Message]) -> MessagingFuture[Message]:
-        """Sends CANCEL for a request made here, also one whose future has failed with `DeadlineExceeded` already.
+        """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
 
-        The returned future resolves to `CancelReply` once the server touches nothing more for the request, or fails
-        with `ServerGone` if the connection that it was made on is no more.
+        The returned future resolves to `CancelReply` once the server no longer touches anything for the request, or
+        fails with `ServerGone` if the connection of the request has ended.
         """
         if not isinstance(future, RequestFuture):  # it never left this process
             return MessagingFuture.resolved(CancelReply(found=False))
@@ -241,9 +241,9 @@ class Connection:
         return future.cancelled()
 
     def close(self) -> None:
-        """Ends the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
-        are joined (not by themselves, and no longer than a resolver that hangs is worth). Idempotent; does nothing in a
-        forked child."""
+        """End the connection: pending futures fail with `ServerGone`, `on_down` is called if it was up, both threads
+        are joined (not by themselves, and only for a bounded time, since a resolver may hang). Idempotent; does nothing
+        in a forked child."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -278,7 +278,7 @@ class Connection:
                 self._starting.release()
 
     def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
-        """The link that a request may go over now. Raises `ServerGone`."""
+        """Return the link that a request may use now. Raises `ServerGone`."""
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
         if link is None or not (allowed or (state == "suspect" and link.silent_s() < silence_s)):
@@ -286,7 +286,7 @@ class Connection:
         return link
 
     def _spec(self, name: str, buffers: Sequence[Buffer] = ()) -> RequestSpec:
-        """Raises `UnknownRequest` and `MalformedFrames`."""
+        """Return the spec of a request. Raises `UnknownRequest` and `MalformedFrames`."""
         spec = self._table.get(name)
         if spec is None:
             raise UnknownRequest(f"there is no request {name!r}")
@@ -300,13 +300,13 @@ class Connection:
         try:
             while not self._closing.is_set():
                 try:
-                    context = context or _context()
+                    context = context or make_context()
                     need(descriptors=FOR_A_CONNECTION)
                     self._connect_once(context)
                     pause = _FIRST_PAUSE_S
                     self._closing.wait(pause)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
-                    # No name of this frame's for it: its traceback would keep the sockets of the attempt.
+                    # This frame keeps no name for the error: its traceback would keep the sockets of the attempt.
                     most = self._note(as_out_of_resources(error) or error)
                     self._closing.wait(min(pause, most))
                     pause = min(pause * 2, most)
@@ -315,15 +315,15 @@ class Connection:
                 context.destroy(0)
 
     def _connect_once(self, context: zmq.Context[Any]) -> None:
-        """One connection, from HELLO to its end. Raises if it did not come up."""
+        """Run one connection, from HELLO to its end. Raises if it did not come up."""
         deadlines = self._deadlines
         dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
-        self._unanswered = None
+        self._why.unanswered = None
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
             liveness, arena_fd = None, None
-            # What a server on another host names is none of this one's paths.
+            # Paths of a server on another host do not refer to this host.
             if reply.liveness and self._endpoint.startswith("ipc://"):
                 liveness, arena_fd = LivenessLink.connect(reply.liveness, reply.session, deadlines.hello_s)
                 undo.callback(liveness.close)
@@ -342,7 +342,7 @@ class Connection:
             link.close()
         try:
             self._on_up(reply, arena_fd)
-            self.last_error = None
+            self._why.error = None
             self._welcomed = True
             logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
             self._notify()
@@ -379,16 +379,16 @@ class Connection:
         )
 
     def _wait_for_hello(self, unanswered: ServerGone) -> None:
-        self._unanswered = unanswered
+        self._why.unanswered = unanswered
 
     def _went_down(self, link: Link) -> None:
         if not self._closing.is_set():
-            self.last_error = link.gone()
+            self._why.error = link.gone()
             logger.warning("lost the server at %s: %s", self._endpoint, link.gone().fact)
         try:
             self._on_down()
         except Exception as error:
-            self.last_error = error
+            self._why.error = error
             logger.exception("on_down failed")
 
     def _notify(self) -> None:
@@ -396,32 +396,6 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Logs what keeps the connection from coming up: loudly, unless it is only that nobody serves; again after a
-        while, since a cache that is never hit looks like any other. For how long to pause at most."""
-        now = time.monotonic()
-        if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._tell_again_at):
-            self._tell_again_at = now + TELL_AGAIN_S
-            if isinstance(error, ServerGone):
-                logger.info("no server at %s: %s", self._endpoint, error.fact)
-            elif isinstance(error, OutOfResources):
-                logger.warning("no connection to %s for now: %s", self._endpoint, error)
-            elif isinstance(error, KVFrameworkError):
-                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
-            else:
-                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
-        self.last_error = error
-        self._unanswered = None
+        """Keeps and logs what an attempt failed with. For how long to pause at most, in seconds."""
+        self._why.note(error, quiet=self._closing.is_set())
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
-
-
-def _context() -> zmq.Context[Any]:
-    """A context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it gets too few
-    descriptors or threads in the midst of it, so there have to be more."""
-    need(**_FOR_A_CONTEXT)
-    context = zmq.Context(IO_THREADS)
-    try:
-        context.socket(zmq.DEALER).close(0)
-    except zmq.ZMQError:
-        context.destroy(0)
-        raise
-    return context

@@ -1,6 +1,6 @@
-"""Owns one attempt to reach a server: a fresh DEALER and HELLO. Runs in the connection's supervisor thread, blocking.
+"""One attempt to reach a server: a fresh DEALER and HELLO. Runs in the connection's supervisor thread, blocking.
 
-Every attempt has a socket of its own that never reconnects, so that nothing meant for one server reaches another.
+Every attempt has its own socket, which never reconnects, so that no message for one server reaches another.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvframework.config import FULL_SUFFIX, Endpoint, check_private_directory, i
 from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
+from kvframework.messaging.resources import FOR_A_CONNECTION, need
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 
@@ -30,6 +31,21 @@ _POLL_S = 0.05
 # The I/O threads of a client's context, as bit masks: big frames never delay small ones, even while they are encrypted.
 CONTROL, BULK = 0b01, 0b10
 IO_THREADS = 2
+# Twice the need of a context with its first connection, see `FOR_A_CONNECTION`.
+_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
+
+
+def make_context() -> zmq.Context[Any]:
+    """Return a context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it lacks
+    descriptors or threads while it starts, so a surplus is required."""
+    need(**_FOR_A_CONTEXT)
+    context = zmq.Context(IO_THREADS)
+    try:
+        context.socket(zmq.DEALER).close(0)
+    except zmq.ZMQError:
+        context.destroy(0)
+        raise
+    return context
 
 
 def dial(
@@ -43,11 +59,11 @@ def dial(
     io_thread: int = CONTROL,
     waiting: Callable[[ServerGone], None] = lambda _: None,
 ) -> tuple[frames_io.Socket, HelloReply]:
-    """A connected DEALER, which the caller owns, and HELLO's answer. `context` has `IO_THREADS`.
+    """Return a connected DEALER, which the caller owns, and HELLO's answer. `context` has `IO_THREADS`.
 
-    Raises `ServerGone` if nobody listens or answers in time, or `closing()`; `EndpointError` for an ipc:// one in a
-    directory that others may write to; else what the server refuses with. `waiting` is told, once HELLO is on its way,
-    what is raised if no answer comes.
+    Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc://
+    endpoint in a directory that others may write to; else the server's refusal. `waiting` is called once HELLO has been
+    sent, with the error that is raised if no answer comes.
     """
     address = None
     if endpoint.startswith("ipc://"):
@@ -82,7 +98,7 @@ def dial(
             _say_why(dealer, error)
             raise
     except zmq.Again:
-        # The server has hung up before HELLO was on its way, as it does with clients that have no keys.
+        # The server hung up before HELLO was sent, as it does with clients that have no keys.
         dealer.close(0)
         raise unanswered from None
     except zmq.ZMQError as error:
@@ -102,7 +118,7 @@ def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
 
 
 def _check_directory(endpoint: str) -> None:
-    """Whoever may write there can put a server of their own in the place of this user's."""
+    """Check the directory: a user who may write there could replace the socket by that of another server."""
     try:
         check_private_directory(Path(ipc_path(endpoint)).parent)
     except OSError as error:
@@ -124,7 +140,7 @@ def _probe_tcp(address: Endpoint, endpoint: str, timeout: float) -> None:
 
 
 def _probe(family: socket.AddressFamily, place: Any, endpoint: str, timeout: float) -> None:
-    """Raises `ServerGone` if nobody listens: ZMQ would only say nothing."""
+    """Raise `ServerGone` if there is no listener, which ZMQ would not report."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(timeout)
         try:

@@ -1,8 +1,9 @@
-"""Owns `Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
+"""`Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
 
-The I/O thread owns the liveness socket, the heartbeat and all deadlines but those of callers who wait: these send and
-receive by themselves (`ask`). Others append to an outbox and wake the I/O thread, which receives what nobody waits for.
-When the link ends, for whatever reason, every future of it fails with `ServerGone`; a link is never used again.
+The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers in `ask`, which send
+and receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
+caller waits for. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never used
+again.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Link:
         self._outbox: deque[Outgoing] = deque()
         self._pending = Pending()
         self._wakeup = Wakeup()
-        # What callers have met and is the I/O thread's to see to: answers to nobody, requests given up.
+        # Work that callers leave to the I/O thread: answers without a caller, and requests that were given up.
         self._handed_over: deque[Envelope | Outgoing] = deque()
         self._late = LateAnswers()
-        # What each told of losses.
+        # The losses that each PING reported.
         self._pings: dict[int, tuple[Lost, ...]] = {}
         self._callers = self._dealer.watch(zmq.Poller())
         self._asking: set[int] = set()  # threads in `ask`
@@ -110,8 +111,8 @@ class Link:
         return self._silence.suspect
 
     def start(self) -> None:
-        """Starts the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if there is none to get, and
-        keeps no descriptor of its own then; the liveness socket is still the caller's."""
+        """Start the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if the process gets no
+        thread, and keeps no descriptor then; the liveness socket is still the caller's."""
         try:
             self._thread.start()
         except RuntimeError:
@@ -120,8 +121,8 @@ class Link:
             raise
 
     def runs_here(self) -> bool:
-        """True in the I/O thread, and in a caller's within `ask` (its callbacks, a signal's handler): the link may not
-        end before it is out."""
+        """Whether this is the I/O thread, or a caller within `ask` (its callbacks, a signal's handler): the link may
+        not end before it has left."""
         return threading.current_thread() is self._thread or threading.get_ident() in self._asking
 
     def submit(
@@ -132,7 +133,7 @@ class Link:
         timeout: float,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """Sends a request, from any thread, without blocking. What cannot be sent comes back as a failed future."""
+        """Send a request, from any thread, without blocking. A request that cannot be sent yields a failed future."""
         try:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
@@ -147,7 +148,7 @@ class Link:
     def ask(
         self, spec: RequestSpec, payload: Message, timeout: float, on_late: Callable[[Message], None] | None = None
     ) -> Message:
-        """Sends a request and waits for its answer. Raises what the future of `submit` fails with. Not for the I/O
+        """Send a request and wait for its answer. Raises what the future of `submit` fails with. Not for the I/O
         thread, nor for callbacks of futures."""
         item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
@@ -165,8 +166,8 @@ class Link:
         turn: float,
         on_late: Callable[[Message], None] | None = None,
     ) -> MessagingFuture[Message]:
-        """`ask` for at most `turn` seconds; then the future, which is still pending, goes on as that of `submit`. Waits
-        for nothing while the server takes longer than such a turn, nor in callbacks of futures."""
+        """Like `ask` for at most `turn` seconds; a future that is still pending then continues as that of `submit`.
+        Does not wait while the server takes longer than such a turn, nor in callbacks of futures."""
         if turn <= 0 or self.suspect or not self._prompt or self.runs_here():
             return self.submit(spec, payload, (), timeout, on_late)
         try:
@@ -181,7 +182,7 @@ class Link:
         return self._silence.seconds()
 
     def cancel(self, request_id: int) -> MessagingFuture[Message]:
-        """Sends CANCEL; its answer comes once the server touches nothing more for that request."""
+        """Send CANCEL; its answer comes once the server no longer touches anything for that request."""
         return self.submit(_CANCEL, Cancel(request_id), (), _CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def hold(self) -> int | None:
@@ -189,8 +190,8 @@ class Link:
         return self._liveness.duplicate() if self._liveness is not None else None
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
-        """Tells a server what it could not notice otherwise: what was lost, the end, and why it is of no use. Waits for
-        a moment. Not in the I/O thread."""
+        """Report to the server what it could not notice otherwise: losses, the end, and the reason if this client
+        cannot use the server. Waits for a moment. Not in the I/O thread."""
         if report := self._losses.report():
             with contextlib.suppress(KVFrameworkError):
                 self.submit(_PING, Ping(report), (), _GOODBYE_S).result(2 * _GOODBYE_S)
@@ -201,7 +202,7 @@ class Link:
                 self.submit(_GOODBYE, goodbye, (), _GOODBYE_S).result(2 * _GOODBYE_S)
 
     def close(self) -> None:
-        """Ends the link and waits for its thread, unless called by it. Idempotent."""
+        """End the link and wait for its thread, unless called by it. Idempotent."""
         with self._lock:
             self._closed = True
         self._wakeup.signal()
@@ -209,14 +210,14 @@ class Link:
             self._thread.join()
 
     def gone(self) -> KVFrameworkError:
-        """What requests of an ended link fail with."""
+        """Return the error with which requests of an ended link fail."""
         return ServerGone(self.reason.fact if self.reason else "the connection was closed")
 
-    # in the thread of a caller who waits
+    # in the thread of a waiting caller
 
     def _wait_here(self, item: Outgoing, until: float) -> None:
-        """Sends it and waits. Afterwards the future is resolved, or pending and the I/O thread's, if `until` is before
-        its deadline."""
+        """Send the request and wait. Afterwards the future is resolved, or pending and served by the I/O thread, if
+        `until` is before its deadline."""
         caller, given_on = threading.get_ident(), False
         try:
             self._asking.add(caller)
@@ -230,7 +231,7 @@ class Link:
                 else:
                     self._give_up(item)
         except BaseException as error:
-            # What a signal's handler raised. Anywhere but in a wait, half a message may have been sent or taken in.
+            # A signal's handler raised. Outside of a wait, half a message may have been sent or received.
             self._dealer.follow()
             if not item.future.resting:
                 self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
@@ -241,7 +242,7 @@ class Link:
                 self._wakeup.signal()
 
     def _exchange(self, item: Outgoing, until: float) -> None:
-        """Sends it and receives, until the future is resolved or that time."""
+        """Send the request and receive, until its future is resolved or that time."""
         if self._closed or not self._pending.add(item, watched=False):
             item.resolve(self.gone())
             return
@@ -258,7 +259,7 @@ class Link:
                 finally:
                     self._dealer.follow()
                     if self._pending:
-                        self._wakeup.signal()  # nobody receives what others wait for
+                        self._wakeup.signal()  # no thread receives the answers that others wait for
             else:
                 item.future.wait(until - self._clock())
                 if self._clock() >= until:
@@ -267,7 +268,7 @@ class Link:
                 return
 
     def _receive_until(self, item: Outgoing, until: float) -> None:
-        """As the leader, until the item is resolved or that time."""
+        """Receive as the leader, until the item is resolved or that time."""
         while not item.future.query():
             item.future.resting = True
             self._dealer.wait(until, self._callers)
@@ -281,7 +282,7 @@ class Link:
             self._silence.begin(item.deadline - item.timeout)
             self._wakeup.signal()
         else:
-            item.future.wait(_LAST_RESORT_S)  # another thread is about to
+            item.future.wait(_LAST_RESORT_S)  # another thread is about to resolve it
         item.resolve(item.unanswered())
 
     # in any thread
@@ -345,11 +346,11 @@ class Link:
         self._send_outbox()
         self._take_over()
         if self._liveness is not None and self._liveness.fd in ready:
-            self._receive()  # what the server said before it went
+            self._receive()  # messages that the server sent before its end
             raise _EndOfLink(ServerGone("the server has ended"))
         now = self._clock()
         if now >= wake_at:
-            self._receive()  # this process may have been stopped: what is here by now was not late
+            self._receive()  # this process may have been stopped: answers that have arrived by now were not late
             self._take_over()
             self._expire(now)
             self._beat(now)
@@ -384,21 +385,21 @@ class Link:
             item.resolve(item.answer(envelope), envelope.buffers)
         except KVFrameworkError as error:
             if isinstance(error, HelloRequired):
-                self._stop(error)  # before the caller knows, who may ask again at once
+                self._stop(error)  # before the caller, who may retry at once, gets the error
             item.resolve(error)
         finally:
-            if not item.future.query():  # a signal was in the way
+            if not item.future.query():  # a signal interrupted it
                 item.resolve(self.gone())
 
     def _stop(self, reason: KVFrameworkError) -> None:
-        """The I/O thread will end the link."""
+        """Make the I/O thread end the link."""
         self.reason = reason
         with self._lock:
             self._closed = True
         self._wakeup.signal()
 
     def _on_pong(self, envelope: Envelope) -> None:
-        """Any answer shows that the server's loop is alive; a PONG also which boot of it."""
+        """Any answer shows that the server's loop is alive; a PONG also identifies its boot."""
         told = self._pings.pop(envelope.request_id)
         self._pings.clear()
         self._heartbeat.answered()

@@ -1,4 +1,4 @@
-"""Owns the client half of the liveness socket: it brings the arena's descriptor, and its end is the server's death.
+"""The client half of the liveness socket: it brings the arena's descriptor, and its end means the server's death.
 
 Runs in the engine process; connected by the supervisor thread, watched by the connection's I/O thread.
 """
@@ -27,7 +27,7 @@ class LivenessLink:
 
     @classmethod
     def connect(cls, path: str, token: bytes, timeout: float) -> tuple[LivenessLink, int | None]:
-        """Connects, presents the token and receives the arena's descriptor (None if there is no arena). The caller owns
+        """Connect, present the token and receive the arena's descriptor (None if there is no arena). The caller owns
         both. Blocks at most about `timeout` seconds. Raises `ServerGone`, `ProtocolError` or `EndpointError`."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link = cls(sock)  # before connecting, so that a fork in between keeps no copy
@@ -52,11 +52,12 @@ class LivenessLink:
         return self._sock.fileno()
 
     def duplicate(self) -> int:
-        """Another descriptor of the same socket, the caller's own: the server sees the end when all are closed."""
+        """Return another descriptor of the same socket, owned by the caller: the server sees the end when all are
+        closed."""
         return os.dup(self._sock.fileno())
 
     def close(self) -> None:
-        """The server takes it for the client's death. Idempotent."""
+        """Close the socket, which the server takes for the client's death. Idempotent."""
         self._sock.close()
 
     def close_in_child(self) -> None:

@@ -1,6 +1,6 @@
-"""What a client lost, and has not told its server yet: calls that failed by kind and error code. Thread-safe.
+"""The losses that a client has not reported to its server yet: failed calls by kind and error code. Thread-safe.
 
-PINGs carry it. A server that answered one knows of it, whichever session that was.
+PINGs carry them. A server that answered such a PING knows them, whichever session it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _OTHERS = "other"
 
 
 class Losses:
-    """Amounts are what the servers of this process do not know of yet; `report` is since `begin`, so that one that is
-    heard twice counts once."""
+    """Losses that no server knows of yet; `report` covers the time since `begin`, so that a repeated report counts
+    once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Losses:
         self._known: tuple[Lost, ...] = ()
 
     def add(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
-        """One call, and the bytes that it was to move."""
+        """Add one failed call, and the bytes that it was to move."""
         code = code[:MAX_LOST_CODE]
         with self._lock:
             if code not in self._untold and len(self._untold) >= MAX_LOST - 1:
@@ -33,7 +33,7 @@ class Losses:
             self._untold[code] = _combined(lost, one, 1)
 
     def begin(self) -> None:
-        """A new session: it is told what no former one has answered for."""
+        """Start a new session: its reports contain the losses that no earlier session acknowledged."""
         with self._lock:
             known, self._known = {each.code: each for each in self._known}, ()
             left = {
@@ -42,13 +42,13 @@ class Losses:
             self._untold = {code: lost for code, lost in left.items() if _counts(lost)}
 
     def report(self) -> tuple[Lost, ...]:
-        """All of this session; () if its server knows already."""
+        """Return all losses of this session; () if its server knows them already."""
         with self._lock:
             all_of_it = tuple(self._untold.values())
             return () if all_of_it == self._known else all_of_it
 
     def told(self, report: tuple[Lost, ...]) -> None:
-        """The server of this session has answered a PING with it."""
+        """Record that the server of this session has answered a PING with this report."""
         if report:
             with self._lock:
                 self._known = report

@@ -1,4 +1,4 @@
-"""Owns the requests of a link that were sent and are not answered: who waits, and until when. Thread-safe."""
+"""The unanswered requests of a link: their futures and deadlines. Thread-safe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LATE = 4096
 
-# Sends the CANCEL of a request id; the future of its answer.
+# Sends the CANCEL of a request id; returns the future of its answer.
 SendCancel = Callable[[int], MessagingFuture[Message]]
 
 
@@ -33,25 +33,26 @@ class RequestFuture(MessagingFuture[Message]):
         super().__init__()
         self._send_cancel = send_cancel
         self.request_id = request_id
-        self.resting = False  # whether its caller only waits, so that a signal ends that without harm
+        self.resting = False  # whether its caller only waits, so that a signal may interrupt it without harm
 
     def cancel(self) -> None:
         if not self.query():
             self._send_cancel(self.request_id)
 
     def cancelled(self) -> MessagingFuture[Message]:
-        """Sends CANCEL. The future of its answer, which comes once the server touches nothing more for the request."""
+        """Send CANCEL and return the future of its answer, which comes once the server no longer touches anything for
+        the request."""
         return self._send_cancel(self.request_id)
 
     def wait(self, timeout: float) -> None:
-        """Until it is resolved, at most `timeout` seconds."""
+        """Wait until it is resolved, at most `timeout` seconds."""
         self.resting = True
         self._done.wait(max(timeout, 0.0))
         self.resting = False
 
 
 class Outgoing(NamedTuple):
-    """A request; `deadline` is of the monotonic clock. `on_late` takes an answer that comes after it."""
+    """A request; `deadline` is on the monotonic clock. `on_late` receives an answer that arrives after it."""
 
     request_id: int
     frames: list[Any]
@@ -72,7 +73,7 @@ class Outgoing(NamedTuple):
         timeout: float,
         on_late: Callable[[Message], None] | None,
     ) -> Outgoing:
-        """Ready to send. Raises `InvalidPayload` or `MessageTooLarge`."""
+        """Encode a request, ready to send. Raises `InvalidPayload` or `MessageTooLarge`."""
         try:
             frames = frames_io.outgoing(join(request_id, spec.name, payload, buffers))
         except KVFrameworkError:
@@ -83,8 +84,8 @@ class Outgoing(NamedTuple):
         return cls(request_id, frames, spec, future, timeout, time.monotonic() + timeout, on_late)
 
     def answer(self, envelope: Envelope) -> Message:
-        """What the server says. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for what is no
-        answer to this."""
+        """Return the server's response. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for a
+        reply that does not answer this request."""
         if envelope.type == ERROR_TYPE:
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
@@ -92,7 +93,7 @@ class Outgoing(NamedTuple):
         return decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
 
     def resolve(self, outcome: Message | KVFrameworkError, detail: object = None) -> None:
-        """In whatever thread has the outcome. A callback that fails is logged."""
+        """Resolve the future, in the calling thread. A callback that fails is logged."""
         try:
             if isinstance(outcome, KVFrameworkError):
                 self.future.set_exception(outcome)
@@ -102,12 +103,12 @@ class Outgoing(NamedTuple):
             logger.exception("a callback of a %s future failed", self.spec.name)
 
     def unanswered(self) -> KVFrameworkError:
-        """What it fails with at its deadline."""
+        """Return the error with which it fails at its deadline."""
         return DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT)
 
 
 class Pending:
-    """Whoever takes a request out is the one to resolve it."""
+    """The unanswered requests. The thread that removes a request must resolve it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +120,8 @@ class Pending:
         return len(self._items)
 
     def add(self, item: Outgoing, *, watched: bool) -> bool:
-        """`watched`: `due` will give it out at its deadline; else its caller sees to that. False after `close`."""
+        """Add a request. `watched` means that `due` returns it at its deadline; else its caller handles that. False
+        after `close`."""
         with self._lock:
             if self._closed:
                 return False
@@ -129,19 +131,21 @@ class Pending:
             return True
 
     def watch(self, item: Outgoing) -> None:
-        """Its caller waits no longer: `due` sees to its deadline, unless it was answered."""
+        """Leave the deadline of a request to `due`, since its caller no longer waits; no effect once it was
+        answered."""
         with self._lock:
             if item.request_id in self._items:
                 self._deadlines.set(item.request_id, item.deadline)
 
     def take(self, request_id: int) -> Outgoing | None:
-        """None if somebody else has."""
+        """Remove a request; None if another thread has taken it."""
         with self._lock:
             self._deadlines.discard(request_id)
             return self._items.pop(request_id, None)
 
     def lapse(self, item: Outgoing, into: deque[Outgoing | Envelope]) -> bool:
-        """`take` for who gives up; False if somebody else has it. Whoever finds it missing finds it in `into`."""
+        """Atomically move a timed-out request to `into`; False if another thread has taken it. A thread that does not
+        find it here finds it in `into`."""
         with self._lock:
             if item.request_id not in self._items:
                 return False
@@ -151,17 +155,17 @@ class Pending:
             return True
 
     def next_deadline(self) -> float | None:
-        """Of the watched ones."""
+        """Return the earliest deadline of the watched requests."""
         with self._lock:
             return self._deadlines.next()
 
     def due(self, now: float) -> list[Outgoing]:
-        """Takes out the watched ones whose deadline is over."""
+        """Remove and return the watched requests whose deadline has passed."""
         with self._lock:
             return [self._items.pop(request_id) for request_id in self._deadlines.due(now)]
 
     def close(self) -> list[Outgoing]:
-        """Takes out all; nothing comes in any more."""
+        """Remove and return all requests; later ones are refused."""
         with self._lock:
             self._closed = True
             items = list(self._items.values())
@@ -170,7 +174,7 @@ class Pending:
 
 
 class LateAnswers:
-    """Keeps the newest 4096 of those that name who takes a late answer."""
+    """Keeps the newest 4096 timed-out requests that have an `on_late`."""
 
     def __init__(self) -> None:
         self._items: dict[int, Outgoing] = {}
@@ -182,7 +186,7 @@ class LateAnswers:
                 del self._items[next(iter(self._items))]
 
     def give_back(self, envelope: Envelope) -> None:
-        """An answer that nobody waits for, to `on_late` of who did; once. Errors grant nothing."""
+        """Pass a late answer to `on_late` of its request, once. Errors grant nothing."""
         item = self._items.pop(envelope.request_id, None)
         if item is None or item.on_late is None or envelope.type != item.spec.name:
             return

@@ -1,9 +1,9 @@
-"""Owns a DEALER that several threads use: they send as they come, and one of them at a time waits for what comes in.
+"""A DEALER that several threads use: each sends for itself, and one of them at a time waits for incoming messages.
 
-A thread that waits for an answer receives it by itself, where nobody else does: to be woken by another thread costs as
-much as the way to the server. ZMQ's sockets know nothing of threads, so a lock guards every use, and waiting is on the
-socket's descriptor. That one tells of changes only, and a send may take the notice of a message that has come in: then
-whoever waits is told here.
+A thread that waits for an answer receives it by itself, unless another thread already waits: a wake-up by another
+thread costs as much as the round trip to the server. ZMQ's sockets are not thread-safe, so a lock guards every use, and
+threads wait on the socket's descriptor. It is edge-triggered, and a send may consume the notice of a message that has
+come in: then the waiting thread is interrupted here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class SharedDealer:
         self._dealer = dealer
         self._fd = int(dealer.getsockopt(zmq.FD))
         self._lock = threading.Lock()
-        self._leading = threading.RLock()  # for what it knows of its owner, see `follow`
+        self._leading = threading.RLock()  # reentrant, since it knows its owner, see `follow`
         self._leader: int | None = None
         self._interrupt = Wakeup()
         self._closed = False
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Never blocks. Raises `zmq.Again` if the queue is full, and another `zmq.ZMQError` once it is closed."""
+        """Send a message. Never blocks. Raises `zmq.Again` if the queue is full, and another `zmq.ZMQError` once it is
+        closed."""
         with self._lock:
             if self._closed:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
@@ -47,8 +48,8 @@ class SharedDealer:
             self.interrupt()
 
     def receive(self, most: int) -> list[list[Buffer]]:
-        """The messages that are here, at most so many. Never blocks. Whoever is not the leader interrupts afterwards:
-        the leader would wait on for what was taken from it."""
+        """Return the messages that have arrived, at most `most`. Never blocks. A thread that is not the leader
+        interrupts afterwards, because the leader would still wait for the messages taken from it."""
         messages: list[list[Buffer]] = []
         with self._lock:
             while not self._closed and len(messages) < most:
@@ -59,7 +60,7 @@ class SharedDealer:
         return messages
 
     def lead(self) -> bool:
-        """Makes the caller the leader, unless there is one. Never blocks."""
+        """Make the caller the leader, unless there is one. Never blocks."""
         caller = threading.get_ident()
         if self._leader == caller or not self._leading.acquire(blocking=False):
             return False
@@ -67,16 +68,15 @@ class SharedDealer:
         return True
 
     def follow(self) -> None:
-        """Ends being the leader. Does nothing for who is not: a signal may have ended `lead` anywhere."""
+        """End being the leader. No effect in another thread: a signal may have interrupted `lead` anywhere."""
         if self._leader == threading.get_ident():
             self._leader = None
         with contextlib.suppress(RuntimeError):
             self._leading.release()
 
     def wait(self, until: float, poller: zmq.Poller) -> set[int]:
-        """Blocks the leader until a message is here, another descriptor of `poller` is ready, somebody interrupts, or
-        `until` (of the monotonic clock). `poller` is one that went through `watch`; the descriptors of it that are
-        ready."""
+        """Block the leader until a message has arrived, another descriptor of `poller` is ready, an interrupt, or
+        `until` (of the monotonic clock). `poller` must have passed through `watch`; returns its ready descriptors."""
         with self._lock:
             if self._closed:
                 return set()
@@ -87,17 +87,18 @@ class SharedDealer:
         return ready
 
     def watch(self, poller: zmq.Poller) -> zmq.Poller:
-        """Lets a poller notice messages and interrupts, too."""
+        """Register messages and interrupts with a poller."""
         poller.register(self._fd, zmq.POLLIN)
         poller.register(self._interrupt.fd, zmq.POLLIN)
         return poller
 
     def interrupt(self) -> None:
-        """The leader, if there is one, looks again at what it waits for."""
+        """Make the leader, if there is one, check again."""
         self._interrupt.signal()
 
     def close(self) -> None:
-        """Nothing is received after it. Interrupts the leader and waits for it: not to be called by it."""
+        """Close the socket; nothing is received afterwards. Interrupts the leader and waits for it: must not be called
+        by it."""
         with self._lock:
             self._closed = True
         self.interrupt()
@@ -110,5 +111,5 @@ class SharedDealer:
 
 
 def milliseconds(until: float) -> int:
-    """From now to `until`, rounded up, for a poll; `math.inf` is without end."""
+    """Return the milliseconds from now to `until`, rounded up, for a poll; `math.inf` means no limit."""
     return -1 if until == math.inf else max(0, math.ceil((until - time.monotonic()) * 1000))

@@ -12,7 +12,7 @@ from kvframework.logs.limit import LogLimit
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
 
-SILENCE_S = 1.0  # before the log speaks of it
+SILENCE_S = 1.0  # silence shorter than this is not logged
 
 
 class Silence:
@@ -35,7 +35,7 @@ class Silence:
         self._heard_at = self._clock()
 
     def seconds(self) -> float:
-        """Seconds for which the server has answered nothing, though it was asked; 0 if it is not in doubt."""
+        """Return the seconds for which the server has answered nothing despite a request; 0 if it is not suspect."""
         if not self.suspect:
             return 0.0
         return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
@@ -64,7 +64,7 @@ class Silence:
         self._changed()
 
     def log(self, now: float) -> None:
-        """Once it has lasted: one answer that is late among others is nothing that an operator can act on."""
+        """Log a silence once it has lasted: a single late answer needs no action of an operator."""
         if self.suspect and not self._logged and now - self._suspect_since >= SILENCE_S:
             self._logged = True
             logger.warning("the server does not answer: every lookup is a miss until it does")

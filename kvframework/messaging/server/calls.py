@@ -1,4 +1,4 @@
-"""Owns `Call`: one request from its arrival until nothing works on it any more. Serving thread only."""
+"""`Call`: one request from its arrival until all work on it has ended. Serving thread only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CallKey = tuple[int, int]
 
 
 class Call:
-    """A request and how far it has come.
+    """A request and its progress.
 
-    `answered` and `done` differ: after a deadline or its session's end a call is answered (or nobody waits any more)
-    while its work goes on; it is done, and a CANCEL of it is answered, once that work has ended.
+    `answered` and `done` differ: after a deadline or its session's end a call counts as answered while its work
+    continues; it is done, and a CANCEL of it is answered, once that work has ended.
     """
 
     __slots__ = (
@@ -61,7 +61,8 @@ class Call:
         self.waiters: list[MessagingFuture[Message]] = []
 
     def run(self) -> HandlerResult | BaseException:
-        """Calls the handler; what it raises is returned. Called once, in the serving or in a pool thread."""
+        """Call the handler; return its result or the exception that it raised. Called once, in the serving or in a pool
+        thread."""
         payload, self.payload = self.payload, None
         buffers, self.buffers = self.buffers, ()
         try:
@@ -73,13 +74,13 @@ class Call:
         return result
 
     def withdraw(self) -> bool:
-        """True if the call has not begun and now never will."""
+        """Return True if the call has not begun and now never will."""
         if self.job is not None:
             return self.job.cancel()
         return not self.started
 
     def finish(self) -> None:
-        """Nothing works on the call any more: lets go of what it held and answers the CANCELs that wait for it."""
+        """Mark the end of all work on the call: release what it holds and answer the CANCELs that wait for it."""
         self.done = True
         self.payload, self.buffers, self.future, self.job = None, (), None, None
         waiters, self.waiters = self.waiters, []
@@ -88,6 +89,6 @@ class Call:
 
 
 def outcome_of(future: MessagingFuture[Message]) -> HandlerResult | BaseException:
-    """What a resolved future holds."""
+    """Return the content of a resolved future."""
     error = future.exception()
     return error if error is not None else future.result(0)

@@ -1,6 +1,6 @@
-"""Owns what is done with one message: whose it is, HELLO, and on to the calls in flight. Serving thread only.
+"""Dispatch of one message: its session, HELLO, or the calls in flight. Serving thread only.
 
-Whatever comes in is answered, with a typed error frame if need be, unless not even its request id can be read.
+Every message is answered, with a typed error frame if need be, unless even its request id cannot be read.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Served:
 def check_handlers(
     handlers: Mapping[str, Handler[Any]] | Iterable[Handler[Any]], table: Mapping[str, RequestSpec]
 ) -> dict[str, Handler[Any]]:
-    """The handlers by name, checked against the request table.
+    """Return the handlers by name, checked against the request table.
 
     Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
-    a mistake of the core. A handler of CANCEL is asked for what is no message under way. Others belong to plugins and
-    are named `plugin.NAME`: else `PluginBroken`.
+    a bug of the core. A handler of CANCEL serves targets that are no message in flight. Other handlers belong to
+    plugins and are named `plugin.NAME`: else `PluginBroken`.
     """
     by_name: dict[str, Handler[Any]] = {}
     for handler in handlers.values() if isinstance(handlers, Mapping) else handlers:
@@ -88,8 +88,8 @@ def check_handlers(
 
 
 class Dispatcher:
-    """Takes messages in and ends sessions. Borrows all that it is given; `liveness_path(identity)` is "" for clients
-    that have no liveness socket. `check_room()` raises what a new session is refused with."""
+    """Takes messages in and ends sessions. Borrows all its arguments; `liveness_path(identity)` is "" for clients that
+    have no liveness socket. `check_room()` raises the error with which a new session is refused."""
 
     def __init__(
         self,
@@ -112,13 +112,13 @@ class Dispatcher:
         self._served = served
         self._counters = counters
         self._refusals = refusals
-        # Routing ids of sessions that have ended: what they sent before is still coming, and is no trouble.
+        # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
         self._left: dict[bytes, None] = {}
         self._check_room = check_room
         self.stopping = False
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
-        """Handles one message, identity first. Never raises for what a peer sent or a handler did."""
+        """Handle one message, identity first. Never raises because of a peer's message or a handler."""
         identity = bytes(frames[0])
         try:
             envelope = split(frames[1:])
@@ -144,7 +144,7 @@ class Dispatcher:
                 self._replies.send_error(identity, envelope.request_id, error)
 
     def end(self, session: ClientSession) -> None:
-        """Ends a session: cancels what it has in flight, then calls `on_session_end`, exactly once a session."""
+        """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""
         if not self._sessions.end(session):
             return
         self._counters["sessions_ended"] += 1
@@ -225,5 +225,5 @@ class Dispatcher:
             )
             welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
         finally:
-            if opened and not welcomed:  # refused, or the client has gone meanwhile and will never say anything
+            if opened and not welcomed:  # refused, or the client has left meanwhile and will never send anything
                 self.end(session)

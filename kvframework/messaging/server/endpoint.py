@@ -1,6 +1,6 @@
-"""Owns the files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that keeps it one server's.
+"""The files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that reserves it for one server.
 
-Runs in the server process. Which process holds the endpoint is decided by an flock, which no crash can leave behind.
+Runs in the server process. An flock decides which process holds the endpoint; no crash can leave it behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCK_SUFFIX = ".lock"
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Files and sockets made inside are for their owner only (of the whole process, so keep it short)."""
+    """Files and sockets made within the block are for their owner only (of the whole process, so keep it short)."""
     before = os.umask(0o177)
     try:
         yield
@@ -41,8 +41,8 @@ class EndpointFiles:
         self._lock = -1
 
     def acquire(self) -> None:
-        """Makes the directory if it is absent, takes the lock and removes stale sockets. Raises `EndpointError`, also
-        for a directory that others may write to; one names the process that holds the endpoint."""
+        """Make the directory if it is absent, take the lock and remove stale sockets. Raises `EndpointError`, also for
+        a directory that others may write to; the error names another process that holds the endpoint."""
         prepare_private_directory(Path(self.path).parent)
         try:
             self._lock = self._take_lock()
@@ -57,11 +57,11 @@ class EndpointFiles:
         close_after_fork(self)
 
     def show(self, shown: bool) -> None:
-        """Whether clients find the socket. Raises `OSError`."""
+        """Make the socket visible to clients or hide it. Raises `OSError`."""
         os.rename(*((self._full, self.path) if shown else (self.path, self._full)))
 
     def release(self) -> None:
-        """Removes the files, if this process held the endpoint, and gives the lock back. Idempotent."""
+        """Remove the files, if this process held the endpoint, and release the lock. Idempotent."""
         if self._lock < 0:
             return
         for path in (self.path, self.liveness, self._full):

@@ -1,10 +1,10 @@
-"""The gate of a server: it keeps newcomers out while descriptors run low, so that those inside, and libzmq, never miss
-one.
+"""The gate of a server: it refuses newcomers while descriptors run low, so that connected clients, and libzmq, never
+lack one.
 
-libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So a
-thread of its own looks how many are in use, the sooner again the fewer are left, and shuts one door after the other:
-for single TCP peers, for all of TCP (both in the kernel, see syn_filter.py), for new sessions, for local connections.
-Unbinding would do instead, but it ends the connections that were accepted there, too.
+libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
+gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts one door after the
+other: for single TCP peers, for all of TCP (both in the kernel, see syn_filter.py), for new sessions, for local
+connections. Unbinding the sockets would also end their accepted connections.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from kvframework.messaging.server.syn_filter import network_of, shown
 
 logger = logging.getLogger(__name__)
 
-# Shares of the limit from which on nothing more comes in there. What is above them is not wasted: it is for tiers and
-# copiers, and for what is accepted before the next look.
+# Shares of the limit from which on a door is shut. The rest is not wasted: tiers and copiers use it, and so do
+# connections accepted before the next look.
 ADDRESS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.7
-REOPEN_SHARE = 0.9  # of where a door was shut
-# Connections do not come faster; what a limit has to have above a door follows from it.
+REOPEN_SHARE = 0.9  # of the threshold at which a door was shut
+# Connections do not come faster; the necessary room above a door follows from it.
 FASTEST_PER_S = 100_000
 SOONEST_S, LATEST_S = 0.002, 0.1
 _COUNT_PEERS_S = 0.1
 _PEERS_AT_ONCE = 64
-_PEERS_SHARE_OF_TIME = 10  # a count of them is followed by so many times as long without one
+_PEERS_SHARE_OF_TIME = 10  # after a count of peers the gate pauses for this multiple of its duration
 
 
 @dataclass(frozen=True)
 class Doors:
-    """Which doors are open, and the connections of each peer whose own is shut. Pure."""
+    """The open doors, and the connections of each peer whose own door is shut. Pure."""
 
     tcp: bool = True
     sessions: bool = True
@@ -50,7 +50,8 @@ class Doors:
     shut_out: tuple[tuple[bytes, int], ...] = ()
 
     def after(self, in_use: int, limit: int, peers: Mapping[bytes, int] | None) -> Doors:
-        """With so many descriptors in use; `peers` are the TCP connections of each, None if they were not counted."""
+        """Return the doors for this number of descriptors in use; `peers` are the TCP connections of each, None if they
+        were not counted."""
         return Doors(
             _stays_open(self.tcp, in_use, TCP_SHARE * limit),
             _stays_open(self.sessions, in_use, SESSIONS_SHARE * limit),
@@ -64,7 +65,7 @@ class Doors:
         return tuple(sorted(greedy, key=lambda each: -each[1])[: syn_filter.MAX_NETWORKS])
 
     def look_again_in(self, in_use: int, limit: int) -> float:
-        """Seconds: before even the fastest could take all that is left below the next door."""
+        """Return the seconds within which even the fastest flood cannot take all that is left below the next door."""
         doors = ((self.tcp, TCP_SHARE), (self.local, LOCAL_SHARE))
         left = [share * limit - in_use for is_open, share in doors if is_open]
         return min(max(min(left, default=math.inf) / FASTEST_PER_S, SOONEST_S), LATEST_S)
@@ -75,8 +76,8 @@ def _stays_open(is_open: bool, count: int, most: float) -> bool:
 
 
 class Gate:
-    """Looks in a thread of its own between `start` and `close`. `tcp` are the listening sockets, the gate's own.
-    `show_local(True or False)` makes the local socket be found or not; None: there is none. All else may be called from
+    """Counts in its own thread between `start` and `close`. `tcp` are the listening sockets, owned by the gate.
+    `show_local(True or False)` shows or hides the local socket; None: there is none. Other methods may be called from
     any thread."""
 
     def __init__(
@@ -96,7 +97,7 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Blocks until the thread has ended. Idempotent."""
+        """End the thread. Blocks until it has ended. Idempotent."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -104,7 +105,7 @@ class Gate:
             listener.close()
 
     def check(self) -> None:
-        """Raises `ServerFull` if no new session may be opened."""
+        """Raise `ServerFull` if no new session may be opened."""
         if not self.doors.sessions:
             raise ServerFull(
                 f"more than {SESSIONS_SHARE:.0%} of the server's {descriptor_limit()} descriptors are in use",
@@ -134,7 +135,7 @@ class Gate:
                 self._failing, pause = True, LATEST_S
 
     def _look(self) -> float:
-        """Seconds until the next look."""
+        """Count once and adjust the doors; return the seconds until the next look."""
         limit, in_use = self._look_at_all()
         if self._tcp and (in_use >= ADDRESS_SHARE * limit or self.doors.shut_out):
             began = time.monotonic()
@@ -175,7 +176,7 @@ class Gate:
         try:
             if self._show_local is not None:
                 self._show_local(shown)
-        except OSError as error:  # somebody has removed the socket
+        except OSError as error:  # another process has removed the socket
             logger.error("the local socket cannot be %s: %s", "shown" if shown else "hidden", error)
 
     def _tell(self, before: Doors, in_use: int, limit: int, fresh: Collection[bytes]) -> None:
@@ -191,7 +192,7 @@ class Gate:
             logger.info("%d of %d descriptors are in use: new connections are accepted again", in_use, limit)
 
     def _peers(self) -> Counter[bytes] | None:
-        """The accepted TCP connections of each peer, by the descriptors of this process; None if they cannot be
+        """Return the accepted TCP connections of each peer, by the descriptors of this process; None if they cannot be
         listed, which needs one more."""
         try:
             names = os.listdir("/proc/self/fd")
@@ -200,8 +201,8 @@ class Gate:
         found: Counter[str] = Counter()
         for number, name in enumerate(names):
             if number % _PEERS_AT_ONCE == 0:
-                self._look_at_all()  # who come meanwhile do not wait for the count
-            # Closed meanwhile, not a socket, not connected: all the same.
+                self._look_at_all()  # newcomers during the count are noticed
+            # The descriptor may have been closed, be no socket, or not be connected.
             with contextlib.suppress(OSError):
                 found[self._peer(int(name))] += 1
         peers: Counter[bytes] = Counter()
@@ -214,7 +215,7 @@ class Gate:
         borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
         try:
             peer = borrowed.getpeername()
-            # A Unix socket's name is no tuple; a tier's connection has another port here.
+            # A Unix socket's name is no tuple; a tier's connection has another local port.
             if not isinstance(peer, tuple) or len(peer) < 2 or borrowed.getsockname()[1] not in self._ports:
                 return ""
             return str(peer[0])

@@ -1,6 +1,6 @@
-"""Owns the calls in flight: from a decoded message to its answer, whatever becomes of its handler on the way.
+"""The calls in flight: from a decoded message to its answer, whatever happens to its handler.
 
-Runs on the serving thread; pooled handlers run in worker threads and hand their results back through a queue.
+Runs on the serving thread; pooled handlers run in worker threads and return their results through a queue.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class InFlight:
     ) -> None:
         cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
         self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
-        # Of what is cancelled by another name than a message's.
+        # Serves a CANCEL whose target is named by other means than a message's id.
         self._cancel_other = handlers.get("CANCEL")
         self._replies = replies
         self._wake = wake
@@ -69,15 +69,15 @@ class InFlight:
 
     @property
     def in_flight(self) -> int:
-        """Calls whose work has not ended."""
+        """Number of calls whose work has not ended."""
         return len(self._calls)
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
     def submit(self, session: ClientSession, identity: bytes, envelope: Envelope) -> None:
-        """Starts or queues a request. Raises `UnknownRequest`, `InvalidPayload`, `MalformedFrames` or `ProtocolError`
-        for one that was not taken."""
+        """Start or queue a request. Raises `UnknownRequest`, `InvalidPayload`, `MalformedFrames` or `ProtocolError` for
+        a request that was not accepted."""
         handler = self._handlers.get(envelope.type)
         if handler is None:
             raise UnknownRequest(f"there is no request {envelope.type!r}", hint="configure the plugin that serves it")
@@ -114,14 +114,14 @@ class InFlight:
             )
 
     def collect(self) -> None:
-        """Takes over what other threads and resolved futures left since the last time."""
+        """Process the results that other threads and resolved futures have left since the last call."""
         for _ in range(len(self._results)):
             call, result = self._results.popleft()
             self._settle(call, result)
         self._run_queues()
 
     def expire(self, now: float) -> None:
-        """Answers the calls whose deadline is over. What has begun goes on, and its late result is dropped."""
+        """Answer the calls whose deadline has passed. Work that has begun continues, and its late result is dropped."""
         for key in self._deadlines.due(now):
             call = self._calls[key]
             spec = call.handler.spec
@@ -132,7 +132,7 @@ class InFlight:
         self._run_queues()
 
     def end_session(self, session: ClientSession) -> None:
-        """Cancels all that the session has in flight; nobody is answered any more."""
+        """Cancel all calls of the session; they are no longer answered."""
         if session.session_id not in self._per_session:
             return
         for call in [call for call in self._calls.values() if call.session is session]:
@@ -142,13 +142,13 @@ class InFlight:
         self._run_queues()
 
     def answer_all(self, error: KVFrameworkError) -> None:
-        """Answers everything in flight with `error`: the server stops. Nothing is cancelled by that."""
+        """Answer every call in flight with `error` when the server stops. Cancels none."""
         for call in self._calls.values():
             if not call.answered:
                 self._answer(call, error)
 
     def close(self) -> None:
-        """Takes no more work. Handlers that run in worker threads are not waited for."""
+        """Refuse further work. Does not wait for handlers in worker threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: Call) -> None:
@@ -167,7 +167,7 @@ class InFlight:
         self._wake()
 
     def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
-        """Takes what a handler returned or raised, or what its future resolved to."""
+        """Process a handler's result or exception, or the result of its future."""
         if isinstance(result, MessagingFuture):
             if not result.query():
                 self._wait_for(call, result)
@@ -208,7 +208,7 @@ class InFlight:
             self._advance.append(call.key[0])
 
     def _run_queues(self) -> None:
-        """Starts the ordered calls whose turn has come. Only here, and in a loop, since each may end at once."""
+        """Start the ordered calls whose turn has come. Only here, and in a loop, since each may end at once."""
         while self._advance:
             session_id = self._advance.popleft()
             queue = self._queues.get(session_id)
@@ -231,7 +231,7 @@ class InFlight:
         return waiter
 
     def _cancel(self, call: Call) -> None:
-        """Asks the work to stop. The call is done at once if it has not begun, else when its work says so."""
+        """Ask the work to stop. A call that has not begun is done at once, any other when its work ends."""
         call.cancelled = True
         if call.withdraw():
             if not call.answered:
@@ -255,7 +255,7 @@ class InFlight:
         self._replies.send_error(call.identity, call.request_id, error)
 
     def _send(self, call: Call, result: HandlerResult) -> Exception | None:
-        """Sends the response; returns what is wrong with it, if anything."""
+        """Send the response; return the error if it cannot be sent."""
         spec = call.handler.spec
         payload, buffers = (result.payload, result.buffers) if isinstance(result, Reply) else (result, ())
         if not isinstance(payload, spec.response):
@@ -263,6 +263,6 @@ class InFlight:
             return HandlerFailed(what, where=spec.name)
         try:
             self._replies.send(call.identity, call.request_id, spec.name, payload, buffers)
-        except Exception as error:  # noqa: BLE001 (whatever cannot be encoded; the caller logs and answers it)
+        except Exception as error:  # any error of encoding; the caller logs and answers it
             return error
         return None

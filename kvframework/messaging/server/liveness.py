@@ -1,11 +1,12 @@
-"""The server half of the liveness socket: it passes the arena's descriptor, and its end is the client's death.
+"""The server half of the liveness socket: it passes the arena's descriptor, and its end means the client's death.
 
 A client connects, sends its 16-byte session token and gets one byte, with the arena's descriptor if there is one. After
-that nobody sends anything. Driven by the serving loop through one pollable descriptor (`fileno`); nothing here blocks.
+that neither side sends anything. Driven by the serving loop through one pollable descriptor (`fileno`); nothing here
+blocks.
 
-A child that was forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the process that
-connected is watched, too, by a pidfd: it ends once the last thread of the process has, and no forked child has the
-arena mapped (client/arena.py), so nothing writes there any more.
+A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
+also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
+(client/arena.py), so nothing writes there any more.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_HALF_OPEN = 256
 HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
 MAX_PER_SESSION = 4
 HALF_OPEN_S = 1.0
-# Of a whole node's clients that come at once, as after a restart: whom the kernel cannot queue is refused.
+# For all clients of a node that connect at once, as after a restart: the kernel refuses those it cannot queue.
 BACKLOG = 1024
 _SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
 _EVENTS_PER_ROUND = 64
@@ -40,11 +41,13 @@ _ACCEPTS_PER_ROUND = 16
 
 
 def peer_process(sock: socket.socket) -> int | None:
-    """A pidfd, the caller's own, of the process that has connected a Unix socket; it is readable once all its threads
-    have ended. None if there is none to get: before Linux 6.5, where only the process id is known, for a process of
+    """Return a pidfd, owned by the caller, of the process that has connected a Unix socket; it is readable once all its
+    threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known, for a process of
     another pid namespace. Raises `ProcessLookupError` if the process has ended.
 
-    By its id a process may be taken for another, but only when it has ended itself: then that one's end counts."""
+    By its id a process may be mistaken for another, but only after it has ended itself: then the end of the other
+    counts.
+    """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
@@ -77,7 +80,8 @@ class _HalfOpen:
 
 
 class LivenessServer:
-    """Listens at `path`. `find` tells the session of a token; sessions become `local` when their socket is admitted."""
+    """Listens at `path`. `find` returns the session of a token; sessions become `local` when their socket is
+    admitted."""
 
     def __init__(
         self,
@@ -111,15 +115,16 @@ class LivenessServer:
         self._listen()
 
     def fileno(self) -> int:
-        """Readable whenever `serve()` has something to do."""
+        """Return a descriptor that is readable whenever `serve()` has work."""
         return self._epoll.fileno()
 
     def serve(self) -> list[ClientSession]:
-        """Handles what is ready, a bounded amount. Returns the sessions whose last liveness socket has ended."""
+        """Handle ready events, a bounded number. Returns the sessions whose last liveness socket has ended."""
         dead = []
         calling = False
         ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
-        # Ends before words: who is heard may get a number that an end gives back, and this round may still name it.
+        # Ends before tokens: a new connection may get the number of a socket that ends, which this round may still
+        # name.
         for fd in ready:
             if (live := self._processes.get(fd, fd)) in self._live:
                 session = self._end(live)
@@ -131,26 +136,26 @@ class LivenessServer:
                 calling = True
             elif fd in self._half_open:
                 self._hear(self._half_open[fd])
-        # After those who have said something: the ones who have not may have to make room.
+        # After the connections that have sent something: silent ones may have to make room.
         for _ in range(_ACCEPTS_PER_ROUND if calling else 0):
             if not self._accept():
                 break
         return dead
 
     def expire(self, now: float) -> None:
-        """Drops connections that did not send their token in time, and listens again after descriptors ran out."""
+        """Drop connections that did not send their token in time, and listen again after descriptors ran out."""
         for entry in [entry for entry in self._half_open.values() if now >= entry.deadline]:
             self._refuse(entry)
         if not self._listening:
             self._listen()
 
     def drop(self, session: ClientSession) -> None:
-        """Closes the sockets of a session that has ended; its client sees that at once."""
+        """Close the sockets of a session that has ended; its client sees that at once."""
         for fd in [fd for fd, live in self._live.items() if live.session is session]:
             self._end(fd)
 
     def close(self) -> None:
-        """Closes every socket; the clients take it for the server's death. The socket file is the caller's."""
+        """Close every socket, which the clients take for the server's death. The caller removes the socket file."""
         for live in self._live.values():
             live.sock.close()
             if live.process is not None:
@@ -171,12 +176,12 @@ class LivenessServer:
         self._listening = True
 
     def _accept(self) -> bool:
-        """False if nobody calls."""
+        """Accept a connection; False if there is none."""
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                # The listener would stay readable and turn the loop into a busy one: rest until the next tick.
+                # The listener would stay readable and keep the loop busy: pause until the next tick.
                 logger.warning("cannot accept a liveness connection: %s", error)
                 self._epoll.unregister(self._listener.fileno())
                 self._listening = False
@@ -213,7 +218,7 @@ class LivenessServer:
             self._refuse(entry)
             return
         fd, was_local = entry.sock.fileno(), session.local
-        session.local = True  # before the client is told
+        session.local = True  # before the client gets its answer
         session.liveness = entry.sock
         if not self._admit(entry.sock):
             session.local = was_local
@@ -258,8 +263,8 @@ class LivenessServer:
         self._hang_up(entry.sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
-        # A copier may hold a copy (`ClientSession.hold`): the closed socket would still be watched, and what it says
-        # taken for the words of the connection that gets its number next.
+        # A copier may hold a copy (`ClientSession.hold`): epoll would still watch the closed socket, and take its
+        # events for those of the connection that gets its number next.
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock)
         sock.close()

@@ -1,4 +1,4 @@
-"""Owns `MessageServer`: its endpoints, one liveness socket, one serving thread with one poller.
+"""`MessageServer`: its endpoints, one liveness socket, one serving thread with one poller.
 
 The thread that calls `serve_forever` runs every inline handler, sends every reply and calls `on_tick` and
 `on_session_end`; only pooled handlers run elsewhere.
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_ROUND = 64  # so that liveness and deadlines are served under a flood
 ROUND_S = 0.05
-SESSIONS_END_S = 0.5  # at the server's end; those left end with all that it holds
-# Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying everybody.
+SESSIONS_END_S = 0.5  # at the server's end; the remaining sessions end with the process
+# Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying other clients.
 IO_THREADS, IO_THREADS_TCP = 1, 2
-# Beside these: `errors.CODE` for each code of an error that was answered.
+# In addition: `errors.CODE` for each code of an error that was answered.
 COUNTERS = (
     "requests",
     "responses",
@@ -62,7 +62,7 @@ COUNTERS = (
 
 @dataclass
 class _Bound:
-    """What exists between `bind()` and the end of serving."""
+    """The resources between `bind()` and the end of serving."""
 
     listeners: Listeners
     poller: zmq.Poller
@@ -116,12 +116,13 @@ class MessageServer:
         return self._table.sessions()
 
     def descriptors(self) -> dict[str, object]:
-        """What the gate sees, for the status document. May be called from any thread; empty while nothing is bound."""
+        """Return the gate's view for the status document. May be called from any thread; empty while nothing is
+        bound."""
         bound = self._bound
         return bound.gate.status() if bound is not None else {}
 
     def bind(self) -> None:
-        """Takes the endpoint and listens. Raises `EndpointError`, also if another server holds the endpoint."""
+        """Take the endpoint and listen. Raises `EndpointError`, also if another server holds the endpoint."""
         resources = self._resources
         if self._files is not None:
             self._files.acquire()
@@ -133,8 +134,8 @@ class MessageServer:
             raise EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
 
     def serve_forever(self) -> None:
-        """Serves until `stop()`, then ends every session and closes everything. Blocks: the caller's is the serving
-        thread. Binds if that was not done. No message and no handler can end it."""
+        """Serve until `stop()`, then end every session and close everything. Blocks: the caller becomes the serving
+        thread. Binds if `bind` was not called. No message and no handler can end it."""
         if self._bound is None:
             self.bind()
         bound = self._bound
@@ -149,19 +150,20 @@ class MessageServer:
                 self.close()
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Makes `serve_forever` return: new requests are refused with `ShuttingDown`, those in flight get `grace_s`
+        """Make `serve_forever` return: new requests are refused with `ShuttingDown`, those in flight get `grace_s`
         seconds. Returns at once; may be called from any thread, from a handler and from a signal handler."""
         self._grace_s = grace_s
         self._stopping = True
         self._wakeup.signal()
 
     def abandon(self) -> None:
-        """Removes the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
+        """Remove the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
         if self._files is not None:
             self._files.release()
 
     def close(self) -> None:
-        """Releases what `bind()` took, for a server that never served. Idempotent; not while `serve_forever` runs."""
+        """Release the resources of `bind()`, for a server that never served. Idempotent; not while `serve_forever`
+        runs."""
         self._bound = None
         self._resources.close()
         self._wakeup.close()
@@ -214,7 +216,7 @@ class MessageServer:
     def _listen(self, resources: contextlib.ExitStack) -> tuple[Listeners, ZapHandler | None]:
         remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
         context = zmq.Context(IO_THREADS_TCP if remote else IO_THREADS)
-        resources.callback(context.term)  # after the sockets: flushes what was sent, for a moment
+        resources.callback(context.term)  # after the sockets: flushes sent messages, for a moment
         zap = None
         if remote and self._curve is not None:
             zap = ZapHandler(context, self._curve.admitted, self.counters)
@@ -234,7 +236,7 @@ class MessageServer:
             time.sleep(0.01)
 
     def _round(self, bound: _Bound, until: float) -> None:
-        """Waits for whatever comes first and handles a bounded amount of everything."""
+        """Wait for the first event and handle a bounded amount of everything."""
         wake_at = min(self._next_tick, bound.calls.next_deadline() or math.inf, until)
         ready = dict(bound.poller.poll(max(0, math.ceil((wake_at - self._clock()) * 1000))))
         if self._wakeup.fd in ready:

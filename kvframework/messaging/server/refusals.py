@@ -1,6 +1,5 @@
-"""Owns who was refused, and why: kept for `status` and told in the log, since a client that gets nothing looks like a
-cache without hits. Serving thread, but for `report`.
-"""
+"""Records of refused clients and the reasons: kept for `status` and logged, since a refused client looks like a cache
+without hits. Serving thread, except for `report`."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from kvframework.wire.frames import Envelope, decode
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 32
-TELL_AGAIN_S = 60.0  # of the same client and reason
-TELL_NEXT_S = 1.0  # of whatever else
+TELL_AGAIN_S = 60.0  # for the same client and reason
+TELL_NEXT_S = 1.0  # for any others
 _MAX_NAME, _MAX_REASON = 128, 512
 
 
 class Introduction(Message, frozen=True):
-    """As much of a HELLO as can be read of one that is refused."""
+    """The readable part of a HELLO that is refused."""
 
     client: str = "?"
     pid: int = 0
@@ -33,8 +32,8 @@ class Introduction(Message, frozen=True):
 
 @dataclass
 class Refusal:
-    """What one client was refused for one reason. `what` is the name of the request; "server": the client refuses this
-    server. The times are the clock's."""
+    """One client's refusals for one reason. `what` is the name of the request; "server": the client refuses this
+    server. The times are on the clock."""
 
     client: str
     pid: int
@@ -49,7 +48,7 @@ class Refusal:
 
 
 class Refusals:
-    """The refusals of late, a bounded number. `report` may be called from any thread."""
+    """The latest refusals, a bounded number. `report` may be called from any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -57,7 +56,7 @@ class Refusals:
         self._tell_at = clock()
 
     def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
-        """A HELLO was refused, readable or not."""
+        """Record a refused HELLO, readable or not."""
         try:
             who = decode(envelope.payload, Introduction, where="HELLO")
         except ProtocolError:
@@ -66,18 +65,18 @@ class Refusals:
         self._add(who.client, who.pid, "HELLO", error.code, _reason(error), versions, who.client_version)
 
     def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
-        """A message of a session, or of a stranger, was not understood."""
+        """Record a message of a session, or of an unknown peer, that could not be parsed or served."""
         if session is None:
             self._add("?", 0, name, error.code, _reason(error))
         else:
             self._of(session, name, error.code, _reason(error))
 
     def server(self, session: ClientSession, code: str, reason: str) -> None:
-        """The client left, because it cannot use this server."""
+        """Record that the client left because it cannot use this server."""
         self._of(session, "server", code, reason)
 
     def report(self) -> list[dict[str, object]]:
-        """For the status document, the latest one first."""
+        """Return the refusals for the status document, the latest first."""
         now = self._clock()
         return [
             {

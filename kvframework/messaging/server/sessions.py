@@ -1,4 +1,4 @@
-"""Owns client sessions: who is connected, under which routing ids, and who has been silent for too long.
+"""Client sessions: the connected clients, their routing ids, and the time each was last heard.
 
 Pure: no sockets, the clock is given. Used by the server's serving thread only.
 """
@@ -18,7 +18,7 @@ from kvframework.wire.messages import Hello
 TOKEN_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_IDENTITIES = 64
-# The patience with silent clients without a liveness socket while the table is more than half full.
+# The timeout of silent clients without a liveness socket while the table is more than half full.
 PRESSED_S = 2.0
 _MAX_NAME = 128
 
@@ -26,7 +26,7 @@ _MAX_NAME = 128
 @dataclass(eq=False)
 class ClientSession(ClientInfo):
     """One connected client process. `local` is True while it holds a liveness socket; `token` is its secret name;
-    `version` is the protocol's, as negotiated. `remote`: it came over TCP."""
+    `version` is the negotiated protocol version. `remote` means a connection over TCP."""
 
     session_id: int
     pid: int
@@ -47,7 +47,7 @@ class ClientSession(ClientInfo):
 
 
 class SessionTable:
-    """All sessions that have not ended, found by routing id or by token. Session ids are never used again."""
+    """All sessions that have not ended, found by routing id or by token. Session ids are never reused."""
 
     def __init__(
         self, clock: Callable[[], float], *, session_timeout_s: float = 30.0, max_sessions: int = MAX_SESSIONS
@@ -64,12 +64,12 @@ class SessionTable:
         return len(self._by_token)
 
     def sessions(self) -> list[ClientSession]:
-        """A snapshot; may be taken from any thread."""
+        """Return a snapshot; may be called from any thread."""
         return list(self._by_token.values())
 
     def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
-        """A new session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
-        full; half of it is kept for local clients."""
+        """Open a session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
+        full; half of it is reserved for local clients."""
         if identity in self._by_identity:
             raise ProtocolError("this connection has already sent HELLO")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
@@ -89,8 +89,8 @@ class SessionTable:
         return session
 
     def join(self, identity: bytes, token: bytes) -> ClientSession:
-        """Adds a further connection to the session. Raises `HelloRequired` if that has ended, `ProtocolError` if the
-        routing id belongs to another session or there are too many."""
+        """Add another connection to the session. Raises `HelloRequired` if the session has ended, `ProtocolError` if
+        the routing id belongs to another session or there are too many."""
         session = self._by_token.get(token)
         if session is None:
             raise HelloRequired("there is no such session to join", hint="send HELLO without a session")
@@ -109,17 +109,17 @@ class SessionTable:
         return self._by_token.get(token)
 
     def touch(self, session: ClientSession) -> None:
-        """The client was heard."""
+        """Record that the client was heard."""
         session.last_seen = self._clock()
 
     def expire(self, now: float) -> list[ClientSession]:
-        """The sessions to end: without a liveness socket, and silent for the timeout, which is short while the table is
-        more than half full. Changes nothing."""
+        """Return the sessions to end: without a liveness socket, and silent for the timeout, which is short while the
+        table is more than half full. Changes nothing."""
         patience = min(self._timeout, PRESSED_S) if 2 * len(self) > self._max else self._timeout
         return [s for s in self._by_token.values() if not s.local and now - s.last_seen >= patience]
 
     def end(self, session: ClientSession) -> bool:
-        """Forgets the session and its routing ids; False if it had ended before."""
+        """Forget the session and its routing ids; False if it had ended before."""
         if self._by_token.pop(session.token, None) is None:
             return False
         self._remote -= session.remote
@@ -133,5 +133,5 @@ class SessionTable:
 
 
 def printable(name: str) -> str:
-    """What a client said of itself, as it may be shown in logs and on terminals."""
+    """Return a client's own description in a form that is safe in logs and on terminals."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -1,4 +1,4 @@
-"""Owns where a server listens: one ROUTER per endpoint, and identities that tell all their peers apart.
+"""The sockets of a server: one ROUTER per endpoint, and identities that distinguish all peers.
 
 An identity is one byte for the endpoint, then ZMQ's routing id. Serving thread only, after `open`.
 """
@@ -26,7 +26,7 @@ from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, joi
 logger = logging.getLogger(__name__)
 
 FLUSH_MS = 200
-# Of newcomers that ZMQ has not accepted yet: so many still come in after the gate has shut.
+# Connections that ZMQ has not accepted yet: this many still come in after the gate has shut.
 BACKLOG = 128
 _HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
 
@@ -36,12 +36,12 @@ class Listeners:
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.sockets: list[frames_io.Socket] = []
-        self.tcp: list[socket.socket] = []  # what listens below those of tcp://; the gate closes them
+        self.tcp: list[socket.socket] = []  # the listening sockets below those of tcp://; the gate closes them
         self._context = context
         self._local: list[bool] = []
 
     def open(self, endpoint: str, keys: ServerKeys | None = None) -> None:
-        """Listens at one more endpoint; over tcp:// with `keys` only to clients that they admit. Raises
+        """Listen at one more endpoint; over tcp:// with `keys` only to clients that they admit. Raises
         `zmq.ZMQError`."""
         router = self._context.socket(zmq.ROUTER)
         self.sockets.append(router)
@@ -51,7 +51,7 @@ class Listeners:
         local = endpoint.startswith("ipc://")
         self._local.append(local)
         if local:
-            # The modes of socket and directory say the same; they may be changed from outside.
+            # The modes of socket and directory have the same effect, but may be changed from outside.
             router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         else:
             frames_io.over_tcp(router, parse_endpoint(endpoint).host)
@@ -68,7 +68,7 @@ class Listeners:
         return self._local[identity[0]]
 
     def receive(self, router: frames_io.Socket) -> list[Buffer] | None:
-        """The next message of one of `sockets`, the identity first; None if there is none."""
+        """Return the next message of one of `sockets`, the identity first; None if there is none."""
         frames = frames_io.receive(router, _HEAD_FRAMES)
         if frames:
             frames[0] = bytes((self.sockets.index(router),)) + bytes(frames[0])
@@ -84,7 +84,7 @@ class Listeners:
 
 
 def _bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
-    """Binds; another descriptor of the socket that ZMQ listens with. ZMQ names its own in one event only."""
+    """Bind, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in one event only."""
     monitor = router.get_monitor_socket(zmq.EVENT_LISTENING)
     try:
         router.bind(endpoint)
@@ -104,7 +104,8 @@ class ReplySender:
     def send(
         self, identity: bytes, request_id: int, type_name: str, payload: Message, buffers: Sequence[Buffer] = ()
     ) -> bool:
-        """False if the peer is gone or does not read. Raises if the message cannot be encoded; nothing is sent then."""
+        """Send a reply. False if the peer has left or does not read. Raises if the message cannot be encoded; nothing
+        is sent then."""
         frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
         try:
             self._listeners.send(identity, frames)
@@ -120,19 +121,19 @@ class ReplySender:
         return True
 
     def send_farewell(self, identity: bytes, request_id: int, error: HelloRequired) -> None:
-        """Tells a peer whose session has ended to say HELLO again, if it is there: most have just left. Not counted,
-        never raises."""
+        """Ask a peer whose session has ended to say HELLO again; most such peers have just left. Not counted, never
+        raises."""
         frames = frames_io.outgoing(join(request_id, ERROR_TYPE, error_payload(error), ()))
         with contextlib.suppress(zmq.ZMQError):
             self._listeners.send(identity, frames)
 
     def send_error(self, identity: bytes, request_id: int, error: BaseException) -> bool:
-        """Tells the peer of `error`; never raises."""
+        """Send `error` to the peer; never raises."""
         payload = error_payload(error)
         self._counters["errors"] += 1
         self._counters[f"errors.{payload.code}"] += 1
         try:
             return self.send(identity, request_id, ERROR_TYPE, payload)
-        except Exception:  # an error text that cannot be encoded, or that is far too long
+        except Exception:  # an error text that cannot be encoded, or is far too long
             logger.exception("an error frame cannot be sent as it is")
             return self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))

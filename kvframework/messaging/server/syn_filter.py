@@ -1,8 +1,8 @@
 """A filter at a listening TCP socket: the kernel drops the SYNs of newcomers before they cost a descriptor.
 
-Classic BPF by SO_ATTACH_FILTER, which needs no privilege. A SYN that was dropped is sent again by its sender after a
-second, so who comes at a bad moment is late and not refused. What was accepted before is not touched: only packets with
-SYN and without ACK are. See `man 7 socket` and the kernel's Documentation/networking/filter.rst.
+Classic BPF by SO_ATTACH_FILTER, which needs no privilege. The sender repeats a dropped SYN after a second, so a
+newcomer is delayed and not refused. Accepted connections are not affected: the filter matches only packets with SYN and
+without ACK. See `man 7 socket` and the kernel's Documentation/networking/filter.rst.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _Instruction = tuple[int, int, int, int]
 
 
 def network_of(host: str) -> bytes:
-    """What is counted as one peer: the 4 bytes of an IPv4 address, also of one in an IPv6 socket's form, or the first 8
-    of an IPv6 address, its /64."""
+    """Return the bytes that identify one peer: the 4 bytes of an IPv4 address, also of one in an IPv6 socket's form, or
+    the first 8 of an IPv6 address, its /64."""
     if ":" not in host:
         return socket.inet_pton(socket.AF_INET, host)
     address = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
@@ -42,7 +42,7 @@ def shown(network: bytes) -> str:
 
 
 def drop_newcomers(listener: socket.socket, *, everybody: bool, networks: Collection[bytes] = ()) -> None:
-    """Sets whose SYNs `listener` drops from now on, `MAX_NETWORKS` at most; none: takes the filter away. Raises
+    """Set whose SYNs `listener` drops from now on, `MAX_NETWORKS` at most; without any, remove the filter. Raises
     `OSError`."""
     if not everybody and not networks:
         listener.setsockopt(socket.SOL_SOCKET, _DETACH, 0)

@@ -21,7 +21,7 @@ _PER_ROUND = 64
 
 
 class ZapHandler:
-    """Admits the clients whose keys are listed. To be made before the socket that it guards; `close` after it."""
+    """Admits the clients whose keys are listed. Must be made before the socket that it guards, and closed after it."""
 
     def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
         self._admitted = admitted
@@ -31,7 +31,7 @@ class ZapHandler:
         self.socket.bind(_ADDRESS)
 
     def serve(self) -> None:
-        """Answers what is waiting, a bounded amount. Never blocks."""
+        """Answer the waiting requests, a bounded number. Never blocks."""
         for _ in range(_PER_ROUND):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Owns which bytes of the arena are free: best fit with coalescing. Pure; the storage lock serialises calls."""
+"""The allocator of the arena: best fit with coalescing. Pure; the storage lock serialises calls."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ ALIGNMENT = 4096
 
 
 class RangeAllocator:
-    """Hands out `(offset, length)` ranges of mixed sizes, aligned to 4 KiB.
+    """Allocates `(offset, length)` ranges of mixed sizes, aligned to 4 KiB.
 
-    Starts empty; `grow` adds what the L1 memory has made resident. Lengths are kept by the caller; a range is
-    freed by the offset and length it was allocated with.
+    It starts empty; `grow` adds bytes that the L1 memory has made resident. The caller keeps the lengths; a range is
+    freed with the offset and length of its allocation.
     """
 
     def __init__(self) -> None:
@@ -22,14 +22,14 @@ class RangeAllocator:
         self._start_of_end: dict[int, int] = {}
 
     def grow(self, limit: int) -> None:
-        """Bytes `[0, limit)` may be used from now on; a smaller limit than before is ignored."""
+        """Add bytes up to `limit`; a limit below the current one is ignored."""
         limit -= limit % ALIGNMENT
         if limit > self.limit:
             start, self.limit = self.limit, limit
             self.free(start, limit - start)
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free range of at least `nbytes`, or None. The smallest range that fits is cut."""
+        """Return the offset of a free range of at least `nbytes`, or None. The smallest sufficient range is split."""
         length = rounded(nbytes)
         at = bisect_left(self._by_size, (length, 0))
         if at == len(self._by_size):
@@ -41,7 +41,7 @@ class RangeAllocator:
         return offset
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives a range back, with the length it was asked for, and merges it with its free neighbours."""
+        """Free a range, with the length of its allocation, and merge it with its free neighbours."""
         length = rounded(nbytes)
         before = self._start_of_end.get(offset)
         if before is not None:
@@ -55,11 +55,11 @@ class RangeAllocator:
         self._insert(offset, length)
 
     def free_at(self, offset: int) -> int:
-        """The length of the free range that begins here, 0 if none does."""
+        """Return the length of the free range that begins here, 0 for none."""
         return self._length_at.get(offset, 0)
 
     def free_before(self, offset: int) -> int:
-        """The length of the free range that ends here, 0 if none does."""
+        """Return the length of the free range that ends here, 0 for none."""
         return offset - self._start_of_end.get(offset, offset)
 
     @property
@@ -68,7 +68,7 @@ class RangeAllocator:
 
     @property
     def fragmentation(self) -> float:
-        """0.0 when all free bytes are one range, towards 1.0 the more they are scattered."""
+        """0.0 when all free bytes are one range, closer to 1.0 the more they are scattered."""
         return 1.0 - self.largest_free / self.free_bytes if self.free_bytes else 0.0
 
     def _insert(self, offset: int, length: int) -> None:
@@ -85,5 +85,5 @@ class RangeAllocator:
 
 
 def rounded(nbytes: int) -> int:
-    """What `nbytes` really takes in the arena."""
+    """Return the bytes that `nbytes` occupy in the arena."""
     return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT

@@ -1,6 +1,6 @@
-"""Owns who holds what: write leases (ranges to fill) and pin leases (objects that may not leave), by id and by owner.
+"""The lease book: write leases (ranges to fill) and pin leases (objects protected from eviction), by id and by owner.
 
-Pure bookkeeping: what a lease's end means for objects and ranges is the object table's business.
+Pure bookkeeping: the object table decides what a lease's end means for objects and ranges.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvframework.errors import LeaseUnknown, RequestError
 
 INTERNAL_OWNER = 0
 MAX_LEASES_PER_OWNER = 4096
-# What one client's end unpins at once is bounded so: some 50 ms. 128 lookups of the largest size.
+# Bounds the work of unpinning when a client ends: some 50 ms. 128 lookups of the largest size.
 MAX_PINS_PER_OWNER = 1 << 22
 NO_DEADLINE = math.inf
 
 
 @dataclass(slots=True, eq=False)
 class StoredObject:
-    """A readable object, equal to itself only: the same key may be stored again."""
+    """A readable object. Equality is identity, since the same key may be stored again."""
 
     key: PackedKey
     offset: int
@@ -34,8 +34,9 @@ class StoredObject:
 
 @dataclass(slots=True)
 class WriteLease:
-    """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` is what the same
-    request found there: pinned as long as the lease may be committed, so that what it publishes is a hit."""
+    """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
+    the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
+    a hit."""
 
     id: str
     owner: int
@@ -48,7 +49,7 @@ class WriteLease:
 
 @dataclass(slots=True)
 class PinLease:
-    """Objects that may not leave: under a LOOKUP's ticket, or while a RETRIEVE reads them."""
+    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them."""
 
     id: str
     owner: int
@@ -62,7 +63,8 @@ Lease = WriteLease | PinLease
 
 
 class LeaseBook:
-    """All leases. Ids are unique over restarts, so that a lease of an earlier boot is never taken for one of this."""
+    """All leases. Ids are unique across restarts, so that a lease of an earlier boot never passes for one of this
+    boot."""
 
     def __init__(self) -> None:
         self.writes: dict[str, WriteLease] = {}
@@ -73,14 +75,14 @@ class LeaseBook:
         self._count = itertools.count(1)
 
     def open_write(self, owner: int, request_id: str, deadline: float) -> WriteLease:
-        """Raises `RequestError` if the owner holds too many leases."""
+        """Open a write lease. Raises `RequestError` if the owner holds too many leases."""
         lease = WriteLease(self._new_id(owner), owner, request_id, deadline, [])
         self.writes[lease.id] = lease
         self._of.setdefault(owner, set()).add(lease.id)
         return lease
 
     def open_pin(self, owner: int, request_id: str, deadline: float, objects: list[StoredObject]) -> PinLease:
-        """Raises `RequestError` if the owner holds too many leases or pins."""
+        """Open a pin lease. Raises `RequestError` if the owner holds too many leases or pins."""
         pinned = self._pinned[owner] + len(objects)
         if owner != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
             raise RequestError(
@@ -95,7 +97,7 @@ class LeaseBook:
         return lease
 
     def lapse(self, lease: PinLease) -> list[StoredObject]:
-        """The lease holds nothing any more, but is remembered; what it held."""
+        """End the hold of a lease but keep its record; return its objects."""
         objects, lease.objects, lease.held = lease.objects, [], False
         self._pinned[lease.owner] -= len(objects)
         return objects
@@ -127,7 +129,7 @@ class LeaseBook:
         return lease
 
     def of(self, owner: int, request_id: str | None = None) -> list[Lease]:
-        """What an owner holds, of one request if given."""
+        """Return an owner's leases, or those of one request."""
         leases: Iterator[Lease] = (
             self.writes.get(lease_id) or self.pins[lease_id] for lease_id in self._of.get(owner, ())
         )

@@ -1,13 +1,13 @@
-"""Owns the object table: which object lies where in the arena, who writes it, who has it pinned.
+"""The object table: the place of each object in the arena, its writer, and its pins.
 
 A pure state machine: no I/O, no clock of its own (`now` is passed in, seconds on any monotonic clock), no lock (the
 storage manager serialises calls). Invariants, tested against a model:
 
-* Only committed objects are readable; what was reserved and not committed never is.
+* Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
 * An expired or withdrawn write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
 owner's end, since a stopped writer may wake up and write.
-* What is pinned is neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
+* Pinned objects are neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.window import choose_window
 
-# How long the owner of a lapsed pin lease may still ask for its end, and be told that it did not hold.
+# How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0
-# Objects that one `expire` unpins, give or take a lease: about a millisecond.
+# Objects that one `expire` unpins, up to one lease more: about a millisecond.
 UNPIN_AT_ONCE = 1 << 16
 
 
 @dataclass(slots=True)
 class Reservation:
-    """What `reserve` did. `placed` holds (index of the item, offset); the counts cover the other items."""
+    """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items."""
 
     lease: WriteLease | None
     placed: list[tuple[int, int]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Reservation:
 
 
 class ObjectTable:
-    """See the module."""
+    """The table of objects; see the module."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ObjectTable:
         self.lapses = 0
         self._policy = policy
         self._objects = ObjectRows()
-        # The objects of a row by their digests.
+        # Return the objects of a row by their digests.
         self.row = self._objects.row
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
@@ -96,17 +96,17 @@ class ObjectTable:
         deadline: float,
         most_bytes: int | None = None,
     ) -> Reservation:
-        """Places each (key, bytes) that is neither present nor being written, evicting where it must.
+        """Place each (key, bytes) that is neither present nor being written, evicting where necessary.
 
         Items come in prefix order: after the first that cannot be placed the rest is dropped, since without it they
-        could not be a hit. What is present is pinned until the lease ends. `most_bytes` bounds what the owner has
-        reserved at once, with what it reserved before. Raises `RequestError` if the owner holds too many leases.
+        could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the owner's reserved
+        bytes, earlier reservations included. Raises `RequestError` if the owner holds too many leases.
         """
         self._make_room(owner)
         room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
         result = Reservation(lease)
-        # What this very request needs is pushed out neither by itself nor by others, until it is stored.
+        # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = [self._objects.get(key) for key, _ in items]
         lease.present = [stored for stored in here if stored is not None]
         self._pin(lease.present)
@@ -127,7 +127,7 @@ class ObjectTable:
                     result.placed.append((index, offset))
                     self._writing[key] = lease
         except BaseException:
-            # A policy that raises must not leave keys behind that nobody will ever commit.
+            # A policy that raises must not leave keys that no writer will ever commit.
             self._drop_write_lease(lease)
             raise
         if not lease.items:
@@ -137,11 +137,11 @@ class ObjectTable:
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
-        """The number of objects that a write lease holds. Raises `LeaseUnknown`."""
+        """Return the number of objects of a write lease. Raises `LeaseUnknown`."""
         return len(self._leases.write(lease_id, owner).items)
 
     def commit(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject]:
-        """Publishes a lease's objects and ends it; an expired one frees its ranges and publishes nothing: []."""
+        """Publish a lease's objects and end it; an expired lease frees its ranges and publishes nothing: []."""
         lease = self._leases.write(lease_id, owner)
         if now >= lease.deadline:
             self._quarantine(lease)
@@ -156,14 +156,14 @@ class ObjectTable:
             self._objects.add(stored)
             objects.append(stored)
         present = self._let_go(lease)
-        # Last chunk first, so that a policy that goes by recency lets go of a prefix from its end.
+        # Last chunk first, so that a policy by recency evicts a prefix from its end.
         for stored in reversed(objects):
             self._policy.on_insert(stored.key, stored.length)
         self._uses.add(present)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
-        """Frees a lease's ranges unpublished; the number of objects."""
+        """Free a lease's ranges unpublished; return the number of objects."""
         lease = self._leases.write(lease_id, owner)
         self._drop_write_lease(lease)
         return len(lease.items)
@@ -171,12 +171,12 @@ class ObjectTable:
     # reading
 
     def find(self, keys: Sequence[PackedKey]) -> list[StoredObject] | None:
-        """All of `keys`, None if one is missing."""
+        """Return the objects of all `keys`, None if one is missing."""
         found = [stored for stored in map(self._objects.get, keys) if stored is not None]
         return found if len(found) == len(keys) else None
 
     def which(self, keys: Sequence[PackedKey]) -> list[bool]:
-        """Which of `keys` are readable."""
+        """Return which of `keys` are readable."""
         return self._objects.which(keys)
 
     def pin(
@@ -192,7 +192,7 @@ class ObjectTable:
     def pin_objects(
         self, objects: list[StoredObject], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease:
-        """Pins objects that are here, in the order of a prompt; the lease owns the list. Raises `RequestError` if the
+        """Pin objects of this table, in the order of a prompt; the lease owns the list. Raises `RequestError` if the
         owner holds too many leases or pins."""
         self._make_room(owner)
         lease = self._leases.open_pin(owner, request_id, deadline, objects)
@@ -202,12 +202,12 @@ class ObjectTable:
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
-        """The objects under a pin lease, None if it has lapsed."""
+        """Return the objects under a pin lease, None if it has lapsed."""
         lease = self._own_pin_lease(lease_id, owner, now)
         return lease.objects if lease.held else None
 
     def unpin(self, lease_id: str, *, owner: int, now: float) -> PinLease:
-        """Ends a pin lease; its `held` says whether the pins held until now."""
+        """End a pin lease; its `held` says whether the pins held until now."""
         lease = self._own_pin_lease(lease_id, owner, now)
         self._drop_pin_lease(lease)
         return lease
@@ -215,10 +215,9 @@ class ObjectTable:
     # time and ends
 
     def expire(self, now: float) -> None:
-        """Quarantines write leases and lapses pin leases whose deadline has passed; forgets what lapsed long ago.
+        """Quarantine write leases and lapse pin leases whose deadline has passed; forget those that lapsed long ago.
 
-        Unpins no more than `UNPIN_AT_ONCE` objects; the leases that are left over lapse in the next calls, or when
-        they are asked for.
+        Unpins about `UNPIN_AT_ONCE` objects at most; the remaining leases lapse in the next calls, or on access.
         """
         for write in self._leases.writes.values():
             if now >= write.deadline:
@@ -232,7 +231,7 @@ class ObjectTable:
                 self._drop_pin_lease(pins)
 
     def end_owner(self, owner: int) -> int:
-        """Ends all leases of an owner that is gone: it writes and reads no more. The number ended."""
+        """End all leases of an owner that has ended, and so writes and reads no more; return their number."""
         leases = self._leases.of(owner)
         for lease in leases:
             if isinstance(lease, WriteLease):
@@ -242,9 +241,9 @@ class ObjectTable:
         return len(leases)
 
     def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """Ends what an owner that lives claims (of one request if given); the number ended.
+        """End the claims of a live owner (of one request if given); return their number.
 
-        Its pins end. What it was to write is published no more, but it may still be writing: the ranges are
+        Its pins end. Its write leases will not be published, but the owner may still be writing: the ranges are
         quarantined.
         """
         ended = 0
@@ -258,11 +257,11 @@ class ObjectTable:
         return ended
 
     def objects(self) -> list[StoredObject]:
-        """All readable objects as of now, in no order."""
+        """Return all readable objects as of now, in no particular order."""
         return list(self._objects)
 
     def drop_unused(self, objects: Iterable[StoredObject]) -> tuple[list[StoredObject], int]:
-        """Drops those of `objects` that are still here and not pinned: (dropped, number that is pinned)."""
+        """Drop those of `objects` that are still in the table and not pinned: (dropped, number of pinned ones)."""
         here = [stored for stored in objects if self._objects.get(stored.key) is stored]
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
@@ -270,7 +269,7 @@ class ObjectTable:
         return dropped, len(here) - len(dropped)
 
     def drop(self, key: PackedKey) -> bool:
-        """Drops one object unless it is pinned or absent."""
+        """Drop one object unless it is pinned or absent; return whether it was dropped."""
         stored = self._objects.get(key)
         if stored is None or stored.pins:
             return False
@@ -278,7 +277,7 @@ class ObjectTable:
         return True
 
     def candidates(self, used_bytes: int) -> list[PackedKey]:
-        """What the policy would evict so that at most `used_bytes` are used: nothing that is pinned."""
+        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects."""
         keys: list[PackedKey] = []
         excess = self.used_bytes - used_bytes
         for stored in self._victims() if excess > 0 else ():
@@ -289,7 +288,7 @@ class ObjectTable:
         return keys
 
     def evict(self, keys: Iterable[PackedKey]) -> None:
-        """Evicts those of `keys` that nobody has pinned."""
+        """Evict those of `keys` that are not pinned."""
         self.evictions += sum([self.drop(key) for key in keys])
 
     # inside
@@ -310,7 +309,7 @@ class ObjectTable:
         return offset
 
     def _victims(self) -> Iterator[StoredObject]:
-        """What may be evicted, in the policy's order."""
+        """Yield the evictable objects, in the policy's order."""
         for key in self._policy.victims():
             stored = self._objects.get(key)
             if stored is not None and not stored.pins:
@@ -346,7 +345,8 @@ class ObjectTable:
         self.pins -= len(objects)
 
     def _quarantine(self, lease: WriteLease, *, late: bool = True) -> None:
-        """`late`: its deadline is over; else its writer gave it up, which is no trouble."""
+        """`late` means that the deadline has passed; otherwise the writer gave the lease up, which counts as no
+        failure."""
         if not lease.quarantined:
             lease.quarantined = True
             self.quarantines += late
@@ -361,7 +361,7 @@ class ObjectTable:
             self._unpin(self._leases.lapse(lease))
 
     def _let_go(self, lease: WriteLease) -> list[StoredObject]:
-        """Unpins what was there before a lease; returns it."""
+        """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
         self._unpin(present)
         return present
@@ -388,7 +388,7 @@ class ObjectTable:
         return lease
 
     def _make_room(self, owner: int) -> None:
-        """Forgets an owner's lapsed pin leases before they keep it from getting new ones."""
+        """Forget an owner's lapsed pin leases before they keep it from opening new ones."""
         if self._leases.is_full(owner):
             for lease in self._leases.of(owner):
                 if isinstance(lease, PinLease) and not lease.held:

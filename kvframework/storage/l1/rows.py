@@ -1,7 +1,7 @@
 """The index of readable objects: by name, and by their place in the arena. Pure.
 
 Objects of one namespace, salt, rank and layer group form a row, digest to object. A request asks each row for the same
-digests, whose hashes are computed once, so that no key has to be put together for a lookup.
+digests, whose hashes are computed once, so that a lookup does not have to build keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PREFIX_BYTES = PACKED_KEY_BYTES - DIGEST_BYTES
 
 
 class ObjectRows:
-    """Holds no reference to a row that has no objects: salts are without number."""
+    """The rows. An empty row is removed, since the number of salts is unbounded."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, dict[bytes, StoredObject]] = {}
@@ -35,16 +35,16 @@ class ObjectRows:
         return None if row is None else row.get(key[PREFIX_BYTES:])
 
     def at(self, offset: int) -> StoredObject | None:
-        """The object that begins at this byte of the arena."""
+        """Return the object that begins at this byte of the arena."""
         return self._at.get(offset)
 
     def row(self, prefix: bytes, digests: Sequence[bytes]) -> list[StoredObject | None]:
-        """The objects of one row by their digests; `prefix` is what `key_prefix` gives."""
+        """Return the objects of one row by their digests; `prefix` is the result of `key_prefix`."""
         row = self._rows.get(prefix)
         return [None] * len(digests) if row is None else list(map(row.get, digests))
 
     def which(self, keys: Iterable[PackedKey]) -> list[bool]:
-        """Which of `keys` are in."""
+        """Return which of `keys` are in the index."""
         row_of, none = self._rows.get, dict[bytes, StoredObject]()
         return [key[PREFIX_BYTES:] in row_of(key[:PREFIX_BYTES], none) for key in keys]
 

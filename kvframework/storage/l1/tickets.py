@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvframework.errors import LeaseUnknown
 
-# Loads of one client under way; of all clients, see `kvframework.storage.l2.prefetch`.
+# Concurrent loads of one client; for the bound of all clients see `kvframework.storage.l2.prefetch`.
 MAX_LOADS = 128
 
 

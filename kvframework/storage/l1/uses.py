@@ -36,7 +36,7 @@ class Uses:
         self._untold.append(objects[::-1])
 
     def tell_some(self) -> None:
-        """Tells the policy some of the uses that it has not been told yet, `TELL_AT_ONCE` at most."""
+        """Report some of the waiting uses to the policy, `TELL_AT_ONCE` at most."""
         if self._untold:
             batch = self._untold.popleft()
             if len(batch) > TELL_AT_ONCE:

@@ -1,13 +1,13 @@
-"""The choice of what leaves L1 so that a contiguous range comes free. Pure; evicts nothing itself.
+"""The choice of victims in L1 that frees a contiguous range. Pure; evicts nothing itself.
 
-The policy's order decides, as far as addresses let it. What it offers first is enough where its own range is: the usual
-case, since objects of one namespace are about equal in size. Else a window of the arena is chosen, of the needed length
-and without anything that is pinned, being written or quarantined: of those that begin at one of the policy's next
-victims the one that is fullest of such victims and free bytes.
+The policy's order decides, as far as addresses allow. The first victim is enough if its own range suffices: the usual
+case, since objects of one namespace are about equal in size. Otherwise a window of the arena is chosen, of the needed
+length and without pinned, reserved or quarantined ranges: of the windows that begin at one of the policy's next
+victims, the one with the most bytes of such victims and of free ranges.
 
-The bound: what is chosen has less than twice the needed bytes, or is one object that alone has enough. Nothing is
-chosen if no window is found. All are looked at in an arena of up to some ten thousand objects; in a larger one those
-around as many of the policy's next victims, so that a placement never costs more where L1 is larger.
+The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough. If there is no
+window, nothing is chosen. In an arena of up to some ten thousand objects all are examined; in a larger one as many
+around the policy's next victims, so that the cost of a placement does not grow with L1.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.rows import ObjectRows
 
-# How many times the needed bytes the next victims have, among which a window is sought first.
+# The first search for a window covers the next victims up to this multiple of the needed bytes.
 LOOK_AHEAD = 2
-# Objects that one choice looks at, beside two for each page that is needed, and in all: others wait for it, also where
-# nothing is found. Some milliseconds for objects of megabytes, some hundred at the most.
+# Objects that one choice examines, plus two for each needed page, and the bound of both: other requests wait for it,
+# even if it finds nothing. Some milliseconds for objects of megabytes, some hundred at the most.
 MOST_LOOKS = 1 << 13
 MOST_LOOKS_IN_ALL = 1 << 16
 
@@ -31,9 +31,9 @@ MOST_LOOKS_IN_ALL = 1 << 16
 def choose_window(
     length: int, victims: Iterator[StoredObject], objects: ObjectRows, allocator: RangeAllocator
 ) -> list[StoredObject]:
-    """Objects whose removal leaves `length` contiguous bytes free, a multiple of the alignment; [] if there are none.
+    """Return objects whose removal leaves `length` contiguous bytes free, a multiple of the alignment; [] for none.
 
-    `victims` are those that may leave, best first; nothing else may happen to the table while this runs.
+    `victims` are the evictable objects, best first; the table must not change while this runs.
     """
     first = next(victims, None)
     if first is None:
@@ -44,13 +44,13 @@ def choose_window(
 
 
 def _reach(stored: StoredObject, allocator: RangeAllocator) -> int:
-    """Contiguous bytes that are free once it has left."""
+    """Return the contiguous bytes that are free after the removal of the object."""
     end = stored.offset + rounded(stored.length)
     return allocator.free_before(stored.offset) + end - stored.offset + allocator.free_at(end)
 
 
 class _Search:
-    """One choice."""
+    """The state of one choice."""
 
     def __init__(self, length: int, objects: ObjectRows, allocator: RangeAllocator) -> None:
         self._length = length
@@ -59,11 +59,11 @@ class _Search:
         self._looks_left = min(MOST_LOOKS + 2 * (length // ALIGNMENT), MOST_LOOKS_IN_ALL)
         # The next victims, and free ranges beside them: length by offset.
         self._cheap: dict[int, int] = {}
-        # Where a window that was walked could not go on, in order.
+        # Offsets at which the walk of a window was blocked, in order.
         self._barriers: list[int] = []
 
     def among(self, first: StoredObject, victims: Iterator[StoredObject]) -> list[StoredObject]:
-        """Looks ahead ever further, until a window is found or nothing is left to look at."""
+        """Search ever more victims, until a window is found or the bound is reached."""
         self._add(first)
         wanted = LOOK_AHEAD * self._length
         while self._looks_left > 0:
@@ -100,7 +100,7 @@ class _Search:
         return []
 
     def _starts(self) -> list[int]:
-        """Where windows may begin: the one that is fullest of cheap bytes first, then in the policy's order."""
+        """Return the possible starts of windows: those with the most cheap bytes first, then in the policy's order."""
         rank = {offset: index for index, offset in enumerate(self._cheap)}
         extents = sorted(self._cheap.items())
         starts: list[tuple[int, int, int]] = []
@@ -116,7 +116,7 @@ class _Search:
         return [offset for _, _, offset in sorted(starts)]
 
     def _walk(self, start: int) -> list[StoredObject]:
-        """What has to leave for a window that begins here; [], and a barrier more, if something in it has to stay."""
+        """Return the objects to evict for a window that begins here; [], and a new barrier, if part of it must stay."""
         window: list[StoredObject] = []
         at = start
         while at < start + self._length:

@@ -1,4 +1,4 @@
-"""Owns one circuit breaker of a tier. A pure state machine: the caller passes the time."""
+"""A circuit breaker of a tier. A pure state machine: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ class Breaker:
     """Closed: calls pass. After `threshold` failures in a row open: calls are refused for a while that doubles up to
     `max_backoff_s`. Then half open: one call passes and decides.
 
-    What began before the circuit opened says nothing any more, however it ends. `since` is when the circuit closed, or
-    closed no more.
+    The results of calls that began before the circuit opened are ignored. `since` is the time at which the circuit
+    closed, or left the closed state.
     """
 
     def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 10.0) -> None:
@@ -24,7 +24,7 @@ class Breaker:
         self.since = 0.0
 
     def allow(self, now: float) -> int | None:
-        """None if no call may be tried now; else what must be handed to `succeeded`, `undecided` or `failed` at the
+        """Return None if no call may be tried now; else a number to pass to `succeeded`, `undecided` or `failed` at the
         call's end."""
         if self.state != "closed":
             if now < self._retry_at or self._probing:
@@ -34,7 +34,8 @@ class Breaker:
         return self._openings
 
     def wait_s(self, now: float) -> float:
-        """Seconds until a call may pass, 0 if now; a guess while another's call is the one that decides."""
+        """Return the seconds until a call may pass, 0 if now; an estimate while another call is the one that
+        decides."""
         if self.state == "closed":
             return 0.0
         if self._probing:
@@ -52,7 +53,7 @@ class Breaker:
         self._backoff_s = self._first_backoff_s
 
     def undecided(self, call: int) -> None:
-        """A call worked that proves nothing: half open, the next one decides."""
+        """Record a call that worked but proves nothing: in the half-open state, the next call decides."""
         if call == self._openings:
             self._probing = False
 

@@ -1,7 +1,7 @@
-"""The calls of one tier: which of them may pass, their deadlines, what each proves, how long they took, and which of
-them do not end.
+"""The calls to one tier: admission by circuits, deadlines, the conclusion from each result, durations, and calls that
+do not end.
 
-Two circuits: `put` has its own, since a store that cannot be written any more (full, read-only) may be read for long.
+Two circuits: `put` has its own, since a store that no longer accepts writes (full, read-only) may be readable for long.
 Thread-safe; no call is made under the lock.
 """
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
-# What stops and goes on with each of the two circuits.
+# The operations that each of the two circuits stops.
 _TOLD = ("reads", "writes")
 COUNTERS = (
     "hits",
@@ -48,7 +48,7 @@ COUNTERS = (
 
 
 class Call(NamedTuple):
-    """One that is under way. `number` is its circuit's."""
+    """A call in progress. `number` comes from its circuit."""
 
     name: str
     number: int
@@ -57,17 +57,18 @@ class Call(NamedTuple):
 
 
 class CircuitOpen(TierError):
-    """The tier was not asked."""
+    """The call was refused without asking the tier."""
 
 
 class TierCalls:
-    """`breaker` is fresh, and the model of both circuits. `clock` is the one of the tier's deadlines."""
+    """The calls to one tier. `breaker` is fresh, and the template of both circuits. `clock` is that of the tier's
+    deadlines."""
 
     def __init__(self, name: str, timeout_s: float, breaker: Breaker, clock: Callable[[], float]) -> None:
         self.name = name
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self.last_error = ""
-        # When a call of the circuit of reads last worked.
+        # The last success of a call in the circuit of reads.
         self.answered_at = 0.0
         self._timeout_s = timeout_s
         self._clock = clock
@@ -76,17 +77,17 @@ class TierCalls:
         self._latencies: dict[str, Latencies] = {}
         self._pending: dict[int, Call] = {}
         self._closed = False
-        # Bugs of the plugin whose traceback is in the log: calls and what they raised.
+        # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
         self._told_bugs: set[tuple[str, type[Exception]]] = set()
         self._lock = threading.Lock()
 
     @property
     def state(self) -> str:
-        """The worst of the circuits'."""
+        """The worse state of the two circuits."""
         return self._worst().state
 
     def wait_s(self, name: str) -> float:
-        """Seconds until the circuit lets a call of `name` through."""
+        """Return the seconds until the circuit admits a call of `name`."""
         with self._lock:
             return self._circuit(name).wait_s(self._clock())
 
@@ -95,7 +96,7 @@ class TierCalls:
             self.counters.update(amounts)
 
     def close(self) -> bool:
-        """Refuses calls from now on; False if it did already."""
+        """Refuse later calls; return False if already closed."""
         with self._lock:
             self._closed, before = True, self._closed
             return not before
@@ -119,7 +120,8 @@ class TierCalls:
             }
 
     def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
-        """One step: the operation, which gets its deadline. Raises `TierError`, `CircuitOpen` if it was not tried."""
+        """Call the operation with its deadline, as one step. Raises `TierError`; `CircuitOpen` if the call was
+        refused."""
         call = self._begin(name, timeout_s or self._timeout_s)
         try:
             result = yield from do(operation, call.deadline)
@@ -136,7 +138,8 @@ class TierCalls:
         return result
 
     def presume_writable(self) -> None:
-        """The tier answers and nothing waits to be written: it does not count as broken until a `put` fails again."""
+        """Close the circuit of writes: the tier answers and no write waits, so it does not count as broken until the
+        next failed `put`."""
         with self._lock:
             circuit, now = self._circuits["write"], self._clock()
             call = None if circuit.state == "closed" else circuit.allow(now)
@@ -147,7 +150,7 @@ class TierCalls:
         return self._circuits["write" if name == "put" else "read"]
 
     def _worst(self) -> Breaker:
-        """Of two of the same state the one that has been in it for longer."""
+        """Return the worse circuit; of two in the same state, the one that has been in it for longer."""
         return max(self._circuits.values(), key=lambda breaker: (STATES.index(breaker.state), -breaker.since))
 
     def _begin(self, name: str, timeout_s: float) -> Call:
@@ -177,8 +180,8 @@ class TierCalls:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
 
     def _failure_of(self, name: str, error: Exception) -> TierError:
-        """The store's failure that stands for it. Unless an error of this framework, it is a bug: told with its
-        traceback once, and with the others of its kind as any failure is."""
+        """Wrap any exception as `TierError`. An exception that is not this framework's is a bug of the plugin: its
+        traceback is logged once per call and type, later ones like any failure."""
         if isinstance(error, KVFrameworkError):
             return TierError(error.fact, where=error.where or self.name, hint=error.hint)
         cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
@@ -197,7 +200,7 @@ class TierCalls:
             circuit = self._circuit(name)
             was, since = circuit.state, circuit.since
             if name == "usage":
-                # Told from what is known, and asked before every put: proves nothing.
+                # A usage may come from memory, and is asked before every put: it proves nothing.
                 circuit.undecided(number)
             else:
                 circuit.succeeded(number, ended)

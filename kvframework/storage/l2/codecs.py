@@ -1,4 +1,4 @@
-"""Owns the codecs that this server may use, made when first needed. Thread-safe: called from the storage threads."""
+"""The codecs that this server may use, created on first use. Thread-safe: called from the storage threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class CodecTable:
-    """`makers` by name; what values in L2 name decides nothing but which of these is asked."""
+    """Codecs by name. A name stored in L2 only selects among `makers`."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None) -> None:
         self._makers = dict(makers or {})
@@ -21,20 +21,21 @@ class CodecTable:
         self._lock = threading.Lock()
 
     def get(self, name: str) -> Codec | None:
-        """The codec, None if it is not allowed here or does not work (told once in the log)."""
+        """Return the codec, None if it is not allowed here or fails to start (logged once)."""
         with self._lock:
             if name not in self._makers:
                 return None
             if name not in self._codecs:
                 try:
                     self._codecs[name] = self._makers[name]()
-                except Exception as error:  # noqa: BLE001  whatever a plugin raises, its values are misses
+                except Exception as error:  # noqa: BLE001  any error of a plugin turns its values into misses
                     log.error("codec %s cannot be used: %s", name, error)
                     self._codecs[name] = None
             return self._codecs[name]
 
     def pack(self, name: str, data: memoryview) -> tuple[str, Sequence[memoryview]]:
-        """The packed form and the codec's name; as it is, and `none`, where packing does not make it smaller."""
+        """Return the codec's name and the packed form; `none` and the unchanged data where packing does not make it
+        smaller."""
         codec = None if name == NO_CODEC else self.get(name)
         packed = self._encoded(name, codec, data) if codec is not None else None
         if packed is not None and sum(part.nbytes for part in packed) < data.nbytes:
@@ -42,10 +43,10 @@ class CodecTable:
         return NO_CODEC, [data]
 
     def _encoded(self, name: str, codec: Codec, data: memoryview) -> Sequence[memoryview] | None:
-        """None if the codec fails: the value goes as it is, and keeps back none of those beside it."""
+        """Pack; None if the codec fails: this value is then stored unpacked, and other values are unaffected."""
         try:
-            # Tiers count on flat bytes.
+            # Tiers rely on flat bytes.
             return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in codec.encode(data)]
-        except Exception as error:  # noqa: BLE001  whatever a plugin raises
+        except Exception as error:  # noqa: BLE001  any error of a plugin
             log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
             return None

@@ -1,4 +1,4 @@
-"""Owns how long calls took: a histogram of fixed size. Pure."""
+"""A histogram of call durations, of fixed size. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OCTAVES = 28  # from 1 µs to about 4 minutes
 
 
 class Latencies:
-    """Counts durations in buckets that grow by 9 %, so a quantile is right to 5 %."""
+    """Counts durations in buckets that grow by 9 %, so a quantile is accurate to 5 %."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -21,7 +21,7 @@ class Latencies:
         self.count += 1
 
     def quantile_ms(self, q: float) -> float:
-        """Milliseconds that the fraction `q` of the calls did not exceed; 0 when there were none."""
+        """Return the milliseconds that the fraction `q` of the calls did not exceed; 0 without calls."""
         wanted = q * self.count
         seen = 0
         for index, number in enumerate(self._buckets):

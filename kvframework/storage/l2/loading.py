@@ -1,7 +1,9 @@
-"""How one load goes: which tier is asked for what, what is worth loading, and what is done about what was lost.
+"""The steps of one load: which tier is asked for which objects, which of them are worth loading, and the reaction to
+losses.
 
-As steps: every call to a tier is one. Two more say how to go on: `AskNext` before the calls to a tier, so that a thread
-of this tier takes them, and `WaitForWriters`, which needs no thread. What they reserve and pin ends with them.
+Every call to a tier is one step. Two more kinds of step direct the driver: `AskNext` before the calls to a tier, so
+that a thread of this tier makes them, and `WaitForWriters`, which needs no thread. Reservations and pins of a load end
+with it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvframework.api import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.steps import Step, Steps, do
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
@@ -26,34 +29,16 @@ BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
 
 
-class LoadTarget(Protocol):
-    """What a load needs of L1. All thread-safe."""
-
-    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]: ...
-
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
-    def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None: ...
-
-    def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
-
-    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...
-
-    def any_writing(self, keys: Sequence[PackedKey]) -> bool: ...
-
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
-
-
 @dataclass(frozen=True)
 class AskNext:
-    """The next calls are to this tier."""
+    """The next calls go to this tier."""
 
     store: L2Store
 
 
 @dataclass(frozen=True)
 class WaitForWriters:
-    """The load goes on once others have ended writing `keys`, or after `timeout_s`."""
+    """The load continues once other writers of `keys` have ended, or after `timeout_s`."""
 
     keys: Sequence[PackedKey]
     timeout_s: float
@@ -84,26 +69,26 @@ class LoadTask(PrefetchTask):
         _call(call)
 
     def call_back(self) -> None:
-        """Runs the callbacks; one that is added from now on runs at once."""
+        """Run the callbacks; a callback added later runs at once."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks or [], None
         for call in callbacks:
             _call(call)
 
     def cancel(self) -> None:
-        """Ends the load after the batch in flight; what it has loaded stays in L1. `on_done` runs as always."""
+        """End the load after the batch in flight; objects it has loaded stay in L1. `on_done` runs in any case."""
         self.cancelled = True
 
 
 class Loader:
-    """Holds nothing of a load. `stores` are the tiers in their order."""
+    """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order."""
 
-    def __init__(self, target: LoadTarget, stores: Sequence[L2Store]) -> None:
-        self._target = target
+    def __init__(self, l1: L1, stores: Sequence[L2Store]) -> None:
+        self._l1 = l1
         self._stores = stores
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
-        """`on_done` runs once, whatever happens, while what was chosen and could be had is pinned."""
+        """Load, then run `on_done` once, in any case, while the chosen objects that were found are pinned."""
         pins: list[PinLease] = []
         try:
             yield from self._load_into(task, pins)
@@ -113,11 +98,11 @@ class Loader:
             yield from do(on_done)
         finally:
             task.call_back()
-            self._target.unpin_internal(pins)
+            self._l1.unpin_internal(pins)
             task.done = True
 
     def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
-        """Asks the tiers for a namespace's record; `on_done` runs once, whatever happens."""
+        """Read a namespace's record from the tiers; `on_done` runs once, in any case."""
         record = None
         try:
             record = yield from self._record(namespace)
@@ -126,14 +111,14 @@ class Loader:
         yield from do(on_done, record)
 
     def _load_into(self, task: LoadTask, pins: list[PinLease]) -> LoadSteps[None]:
-        available = yield from do(self._target.which_present, task.keys)
+        available = yield from do(self._l1.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
         for index in source:
             available[index] = True
         chosen = task.select(available)
         worth = set(chosen)
-        pins += yield from do(self._target.pin_present, [task.keys[index] for index in chosen if index not in source])
+        pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
         for batch in _batches([index for index in chosen if index in source], source, task.sizes):
             still = [index for index in batch if index in worth]
             if task.cancelled:
@@ -142,7 +127,7 @@ class Loader:
                 continue
             lost = yield from self._load_from(task, source[batch[0]], still, pins)
             if lost:
-                # What only made sense together with the lost ones need not be loaded any more.
+                # Objects that were useful only together with the lost ones need not be loaded any more.
                 for index in lost:
                     available[index] = False
                 worth = set(task.select(available))
@@ -150,7 +135,7 @@ class Loader:
     def _locate(
         self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]
     ) -> LoadSteps[dict[int, L2Store]]:
-        """The first of `stores` that says it has each."""
+        """Return, for each index, the first of `stores` that reports it."""
         source: dict[int, L2Store] = {}
         for store in stores:
             ask = [index for index in missing if index not in source]
@@ -167,7 +152,8 @@ class Loader:
     def _load_from(
         self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]
     ) -> LoadSteps[Sequence[int]]:
-        """Loads a batch from `store`, and what it could not give after all from those behind it; the lost ones."""
+        """Load a batch from `store`, and objects that it failed to return from later tiers; return the indices that
+        were lost."""
         yield AskNext(store)
         yield from self._load_batch(task, store, batch, pins)
         held = {lease.objects[0].key for lease in pins}
@@ -186,13 +172,14 @@ class Loader:
     def _load_batch(
         self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]
     ) -> LoadSteps[None]:
-        """Loads a batch and adds what is then here to `pins`, also what another task or a client wrote meanwhile."""
+        """Load a batch and add the objects then in L1 to `pins`, including those that other tasks or clients wrote
+        meanwhile."""
         elsewhere = yield from self._fetch(task, store, batch, pins)
         if not elsewhere:
             return
         keys = [task.keys[index] for index in elsewhere]
         yield WaitForWriters(keys, store.timeout_s)
-        written = yield from do(self._target.pin_present, keys)
+        written = yield from do(self._l1.pin_present, keys)
         pins += written
         here = {lease.objects[0].key for lease in written}
         abandoned = [index for index in elsewhere if task.keys[index] not in here]
@@ -200,13 +187,13 @@ class Loader:
             yield from self._fetch(task, store, abandoned, pins)
 
     def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> Steps[list[int]]:
-        """Loads what there is a place for, adding it to `pins`; the indices of the others."""
+        """Load the objects for which there is a place, and add them to `pins`; return the indices of the others."""
         places: list[tuple[int, str, memoryview]] = []
         good: list[bool] = []
         elsewhere: list[int] = []
         try:
             for index in batch:
-                place = yield from do(self._target.reserve_load, task.keys[index], task.sizes[index])
+                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index])
                 if place is None:
                     elsewhere.append(index)
                 else:
@@ -219,12 +206,12 @@ class Loader:
         finally:
             loaded: list[PackedKey] = []
             for position, (index, lease_id, _view) in enumerate(places):
-                pin = self._target.finish_load(lease_id, bool(good) and good[position])
+                pin = self._l1.finish_load(lease_id, bool(good) and good[position])
                 if pin is not None:
                     pins.append(pin)
                     loaded.append(task.keys[index])
             task.loaded += len(loaded)
-            self._target.loaded(loaded, store)
+            self._l1.loaded(loaded, store)
             for _, _, view in places:
                 view.release()
         return elsewhere
@@ -251,7 +238,7 @@ def _call(call: Callable[[], object]) -> None:
 
 
 def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[int]) -> list[list[int]]:
-    """Runs of indices with one source each, bounded in number and bytes."""
+    """Split into runs of indices with one source each, bounded in number and bytes."""
     batches: list[list[int]] = []
     total = 0
     for index in wanted:

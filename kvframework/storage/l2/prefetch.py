@@ -1,8 +1,8 @@
-"""The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could not answer wholly.
+"""The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could answer only in part.
 
-How a load goes is in `loading.py`. Each tier has load threads of its own (`threads.py`), and a load is always driven by
-one of the tier that it asks: it moves from queue to queue, so that a slow tier holds up no load of another. What waits
-for a writer holds no thread. `cancel` ends a load early: END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
+The steps of a load are in `loading.py`. Each tier has its own load threads (`threads.py`); a load is always driven by
+a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. A load
+that waits for a writer holds no thread. `cancel` ends a load early: END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
 
 Lock order: the storage lock, then `changed`.
 """
@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvframework.api import PackedKey
-from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTarget, LoadTask, WaitForWriters
+from kvframework.storage.l2.l1 import L1
+from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import NamespaceRecord
@@ -25,8 +26,8 @@ MAX_TASKS = 256
 
 
 class _Load:
-    """One accepted load. `task` is None for a namespace's record. `keys` are being written by others, and it waits for
-    that until `waits_until` at the latest; () if it does not wait."""
+    """One accepted load. `task` is None for a namespace's record. `keys` are being written by others, and the load
+    waits for them until `waits_until` at the latest; () if it does not wait."""
 
     def __init__(self, task: LoadTask | None, steps: LoadSteps[None]) -> None:
         self.task = task
@@ -36,7 +37,7 @@ class _Load:
 
 
 class TierLoads:
-    """The loads that ask one tier next: what its load threads drive."""
+    """The loads whose next call is to one tier, driven by its load threads."""
 
     def __init__(self, prefetcher: Prefetcher, number: int, store: L2Store) -> None:
         self.name = f"prefetch-{store.name}"
@@ -48,11 +49,11 @@ class TierLoads:
 
     @property
     def closing(self) -> bool:
-        """Only once no load is left: another tier's thread may still hand one over."""
+        """True only once no load is left: a thread of another tier may still hand one over."""
         return self._prefetcher.closing and not self._prefetcher.in_flight
 
     def wait_s(self) -> float:
-        """Seconds until there is something to do, for all that is known now."""
+        """Return the seconds until there is work, as far as is known now."""
         with self.changed:
             if self.ready:
                 return 0.0
@@ -60,14 +61,15 @@ class TierLoads:
             return soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
 
     def poll(self) -> Steps[None] | None:
-        """The next load, to be driven until it ends, waits, or asks another tier. Several may be under way."""
+        """Return the steps of the next load, to be driven until it ends, waits, or asks another tier. Several may run
+        at once."""
         with self.changed:
             now = self._prefetcher.clock()
             self.wake(lambda load: load.waits_until <= now)
             return self._prefetcher.drive(self.ready.popleft(), self._number) if self.ready else None
 
     def wake(self, due: Callable[[_Load], bool]) -> None:
-        """Those that waited for writers and are `due` go on before those that have not begun."""
+        """Move `due` loads that waited for writers to the front, before loads that have not begun."""
         awake = [load for load in self.waiting if due(load)]
         if awake:
             self.waiting = [load for load in self.waiting if load not in awake]
@@ -75,35 +77,34 @@ class TierLoads:
 
 
 class Prefetcher:
-    """Thread-safe, never blocks. `on_done` of all that was accepted is called once, in a storage thread, also after a
-    failure, a cancel or `stop`; it may submit again. `queues` are the tiers' in their order."""
+    """Thread-safe, never blocks. `on_done` of every accepted task is called once, in a storage thread, even after a
+    failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order."""
 
-    def __init__(
-        self, target: LoadTarget, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, l1: L1, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = threading.Condition()
         self.closing = False
         self.refused = 0
         self.in_flight = 0
         self.clock = clock
-        self._target = target
+        self._l1 = l1
         self._stores = stores
-        self._loader = Loader(target, stores)
+        self._loader = Loader(l1, stores)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(TierLoads(self, number, store) for number, store in enumerate(stores))
 
     def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
-        """False if there are no tiers or too many tasks: the caller goes on with what L1 has."""
+        """Queue a load. Returns False if there are no tiers or too many tasks: the caller then uses only the hits of
+        L1."""
         return self._submit(_Load(task, self._loader.load(task, on_done)))
 
     def submit_record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> bool:
-        """Asks the tiers for a namespace's record."""
+        """Queue a read of a namespace's record from the tiers; False as in `submit`."""
         return self._submit(_Load(None, self._loader.record(namespace, on_done)))
 
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
-        """Some writers of L1 have committed or given up. `any_writing` says whether keys are still being written; the
-        caller holds the storage lock."""
-        # One that begins to wait now looks by itself.
+        """React to writers of L1 that have committed or given up. `any_writing` says whether keys are still being
+        written; the caller holds the storage lock."""
+        # A load that begins to wait now checks by itself.
         if any(queue.waiting for queue in self.queues):
             with self.changed:
                 for queue in self.queues:
@@ -111,7 +112,7 @@ class Prefetcher:
                 self.changed.notify_all()
 
     def stop(self) -> None:
-        """Refuses new tasks and cancels the accepted ones, which end after their calls in flight. Does not wait."""
+        """Refuse new tasks and cancel the accepted ones, which end after their calls in flight. Does not wait."""
         with self.changed:
             self.closing = True
             for task in self._tasks:
@@ -121,7 +122,7 @@ class Prefetcher:
             self.changed.notify_all()
 
     def drive(self, load: _Load, number: int) -> Steps[None]:
-        """Takes the steps of a load that asks the tier `number`, until it ends, waits, or asks another one."""
+        """Drive a load that asks the tier `number`, until it ends, waits, or asks another tier."""
         answer: object = None
         error: Exception | None = None
         try:
@@ -162,20 +163,20 @@ class Prefetcher:
             return True
 
     def _wait(self, load: _Load, number: int, step: WaitForWriters) -> bool:
-        """False if there is nothing to wait for."""
+        """Let the load wait; returns False if there is no writer to wait for."""
         load.keys, load.waits_until = step.keys, self.clock() + step.timeout_s
         with self.changed:
             if self.closing:
                 return False
             self.queues[number].waiting.append(load)
-        if not self._target.any_writing(step.keys):
-            # They ended before it waited.
+        if not self._l1.any_writing(step.keys):
+            # The writers ended before it waited.
             with self.changed:
                 if load in self.queues[number].waiting:
                     self.queues[number].waiting.remove(load)
                     return False
         with self.changed:
-            # Those threads wait for the soonest of what they knew.
+            # The threads may be asleep until a later time than this one.
             self.changed.notify_all()
         return True
 

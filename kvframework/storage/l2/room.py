@@ -1,4 +1,4 @@
-"""Owns the choice of what leaves a full L2 tier: what was used longest ago. Pure."""
+"""The choice of victims in a full L2 tier: least recently used first. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvframework.api import PackedKey, TierEntry, TierUsage
 
 @dataclass(frozen=True)
 class Watermarks:
-    """Fractions of a tier's capacity: above `high`, it is emptied down to `low`."""
+    """Fractions of a tier's capacity: above `high`, values are deleted down to `low`."""
 
     high: float = 0.95
     low: float = 0.85
 
     def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Bytes to delete before values of `sizes` are written, 0 if there is room. For one that the whole tier could
-        not hold, nothing needs to leave."""
+        """Return the bytes to delete before values of `sizes` are written, 0 if there is room. Values larger than the
+        whole tier are ignored."""
         wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= self.high * usage.capacity_bytes)
         if wanted <= self.high * usage.capacity_bytes:
             return 0
         return max(wanted - int(self.low * usage.capacity_bytes), 0)
 
     def at_once(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """How many values, the first of `sizes`, may be written before room is made again: what fits below `low`, at
-        least one. Those that the whole tier could not hold take no room."""
+        """Return how many values, the first of `sizes`, may be written before room is made again: those that fit below
+        `low`, at least one. Values larger than the whole tier take no room."""
         room, number = self.low * usage.capacity_bytes, 0
         for nbytes in sizes:
             if nbytes <= self.high * usage.capacity_bytes:
@@ -39,7 +39,8 @@ class Watermarks:
 
 
 def oldest(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
-    """The keys used longest ago that hold at least `nbytes` together. Holds no more than it returns, and one."""
+    """Return the least recently used keys with at least `nbytes` in total. Memory is bounded by the result and one
+    entry."""
     heap: list[tuple[float, int, TierEntry]] = []
     held = 0
     for number, entry in zip(itertools.count(), entries):

@@ -1,8 +1,7 @@
-"""How a controller's work is cut into steps: a generator that yields what is to be done next and goes on with what came
-of it. Pure.
+"""Work of a controller as steps: a generator that yields each call and receives its result. Pure.
 
-Its driver decides when a step is taken. A storage thread takes one after the other (`run`); a simulation interleaves
-the steps of many, under a clock of its own.
+Its driver decides when to take a step. A storage thread takes them in sequence (`run`); a simulation interleaves the
+steps of many controllers, under its own clock.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Step = Callable[[], object]
-# The driver sends what a step returned, or throws what it raised.
+# The driver sends a step's result, or throws its exception.
 Steps = Generator[Step, Any, R]
 
 
 def do(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Steps[R]:
-    """One step: a call of `function`, whenever the driver takes it."""
+    """Yield a call of `function` as one step, and return its result."""
     result: R = yield partial(function, *args, **kwargs)
     return result
 
 
 def run(steps: Steps[R]) -> R:
-    """Takes all steps, here and now; blocks for as long as they do."""
+    """Take all steps at once; blocks as long as they do."""
     try:
         step = next(steps)
         while True:

@@ -29,7 +29,7 @@ R = TypeVar("R", bound="int | Outcome")
 SCAN_S = 60.0
 CHECK_EVERY_S = 5.0
 DELETE_AT_ONCE = 256
-# Names of codecs that are told in the log: they are whatever somebody wrote into the store.
+# Unknown codecs that are logged by name: any client of the store may have written these names.
 MAX_FOREIGN = 64
 
 
@@ -79,17 +79,17 @@ class L2Store:
 
     @property
     def wants_touches(self) -> bool:
-        """Whether the tier forgets what is not used."""
+        """Whether the tier may delete unused values."""
         return "touch" in self.capabilities
 
     def wait_s(self, *calls: str) -> float:
-        """Seconds until the circuits let these calls through; without any, those that `put` makes."""
+        """Return the seconds until the circuits admit these calls; without any, the calls that `put` makes."""
         if not calls:
             calls = ("usage", "put") if self._keeps_room else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
     def delete(self, keys: Sequence[PackedKey]) -> int:
-        """The number that was there."""
+        """Delete values; return the number that existed."""
         return run(self.delete_steps(keys))
 
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
@@ -101,10 +101,10 @@ class L2Store:
         return [outcome is Outcome.FOUND for outcome in outcomes]
 
     def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
-        """Fills each range from the tier; True where its bytes are proven to be those that were stored.
+        """Fill each range from the tier; True where its bytes are verified as those that were stored.
 
-        Received straight into the ranges. What is packed there is copied out once and unpacked into its place. A value
-        that is damaged, foreign or of another format is deleted and counted.
+        Values are received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A
+        value that is damaged, foreign or of another format is deleted and counted.
         """
         headers = [bytearray(HEADER_BYTES) for _ in keys]
         parts = [[memoryview(header), view] for header, view in zip(headers, ranges, strict=True)]
@@ -128,8 +128,8 @@ class L2Store:
         return good
 
     def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
-        """Stores each value behind its header, sent straight from the given memory if no codec packs it. What a small
-        tier cannot hold at once goes in several calls, each with room made before it."""
+        """Store each value behind its header, sent straight from the given memory if no codec packs it. Values that
+        exceed the room of a small tier are sent in several calls, each after making room."""
         parts: list[list[memoryview]] = []
         for key, value in zip(keys, values, strict=True):
             name, packed = self._codecs.pack(self._codec, value)
@@ -166,7 +166,7 @@ class L2Store:
         yield from self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
 
     def answers_steps(self) -> Steps[bool]:
-        """Whether the tier works at all, now."""
+        """Whether the tier answers at all, now."""
         try:
             yield from self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
         except TierError:
@@ -174,8 +174,8 @@ class L2Store:
         return True
 
     def check_steps(self) -> Steps[None]:
-        """Asks the tier whether it works, unless it has just shown it, and how full it is. Raises nothing. To be called
-        when nothing waits to be written."""
+        """Check that the tier works, unless it has just shown it, and how full it is. Raises nothing. The caller
+        ensures that no write waits."""
         try:
             stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
             if stale and not (yield from self.answers_steps()):
@@ -187,7 +187,7 @@ class L2Store:
             log.debug("tier %s: it does not work at the moment", self.name)
 
     def close(self) -> None:
-        """Refuses calls from now on and closes the tier, which ends the calls in flight. Idempotent, raises nothing."""
+        """Refuse later calls and close the tier, which ends the calls in flight. Idempotent, raises nothing."""
         if self._calls.close():
             try:
                 self._tier.close()
@@ -195,7 +195,7 @@ class L2Store:
                 log.exception("tier %s: closing it failed", self.name)
 
     def status(self) -> dict[str, object]:
-        """What is known; never asks the tier, which may hang."""
+        """Return the known facts; never calls the tier, which may hang."""
         usage = self._usage
         return {
             "name": self.name,
@@ -222,7 +222,7 @@ class L2Store:
         except ValueError as error:
             yield from self._discard(key, str(error))
             return False
-        except Exception as error:  # noqa: BLE001  a bug of the codec says nothing about this value or the others
+        except Exception as error:  # noqa: BLE001  a bug of the codec is no evidence about this value or the others
             self.count(codec_failed=1)
             log.error("tier %s: a value could not be unpacked, a miss: %r (key %s)", self.name, error, key.hex())
             return False
@@ -247,9 +247,9 @@ class L2Store:
         return self.capabilities >= {"scan", "usage"}
 
     def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
-        """Deletes what was used longest ago, if values of `sizes`, and what other writers are writing, would fill the
-        tier beyond its high watermark. How many of them, the first ones, may be written now, and the bytes that are
-        taken for them until `_give_back`."""
+        """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
+        tier beyond its high watermark. Returns how many of them, the first ones, may be written now, and the bytes
+        reserved for them until `_give_back`."""
         if not self._keeps_room:
             return len(sizes), 0
         usage = yield from self._ask_usage()

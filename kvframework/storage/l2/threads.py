@@ -16,27 +16,27 @@ log = logging.getLogger(__name__)
 
 
 class Controller(Protocol):
-    """What has work for threads. `changed` is notified whenever there may be some, and when `closing` turns True."""
+    """A source of work for threads. `changed` is notified whenever there may be work, and when `closing` turns True."""
 
     name: str
     changed: threading.Condition
 
     @property
     def closing(self) -> bool:
-        """Threads that find nothing to do end."""
+        """Whether threads without work should end."""
 
     def wait_s(self) -> float:
-        """Seconds until there is something to do; infinite if that depends on others."""
+        """Return the seconds until there is work; infinite if that depends on others."""
 
     def poll(self) -> Steps[None] | None:
-        """What is to be done now, to its end; None if nothing is."""
+        """Return the next unit of work, to be run to completion, or None when idle."""
 
 
 class StorageThreads:
-    """Started at once; each ends once its controller closes and has nothing to do any more."""
+    """Threads that start at once; each ends when its controller is closing and has no more work."""
 
     def __init__(self, controllers: Iterable[tuple[Controller, int]]) -> None:
-        """Each controller with the number of its threads."""
+        """Take each controller with the number of its threads."""
         self._threads = [
             threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
             for controller, count in controllers
@@ -46,7 +46,7 @@ class StorageThreads:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the threads to end; False if one has not within `timeout_s`."""
+        """Wait for the threads to end; return False if one is still running after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from kvframework.api import PackedKey
 from kvframework.bounded import call_within
 from kvframework.errors import TierError
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
-from kvframework.storage.l2.writer import PinnedSource, TierWriter
+from kvframework.storage.l2.writer import TierWriter
 from kvframework.storage.namespaces import NamespaceRecords
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,11 @@ class AttachedTier:
 
 
 class Tiers:
-    """See the module. Owns the stores."""
+    """The tiers; see the module. Closes the stores."""
 
     def __init__(
         self,
-        source: PinnedSource,
+        l1: L1,
         attached: Sequence[AttachedTier],
         records: NamespaceRecords,
         clock: Callable[[], float] = time.monotonic,
@@ -48,7 +49,7 @@ class Tiers:
         self.stores = tuple(tier.store for tier in attached)
         self.writers = [
             TierWriter(
-                source,
+                l1,
                 tier.store,
                 records,
                 policy=tier.policy,
@@ -63,7 +64,7 @@ class Tiers:
 
     @property
     def watches_uses(self) -> bool:
-        """Whether `used` needs to be told."""
+        """Whether `used` has an effect."""
         return bool(self._watching_uses)
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
@@ -75,7 +76,7 @@ class Tiers:
             writer.used(keys)
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
-        """Objects that came from `source`: a use there, and worth having in the tiers before it."""
+        """Report objects loaded from `source`: a use there, and a promotion to the tiers before it."""
         for writer in self.writers:
             if writer.store is source:
                 writer.used(keys)
@@ -83,7 +84,7 @@ class Tiers:
             writer.promoted(keys)
 
     def leaving(self, keys: Sequence[PackedKey]) -> set[PackedKey]:
-        """Those of `keys` that L1 is to keep until they are written."""
+        """Return those of `keys` that L1 must keep until they are written."""
         return {key for writer in self._watching_l1 for key in writer.leaving(keys)}
 
     def removed(self, key: PackedKey) -> None:
@@ -91,7 +92,7 @@ class Tiers:
             writer.removed(key)
 
     def delete(self, keys: Sequence[PackedKey]) -> None:
-        """Deletes everywhere. Blocking; raises `TierError`, after all were asked, if one failed."""
+        """Delete in every tier. Blocking; raises `TierError`, after all were asked, if one failed."""
         failure: TierError | None = None
         for store in self.stores if keys else ():
             try:
@@ -109,19 +110,19 @@ class Tiers:
         ]
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for what is on its way, up to `timeout_s`."""
+        """Wait for pending writes, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for writer in self.writers:
             if not writer.drain(max(deadline - time.monotonic(), 0.0)):
                 log.warning("%d objects were not written to %s", writer.pending, writer.store.name)
 
     def stop(self) -> None:
-        """Nothing more is written after the calls in flight. Does not wait."""
+        """Stop writing after the calls in flight. Does not wait."""
         for writer in self.writers:
             writer.stop()
 
     def close(self, timeout_s: float) -> None:
-        """Closes the tiers, which ends their calls in flight; waits for that up to `timeout_s`."""
+        """Close the tiers, which ends their calls in flight; wait for that up to `timeout_s`."""
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
             log.error("closing %s takes too long", " and ".join(late))

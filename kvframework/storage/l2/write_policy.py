@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 
 from kvframework.api import PackedKey
 
-# Keys that left L1 after one use, remembered so that storing them again counts as the second.
+# Keys that left L1 after one use, remembered so that another store counts as the second use.
 MAX_GHOSTS = 1 << 14
 
 
 class WritePolicy(ABC):
-    """Every method returns the keys to write now."""
+    """Base class of the policies. Every method returns the keys to write now."""
 
     name: str
-    # False: nothing but `committed` and `promoted` needs to be told.
+    # False if only `committed` and `promoted` matter to the policy.
     watches_l1 = True
 
     @abstractmethod
@@ -35,15 +35,15 @@ class WritePolicy(ABC):
         return ()
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Objects that L1 is about to evict, and keeps until what this returns is written."""
+        """Objects that L1 is about to evict; it keeps the returned ones until they are written."""
         return ()
 
     def written(self, keys: Iterable[PackedKey]) -> None:
-        """Objects that need no writing any more: stored, or given up."""
+        """Objects whose writing is over: stored, or given up."""
         return
 
     def removed(self, key: PackedKey) -> bool:
-        """An object has left L1; True if it was to be written some time."""
+        """An object has left L1; returns True if it was still to be written."""
         return False
 
 

@@ -16,7 +16,7 @@ from kvframework.api import PackedKey
 from kvframework.storage.l2.write_policy import WritePolicy
 
 BATCH_OBJECTS = 16
-# How often a whole batch of one object may fail, and how often the tier may refuse one object of a batch.
+# How often a batch of one object may fail as a whole, and how often the tier may refuse one object of a batch.
 MAX_ATTEMPTS = 8
 MAX_REFUSALS = 3
 REFUSED_PAUSE_S = 0.5
@@ -32,8 +32,8 @@ class Batch:
 class WriteQueue:
     """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
 
-    `bound` is how many objects may wait. What a batch could not send waits again beyond it, so never more are pending
-    than the bound and the batches under way.
+    `bound` is the number of objects that may wait. Objects that a batch could not send wait again beyond it, so at most
+    the bound and the batches in flight are pending.
     """
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None]) -> None:
@@ -41,13 +41,13 @@ class WriteQueue:
         self._bound = bound
         self._count = count
         self._waiting: OrderedDict[PackedKey, None] = OrderedDict()
-        # Taken for a batch and not settled; each batch's in its order.
+        # Keys taken for a batch and not settled; each batch's in its order.
         self._sending: dict[PackedKey, Batch] = {}
-        # When each may be sent again, the soonest first; and how often it was refused.
+        # The time of each next attempt, the soonest first; and the number of refusals.
         self._refused: dict[PackedKey, float] = {}
         self._refusals: dict[PackedKey, int] = {}
         self._at_once = BATCH_OBJECTS
-        # Of what was in batches that failed as a whole: how many may go together, and how often each failed alone.
+        # For keys of batches that failed as a whole: the size of their next batch, and how often each failed alone.
         self._most: dict[PackedKey, int] = {}
         self._attempts: Counter[PackedKey] = Counter()
 
@@ -60,7 +60,7 @@ class WriteQueue:
         return max(self._bound - len(self._waiting) - len(self._refused), 0)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until there is something to send; infinite if nothing waits."""
+        """Return the seconds until there is something to send; infinite if nothing waits."""
         if self._waiting:
             return 0.0
         return max(next(iter(self._refused.values()), math.inf) - now, 0.0)
@@ -75,7 +75,7 @@ class WriteQueue:
                 self._count(write_dropped=1)
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Those of `keys` that L1 is to keep until they are written; they wait from now on, as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; they are queued, as far as there is room."""
         unwritten = self.policy.leaving(keys)
         fresh = [key for key in unwritten if not self._holds(key)]
         self.offer(fresh[: self.room])
@@ -90,7 +90,7 @@ class WriteQueue:
             self._count(write_lost=1)
 
     def take(self, now: float) -> Batch:
-        """The next batch; until each of it is settled it is being sent."""
+        """Return the next batch; its keys count as being sent until each is settled."""
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
@@ -108,8 +108,8 @@ class WriteQueue:
         return batch
 
     def found(self, batch: Batch, keys: Sequence[PackedKey]) -> list[PackedKey]:
-        """`keys` of the batch are in L1, and pinned from here on; those of them that are to be sent: not what was lost
-        since it was taken, stored again, and taken by another."""
+        """Return those of `keys`, the pinned objects of the batch, that this batch sends: not those that were lost
+        since it was taken, stored again, and taken by another batch."""
         here = set(keys)
         lost = [key for key in self._unsettled(batch) if key not in here]
         for key in lost:
@@ -118,14 +118,14 @@ class WriteQueue:
         self._count(write_lost=len(lost))
         mine = [key for key in keys if self._sending.get(key, batch) is batch]
         for key in mine:
-            # Also what was lost and stored again since it was taken.
+            # Includes a key that was lost and stored again since the batch was taken.
             self._waiting.pop(key, None)
             self._sending[key] = batch
         return mine
 
     def answered(self, keys: Sequence[PackedKey], stored: Sequence[bool], now: float) -> None:
-        """The tier said what became of each. Told while they are pinned: what may be evicted and counts as unwritten
-        would be sent again, or counted as lost."""
+        """Record the tier's answer for each key. The caller still pins them: an object that may be evicted and counts
+        as unwritten would be sent again, or counted as lost."""
         self._at_once = min(self._at_once * 2, BATCH_OBJECTS)
         given_up = 0
         for key, ok in zip(keys, stored, strict=True):
@@ -140,9 +140,9 @@ class WriteQueue:
         self._count(write_given_up=given_up)
 
     def failed(self, keys: Sequence[PackedKey]) -> bool:
-        """The tier failed at all of these as a whole. Smaller batches fit a slow tier's deadline, and part what can
-        never be written from what can, whatever other writers do. True for one object that failed alone so often that
-        it is to be given up, unless the tier fails at everything."""
+        """Record that the tier failed at all of these as a whole. Smaller batches fit a slow tier's deadline, and
+        separate values that can never be written from the others. Returns True for one object that failed alone so
+        often that it should be given up, unless the tier fails at everything."""
         self._at_once = max(self._at_once // 2, 1)
         if len(keys) > 1:
             self._most.update(dict.fromkeys(keys, len(keys) // 2))
@@ -151,17 +151,17 @@ class WriteQueue:
         return self._attempts[keys[0]] % MAX_ATTEMPTS == 0
 
     def give_up(self, keys: Iterable[PackedKey]) -> None:
-        """These would never get there."""
+        """Give up keys that would never be stored."""
         for key in keys:
             self._settle(key)
             self._count(write_given_up=1)
 
     def give_up_batch(self, batch: Batch) -> None:
-        """It met a bug, and would meet it again."""
+        """Give up a batch that met a bug, and would meet it again."""
         self.give_up(self._unsettled(batch))
 
     def put_back(self, batch: Batch) -> None:
-        """The batch is over; what of it is not settled is sent next."""
+        """End a batch; its unsettled keys are sent next."""
         for key in reversed(self._unsettled(batch)):
             del self._sending[key]
             self._waiting[key] = None

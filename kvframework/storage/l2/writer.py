@@ -1,9 +1,9 @@
-"""The way of objects from L1 to one L2 tier: events go into its queue, batches come out and are sent.
+"""The writer of one L2 tier: reports of L1 enter its queue, and batches leave it for the tier.
 
-Which objects go, and when, is the write policy's; what waits is in `write_queue.py`. Only what is being sent is pinned;
-what waits may be evicted and is then counted as lost. A full queue drops new objects with a count, so a slow or dead
-tier never delays a STORE. Driven by one or several storage threads (`threads.py`), each with a batch of its own. Lock
-order: the storage lock, then `changed`.
+The write policy decides which objects are written, and when; the queue is in `write_queue.py`. Objects are pinned only
+while they are being sent; waiting ones may be evicted and are then counted as lost. A full queue drops new objects with
+a count, so a slow or dead tier never delays a STORE. Driven by one or several storage threads (`threads.py`), each with
+its own batch. Lock order: the storage lock, then `changed`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from kvframework.api import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.calls import CircuitOpen
+from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.steps import Steps, do
 from kvframework.storage.l2.store import L2Store
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
@@ -34,22 +34,12 @@ MAX_TOUCHES = 1 << 16
 TOUCH_AT_ONCE = 1024
 
 
-class PinnedSource(Protocol):
-    """What a writer needs of L1."""
-
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
-
-    def bytes_of(self, lease: PinLease) -> memoryview: ...
-
-
 class TierWriter:
-    """Thread-safe; only `drain` blocks. Its events may be told under the storage lock."""
+    """Thread-safe; only `drain` blocks. Events may be reported under the storage lock."""
 
     def __init__(
         self,
-        source: PinnedSource,
+        l1: L1,
         store: L2Store,
         records: NamespaceRecords,
         *,
@@ -63,22 +53,22 @@ class TierWriter:
         self.promote = promote
         self.changed = threading.Condition()
         self.closing = False
-        self._source = source
+        self._l1 = l1
         self._records = records
         self._policy = policy or WriteThrough()
         self._queue = WriteQueue(self._policy, queue, store.count)
         self._clock = clock
-        # When each namespace's record was last put, or began to be.
+        # Time of the last put of each namespace's record, or of its beginning.
         self._record_put: dict[bytes, float] = {}
         self._touches: dict[PackedKey, None] = {}
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
-        # Touches and checks are the work of one thread at a time.
+        # Only one thread at a time does touches and checks.
         self._aside = False
 
     @property
     def pending(self) -> int:
-        """Objects that wait or are being sent."""
+        """Number of objects that wait or are being sent."""
         return self._queue.pending
 
     def status(self) -> dict[str, object]:
@@ -104,14 +94,14 @@ class TierWriter:
                 self._offer(self._policy.promoted(keys))
 
     def used(self, keys: Sequence[PackedKey]) -> None:
-        """Objects of L1 that were looked up, read, stored again, or loaded from here."""
+        """Objects of L1 that were looked up, read, stored again, or loaded from this tier."""
         with self.changed:
             self._offer(self._policy.used(keys))
             if self.store.wants_touches and len(self._touches) < MAX_TOUCHES:
                 self._touches.update(dict.fromkeys(keys))
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Those of `keys` that L1 is to keep until they are written; they are queued as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; they are queued as far as there is room."""
         with self.changed:
             self.changed.notify_all()
             return self._queue.leaving(keys)
@@ -122,12 +112,12 @@ class TierWriter:
             self._queue.removed(key)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is pending; False after `timeout_s`."""
+        """Wait until nothing is pending; return False after `timeout_s`."""
         with self.changed:
             return self.changed.wait_for(lambda: not self.pending, timeout_s)
 
     def stop(self) -> None:
-        """Nothing more is sent after the call in flight. Does not wait."""
+        """Stop sending after the call in flight. Does not wait."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
@@ -135,13 +125,13 @@ class TierWriter:
     # driven by storage threads
 
     def wait_s(self) -> float:
-        """Seconds until there is something to do that a circuit lets through."""
+        """Return the seconds until there is work that a circuit admits."""
         now = self._clock()
         with self.changed:
             return min(self._sending_s(now), math.inf if self._aside else self._aside_s(now))
 
     def poll(self) -> Steps[None] | None:
-        """What is to be done now, None if nothing is. It is this caller's: several may be under way."""
+        """Return the next unit of work for this caller, None when idle. Several may run at once."""
         now = self._clock()
         with self.changed:
             if self.closing:
@@ -189,12 +179,12 @@ class TierWriter:
     def _send_batch(self, batch: Batch) -> Steps[None]:
         leases: list[PinLease] = []
         try:
-            leases = yield from do(self._source.pin_present, batch.keys)
+            leases = yield from do(self._l1.pin_present, batch.keys)
             with self.changed:
                 mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
             others = [lease for lease in leases if lease.objects[0].key not in mine]
             leases = [lease for lease in leases if lease.objects[0].key in mine]
-            self._source.unpin_internal(others)
+            self._l1.unpin_internal(others)
             answered = True
             while leases and answered and not self.closing:
                 answered = yield from self._send_group(_take_bytes(leases))
@@ -203,16 +193,16 @@ class TierWriter:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._source.unpin_internal(leases)
+            self._l1.unpin_internal(leases)
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
 
     def _send_group(self, group: Sequence[PinLease]) -> Steps[bool]:
-        """Whether the tier answered. `group` is unpinned in any case."""
+        """Send a group; return whether the tier answered. `group` is unpinned in any case."""
         keys = [lease.objects[0].key for lease in group]
         try:
-            stored = yield from self._put(keys, [self._source.bytes_of(lease) for lease in group])
+            stored = yield from self._put(keys, [self._l1.bytes_of(lease) for lease in group])
             with self.changed:
                 self._queue.answered(keys, stored, self._clock())
             return True
@@ -226,7 +216,7 @@ class TierWriter:
                     self._queue.give_up(keys)
             return False
         finally:
-            self._source.unpin_internal(group)
+            self._l1.unpin_internal(group)
 
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
         try:
@@ -238,14 +228,14 @@ class TierWriter:
                 value.release()
 
     def _put_record(self, namespace: bytes) -> Steps[None]:
-        """The namespace's record goes along, unless it did a moment ago."""
+        """Put the namespace's record as well, unless it was put recently."""
         record = self._records.encoded(namespace)
         now = self._clock()
         with self.changed:
             self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
             if record is None or namespace in self._record_put:
                 return
-            # At once, so that no two writers put it: the older one might come last.
+            # Set at once, so that no two writers put it: the older record might be written last.
             self._record_put[namespace] = now
         stored = False
         try:
@@ -256,14 +246,13 @@ class TierWriter:
                     self._record_put.pop(namespace, None)
 
     def _collect_touches(self) -> None:
-        """What is to be kept from being forgotten by the tier: the objects that are used and their namespaces'
-        records."""
+        """Collect the used objects and their namespaces' records, which the tier must keep."""
         with self.changed:
             touches, self._touches = self._touches, {}
         self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
 
     def _send_touches(self) -> Steps[None]:
-        """One batch, so that no more than that comes between two writes."""
+        """Send one batch of touches, so that no more than this comes between two writes."""
         batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
         try:
             yield from self.store.touch_steps(batch)
@@ -276,7 +265,7 @@ def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:
 
 
 def _take_bytes(leases: list[PinLease]) -> list[PinLease]:
-    """Moves as many leases as one batch may hold bytes, at least one."""
+    """Move as many leases as fit the bytes of a batch, at least one."""
     group = [leases.pop(0)]
     total = group[0].objects[0].length
     while leases and total + leases[0].objects[0].length <= BATCH_BYTES:

@@ -41,17 +41,18 @@ class Content(TransportKit):
         assert other.differences() == []
         assert one.differences() == [], "a store changes nothing"
 
-    @pytest.mark.parametrize("skip", [1, 7, CHUNK, CHUNK + 6, 3 * CHUNK - 1])
-    def test_skipped_tokens_are_not_written(self, make_engine: MakeEngine, case: str, skip: int) -> None:
+    def test_skipped_tokens_are_not_written(self, make_engine: MakeEngine, case: str) -> None:
         groups = CASES[case]
-        if any(group.opaque for group in groups):
-            skip -= skip % max(group.block_size for group in groups)
+        whole = max(group.block_size for group in groups) if any(group.opaque for group in groups) else 1
         engine = make_engine(groups)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-        assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S) is True
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
-        assert engine.differences() == []
+        # The longest first, so that no load finds what it skips written already.
+        for skip in (3 * CHUNK - 1, CHUNK + 6, CHUNK, 7, 1):
+            skip -= skip % whole
+            assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S) is True
+            engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
+            assert engine.differences() == [], f"{skip} tokens were skipped"
 
     def test_one_block_is_gathered_for_the_canary(self, make_engine: MakeEngine, case: str) -> None:
         """As its canonical bytes, by the way that stores take."""

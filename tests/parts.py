@@ -1,0 +1,62 @@
+"""The parts of the test suite: each test file is in one. `pytest --part=NAME` collects the files of a part.
+
+`default` is every file that no other part names; the environments of tox.ini run the parts. `test_parts.py` proves that
+each part is run, and docs/testing.md says what each folder proves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+DEFAULT = "default"
+
+# Folders and files below tests/.
+PARTS: dict[str, tuple[str, ...]] = {
+    # Crowds, crashes, faults and chance against real processes: slow, or waiting by design.
+    "survival": (
+        "chaos",
+        "cli/test_demo_variants.py",
+        "fuzz",
+        "plugins/test_kvf_filesystem_faults.py",
+        "plugins/test_kvf_redis_failover.py",
+        "security/test_descriptors.py",
+        "security/test_every_wait_ends.py",
+        "security/test_slow_reader.py",
+        "security/test_what_one_client_may_take.py",
+        "simulation/test_planted.py",
+        "survival",
+        "tiers",
+        "wire_versions",
+    ),
+    # What authors of plugins read, copy and run: guides, examples, scaffolds, and the kits against planted bugs.
+    "docs": (
+        "devices/test_planted_bugs.py",
+        "docs/test_architecture.py",
+        "docs/test_gpu.py",
+        "docs/test_layouts.py",
+        "docs/test_operations.py",
+        "docs/test_plugin_guides.py",
+        "docs/test_plugins_readme.py",
+        "docs/test_requests.py",
+        "docs/test_security.py",
+        "docs/test_tiers.py",
+        "docs/test_transports.py",
+        "examples",
+        "inspection",
+        "kits",
+        "registry/test_hook_examples.py",
+        "registry/test_tier_example.py",
+        "scaffold",
+    ),
+}
+
+ROOT = Path(__file__).resolve().parent
+
+
+def part_of(file: Path) -> str:
+    """The part of a test file; what does not lie below tests/ is no part's and runs when it is named."""
+    if not file.resolve().is_relative_to(ROOT):
+        return DEFAULT
+    place = PurePosixPath(file.resolve().relative_to(ROOT).as_posix())
+    named = {str(place), *map(str, place.parents)}
+    return next((part for part, places in PARTS.items() if named & set(places)), DEFAULT)

@@ -1,0 +1,61 @@
+"""Every test file is in one part of the suite, and every part is run by an environment of tox."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.parts import DEFAULT, PARTS, ROOT, part_of
+
+TOX = ROOT.parent / "tox.ini"
+FILES = sorted(ROOT.rglob("test_*.py"))
+
+
+def environments() -> dict[str, set[str]]:
+    """The parts that each environment of tox.ini runs when it is given no arguments."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(TOX)
+    return {
+        section.partition(":")[2]: set(re.findall(r"--part=(\w+)", tox[section].get("commands", "")))
+        for section in tox.sections()
+        if section.startswith("testenv")
+    }
+
+
+def label(name: str) -> set[str]:
+    """The environments of a label, or of `env_list`."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(TOX)
+    if name in tox["tox"]:
+        return set(re.split(r"[,\s]+", tox["tox"][name]))
+    (line,) = (line for line in tox["tox"]["labels"].splitlines() if line.strip().startswith(f"{name} "))
+    return set(re.split(r"[,\s]+", line.partition("=")[2].strip()))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_names_what_is_there_and_nothing_twice(part: str) -> None:
+    for place in PARTS[part]:
+        assert (ROOT / place).exists(), place
+        parents = {parent.as_posix() for parent in Path(place).parents}
+        assert [other for each in PARTS.values() for other in each if other == place or other in parents] == [place]
+
+
+def test_every_part_is_run_by_full_or_survival() -> None:
+    run = environments()
+    assert {part for name in label("full") | {"survival"} for part in run.get(name, ())} == {DEFAULT, *PARTS}
+    assert {part for name in label("env_list") for part in run.get(name, ())} == {DEFAULT}
+    assert run["survival"] == {"survival"}
+    assert "--part=survival" in (ROOT.parent / ".ci" / "run").read_text()
+
+
+def test_files_of_every_part_are_found() -> None:
+    assert {part_of(file) for file in FILES} == {DEFAULT, *PARTS}
+
+
+def test_the_page_of_tests_names_every_folder() -> None:
+    page = (ROOT.parent / "docs" / "testing.md").read_text()
+    folders = {file.relative_to(ROOT).parts[0] for file in FILES if file.parent != ROOT}
+    assert sorted(folder for folder in folders if f"`{folder}/`" not in page) == []
