@@ -33,7 +33,7 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type
     try:
         provider = cast("P", registry.resolve(descriptor.kind, table.use, where=table.where))
     except PluginUnavailable:
-        # What is wrong with a table is so on every machine, so that error comes first.
+        # A mistake in a table is one on every machine, so its error comes first.
         _, found = registry.describe(descriptor.kind, table.use)
         if found is not None:
             registry.options(found, table.options, where=table.where, core_keys=table.core_keys)
