@@ -1,5 +1,5 @@
-"""The composition of a server: configuration -> plugins -> storage -> service -> messaging. The only place that
-knows all of them. `serve_forever` makes the calling thread the serving thread."""
+"""The composition root of a server: configuration -> plugins -> storage -> service -> messaging. No other module knows
+all of them. `serve_forever` makes the calling thread the serving thread."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        """Unpins what ZMQ has sent."""
+        """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
             self._storage.unpin_internal(pins)
 
     def settle(self) -> bool:
-        """Unpins what ZMQ sends within a moment; whether that is all of it. Blocks for that moment."""
+        """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
         all_sent = self._send_pins.wait_sent(_RETURN_S)
         self.tick()
         return all_sent
