@@ -12,30 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import kvframework
-from kvframework.api import (
-    ByteSize,
-    Codec,
-    CodecProvider,
-    DeviceOptions,
-    DeviceTransportProvider,
-    EvictionPolicy,
-    EvictionProvider,
-    Handler,
-    HasherProvider,
-    KeyHasher,
-    Layout,
-    LayoutProvider,
-    Memory,
-    MemoryProvider,
-    RequestsProvider,
-    ServerTransport,
-    TableContext,
-    Tier,
-    TierProvider,
-    TransportProvider,
-)
-from kvframework.config import Config, L2Config, default_endpoint
-from kvframework.devices import DeviceServerTransport
+from kvframework.api.codec import Codec, CodecProvider
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider
+from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.layout import Layout, LayoutProvider
+from kvframework.api.memory import Memory, MemoryProvider, TableContext
+from kvframework.api.options import ByteSize
+from kvframework.api.requests import Handler, RequestsProvider
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.tier import Tier, TierProvider
+from kvframework.api.transport import AnyTransportProvider
+from kvframework.config import Config, L2Config, PluginTable, default_endpoint
+from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
@@ -75,14 +63,15 @@ class Server:
         curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
         provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
         hasher = self._creator.one("hasher", config.hasher, KeyHasher, provider.create, options)
-        transports = {table.use: self._transport(table) for table in config.transport}
         layouts = {}
         for table in config.layout:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
+        storage = self._storage()
+        transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
         self.service = CacheService(
             config.server,
-            storage=self._storage(),
+            storage=storage,
             hasher=hasher,
             transports=transports,
             layouts=layouts,
@@ -94,9 +83,6 @@ class Server:
             },
             messaging_status=lambda: self._messaging_status(),
         )
-        for transport in transports.values():
-            if transport.server is not None:
-                transport.server.attach(self.service.storage.arena_fd)
         handlers = self._handlers()
         self._messages = MessageServer(
             self.endpoint,
@@ -157,14 +143,10 @@ class Server:
         """Remove the endpoint's files, for a process that ends at once. Safe from any thread."""
         self._messages.abandon()
 
-    def _transport(self, table: Any) -> AttachedTransport:
-        provider, options = resolve_table(self._registry, table, TransportProvider)
-        if isinstance(provider, DeviceTransportProvider):
-            assert isinstance(options, DeviceOptions)  # the provider's own type
-            return AttachedTransport(provider.name, provider.is_gpu, DeviceServerTransport(provider, options))
-        server = None
-        if provider.create_server:
-            server = self._creator.one("transport", table, ServerTransport, provider.create_server, options)
+    def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
+        provider, options = resolve_table(self._registry, table, AnyTransportProvider)
+        create = partial(self._creator.one, "transport", table, ServerTransport)
+        server = server_half(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _storage(self) -> StorageManager:

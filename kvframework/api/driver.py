@@ -1,8 +1,9 @@
 """Owns the driver interface: what a vendor implements so that the server moves KV between its device and the arena.
 
-Two halves. `EngineDriver` lives in an engine process and lends memory and events to others. `CopierDriver` lives in a
-process of its own, one per device, started and watched by the server; it opens what engines lent and copies. All that
-is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all devices.
+Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in
+a process of its own, one per device, started and watched by the server; it imports what engines exported and copies.
+All that is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all
+devices.
 """
 
 from __future__ import annotations
@@ -17,8 +18,26 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 from msgspec import Meta
 
 from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import Diagnose, TableContext, hookimpl
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.api.types import Message
 from kvframework.errors import DeviceError
+
+__all__ = [
+    "MAX_HANDLE_BYTES",
+    "Allocation",
+    "Arena",
+    "CopierDriver",
+    "CopyBatch",
+    "DeviceError",
+    "DeviceOptions",
+    "DeviceTransportProvider",
+    "EngineDriver",
+    "Exported",
+    "Step",
+    "TableContext",
+    "hookimpl",
+]
 
 E = TypeVar("E")
 S = TypeVar("S")
@@ -157,7 +176,7 @@ class EngineDriver(ABC, Generic[E]):
         """The allocation that holds the device address, made open for other processes of this user.
 
         The same allocation gives the same handle as long as it lives. Raises `DeviceError` for memory that cannot be
-        lent, with the setting to change as hint.
+        exported, with the setting to change as hint.
         """
 
     @abstractmethod
@@ -169,21 +188,21 @@ class EngineDriver(ABC, Generic[E]):
         """The handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
 
     @abstractmethod
-    def record(self, event: E, ready: object | None) -> None:
+    def record(self, event: E, behind: object | None) -> None:
         """Records the event, so that it is reached once the engine's work up to here is done.
 
-        `ready` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one of
-        its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current stream
-        holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early. Recording
-        again replaces the former record; events are pooled, and one may be recorded again while work that the former
-        record waited for has not been reached.
+        `behind` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one
+        of its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current
+        stream holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early.
+        Recording again replaces the former record; events are pooled, and one may be recorded again while work that the
+        former record waited for has not been reached.
         """
 
     @abstractmethod
     def destroy_event(self, event: E) -> None: ...
 
-    def hold(self, stream: object | None) -> Callable[[], None]:
-        """Has all further work of one of the engine's streams wait, on the device, until what this returns is called.
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        """Blocks all further work of one of the engine's streams, on the device, until what this returns is called.
 
         `stream` is what the engine has for one, or None for the calling thread's current one. Never blocks. The
         release is called by any thread, perhaps more than once, perhaps after `close`, and never blocks either: until
@@ -200,7 +219,7 @@ class EngineDriver(ABC, Generic[E]):
 
 class CopierDriver(ABC, Generic[E, S]):
     """The driver in the copier process of one device. One thread calls it, except `pin`, which others call at the same
-    time. Only `open`, `close_*` and `pin` may wait for the device, for a moment.
+    time. Only `open`, `close_memory`, `destroy_event` and `pin` may wait for the device, for a moment.
 
     Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
     context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
@@ -220,7 +239,7 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
-        """Ends what `open` gave. The lender may free its memory from now on."""
+        """Ends what `open` gave. The engine may free its memory from now on."""
 
     @abstractmethod
     def open_event(self, handle: bytes) -> E:
@@ -231,7 +250,7 @@ class CopierDriver(ABC, Generic[E, S]):
         """A new event for this process alone."""
 
     @abstractmethod
-    def close_event(self, event: E) -> None:
+    def destroy_event(self, event: E) -> None:
         """Ends what `open_event` or `create_event` gave."""
 
     @abstractmethod
@@ -247,8 +266,8 @@ class CopierDriver(ABC, Generic[E, S]):
         """Starts to copy every fragment between device and arena; never waits for it. The batch is the driver's."""
 
     @abstractmethod
-    def record(self, event: E, stream: S) -> None:
-        """The event is reached once all that the stream holds now is done."""
+    def record(self, event: E, behind: S) -> None:
+        """The event is reached once all that the stream `behind` holds now is done."""
 
     @abstractmethod
     def reached(self, event: E) -> bool:
@@ -270,3 +289,23 @@ def _sums(outer: array.array[int], inner: array.array[int]) -> array.array[int]:
     spread = b"".join([each.to_bytes(size, sys.byteorder) * len(inner) for each in outer])
     total = int.from_bytes(repeated, sys.byteorder) + int.from_bytes(spread, sys.byteorder)
     return array.array("Q", total.to_bytes(len(repeated), sys.byteorder))
+
+
+D = TypeVar("D", bound=DeviceOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTransportProvider(AnyTransportProvider[D]):
+    """A server-driven transport of an accelerator: the vendor gives the two halves of the driver, the core the rest.
+
+    `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
+    process of one device and makes that device its own; it is found there by its name, so it is a function at the top
+    of a module that can be imported. It raises `DeviceError` for a device that is not here. `diagnose` as for
+    `TierProvider`, of the devices and their driver.
+    """
+
+    create_engine: Callable[[D], EngineDriver]  # type: ignore[type-arg]
+    create_copier: Callable[[D, str, Arena], CopierDriver]  # type: ignore[type-arg]
+    options: type[D] = DeviceOptions  # type: ignore[assignment]
+    is_gpu: bool = True
+    diagnose: Diagnose[D] | None = None

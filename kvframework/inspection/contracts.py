@@ -7,18 +7,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kvframework.api import (
-    Codec,
-    CopierDriver,
-    EngineDriver,
-    EvictionPolicy,
-    KeyHasher,
-    Layout,
-    Memory,
-    ServerTransport,
-    Tier,
-    TransferContext,
-)
+from kvframework.api.codec import Codec
+from kvframework.api.driver import CopierDriver, EngineDriver
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout
+from kvframework.api.memory import Memory
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.tier import Tier
+from kvframework.api.transport import TransferContext
 from kvframework.inspection.problems import Problem, problem
 from kvframework.registry.creation import declared_attributes
 from kvframework.registry.loader import AnyProvider
@@ -39,7 +36,7 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
         Maker("create_copier", 3, CopierDriver),
         Maker("diagnose", 3, None),
     ),
-    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 1, ServerTransport)),
+    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 2, ServerTransport)),
     "LayoutProvider": (Maker("create", 1, Layout),),
     "MemoryProvider": (Maker("create", 2, Memory), Maker("diagnose", 3, None)),
     "TierProvider": (Maker("create", 2, Tier), Maker("diagnose", 3, None)),

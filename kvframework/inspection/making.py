@@ -11,24 +11,23 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import (
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.memory import MemoryProvider, TableContext
+from kvframework.api.requests import (
     Buffer,
     CacheKey,
     CacheServices,
     ClientInfo,
     Handler,
     InstanceContext,
-    KeyHasher,
-    MemoryLayoutDesc,
-    MemoryProvider,
     PackedKey,
     PrefetchTask,
     RequestsProvider,
     Select,
-    TableContext,
-    TierProvider,
-    TransportProvider,
 )
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import convert
 from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
 from kvframework.inspection.contracts import Maker
@@ -71,7 +70,7 @@ def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any]
 def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
     """The result of `create` with the options `given`, defaults for the others; it stays open until the process ends.
     Raises `NotMade`."""
-    if isinstance(provider, TransportProvider):
+    if isinstance(provider, AnyTransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
         raise NotMade(reason)
@@ -138,7 +137,7 @@ def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Ma
                 f"{title}: {name}",
                 "its handler is asynchronous",
                 expected="def",
-                hint="return a MessagingFuture for what takes time",
+                hint="return a Future for what takes time",
             )
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvframework.api import (
-    CodecProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Provider,
-    RequestsProvider,
-    TierProvider,
-    TransportProvider,
-)
+from kvframework.api.codec import CodecProvider
+from kvframework.api.driver import DeviceTransportProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.plugin import Provider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import TransportProvider
 
 
 class Kind(NamedTuple):
@@ -25,7 +24,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", (TransportProvider,)),
+    "transport": Kind("kvf_transports", (TransportProvider, DeviceTransportProvider)),
     "layout": Kind("kvf_layouts", (LayoutProvider,)),
     "memory": Kind("kvf_memories", (MemoryProvider,)),
     "tier": Kind("kvf_tiers", (TierProvider,)),

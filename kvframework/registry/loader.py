@@ -5,6 +5,7 @@ Runs once per plugin, at startup, in the thread that makes the registry. Only na
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvframework.api import ENTRY_POINT_GROUP, MAX_CODEC_NAME, Options, Provider
+from kvframework.api.codec import MAX_CODEC_NAME
+from kvframework.api.options import Options
+from kvframework.api.plugin import ENTRY_POINT_GROUP, Provider
 from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
 from kvframework.registry.compatibility import check_requires
 from kvframework.registry.discovery import EntryPointInfo
@@ -121,8 +124,17 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
     with guarded(title, f"reading the options of {provider.name!r}"):
         msgspec.msgpack.Decoder(provider.options)  # its annotations may use undefined names
-    if not isinstance(provider.name, str) or not provider.name or not callable(getattr(provider, "create", None)):
-        raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
+    lacking = [
+        field.name
+        for field in dataclasses.fields(provider)
+        if field.name.startswith("create")
+        and field.default is dataclasses.MISSING
+        and not callable(getattr(provider, field.name, None))
+    ]
+    if not isinstance(provider.name, str) or not provider.name or lacking:
+        raise PluginBroken(
+            f"{title}: {hook} returned a {found} without a name or {' and '.join(lacking) or 'create'}()"
+        )
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
         raise PluginBroken(
             f"{title}: the name of codec {provider.name!r} does not fit into a value's header",

@@ -17,7 +17,9 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api import ClientInfo, Handler, Message, MessagingFuture, Reply, StoreOutcome
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, Message, Reply
+from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.engine_driven import outcome_of
 from kvframework.service.instance_keys import InstanceKeys
@@ -73,7 +75,7 @@ class ChunkTransfers:
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
-    ) -> m.ChunksStored | MessagingFuture[Message]:
+    ) -> m.ChunksStored | Future[Message]:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
@@ -85,7 +87,7 @@ class ChunkTransfers:
         if result.lease is None:
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
-        future: MessagingFuture[Message] = MessagingFuture(lambda: None)
+        future: Promise[Message] = Promise(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
@@ -99,7 +101,7 @@ class ChunkTransfers:
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
-    def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+    def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:

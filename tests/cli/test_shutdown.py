@@ -134,7 +134,12 @@ STUCK = """
     import pathlib, threading, time
     from kvf_pinned.memory import MemfdArena
     from kvf_pinned.options import PinnedOptions
-    from kvframework.api import *
+    from kvframework.api.eviction import EvictionProvider
+    from kvframework.api.memory import MemoryProvider
+    from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
+    from kvframework.api.server_transport import ServerTransport
+    from kvframework.api.tier import Outcome, Tier, TierProvider
+    from kvframework.api.transport import TransportProvider
     def mark(): pathlib.Path(MARKER).touch()
     class Stuck(Message, frozen=True):
         pass
@@ -174,13 +179,12 @@ STUCK = """
         def put(self, keys, parts, *, deadline): return [Outcome.STORED] * len(keys)
         def close(self): time.sleep(60)
     class NeverClosed(ServerTransport):
-        def attach(self, arena_fd): pass
-        def open(self, layout, desc, handles): raise NotImplementedError
+        def open(self, client, layout, desc, handles): raise NotImplementedError
         def close(self): time.sleep(60)
     class LargeArena(MemfdArena):
         def close(self): time.sleep(60)
         def leave(self): self.close()
-    def create_server(options): return NeverClosed()
+    def create_server(options, arena_fd): return NeverClosed()
     def create_arena(options, context): return LargeArena(options.capacity)
     @hookimpl
     def kvf_transports():

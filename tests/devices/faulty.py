@@ -9,7 +9,7 @@ from typing import Any
 
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 
-from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
+from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.testing.accelerator import Event, Stream
 
@@ -41,8 +41,8 @@ class PinsSlowly(SimCopier):
 class CannotCloseEvents(SimCopier):
     error: type[DeviceError] = DeviceError
 
-    def close_event(self, event: Event) -> None:
-        super().close_event(event)
+    def destroy_event(self, event: Event) -> None:
+        super().destroy_event(event)
         raise self.error("the event is in use", where="acme.close_event")
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import ByteSize, DeviceOptions
+from kvframework.api.driver import DeviceOptions
+from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.launching import Launcher
 from kvframework.devices.messages import Done, Frames, from_copier
@@ -193,7 +194,7 @@ def test_a_store_takes_as_long_as_the_configured_pace_says(tmp_path_factory: pyt
         engine = KitEngine(rig, client, 1, PAGED["nhd"])
         nbytes = sum(len(image) for image in engine.model.images.values()) * 12 // 27  # 12 of its 27 blocks
         began = time.monotonic()
-        assert engine.store(engine.request(), engine.source()).result(PATIENCE_S) is True
+        assert engine.store(engine.request(), engine.source()).result(PATIENCE_S).ok
         # A launch goes before it is paid for, and has one block of a layer at least.
         assert time.monotonic() - began > (nbytes - 200) / 10_000
         engine.close()

@@ -263,8 +263,8 @@ class LivenessServer:
         self._hang_up(entry.sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
-        # A copier may hold a copy (`ClientSession.hold`): epoll would still watch the closed socket, and take its
-        # events for those of the connection that gets its number next.
+        # A copier may hold a copy (`ClientSession.liveness_fd`): epoll would still watch the closed socket, and take
+        # its events for those of the connection that gets its number next.
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock)
         sock.close()

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvframework.api import ClientInfo
+from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
 from kvframework.wire.messages import Hello
 
@@ -40,7 +40,7 @@ class ClientSession(ClientInfo):
     identities: set[bytes] = field(default_factory=set, repr=False)
     liveness: socket.socket | None = field(default=None, repr=False)
 
-    def hold(self) -> int | None:
+    def liveness_fd(self) -> int | None:
         if self.liveness is None or not self.local or self.liveness.fileno() < 0:
             return None
         return os.dup(self.liveness.fileno())
