@@ -1,4 +1,4 @@
-"""What of a struct's values may be shown: secrets are hidden, and the credentials in URLs. Pure.
+"""The values of a struct as they may be shown: secrets are hidden, and the credentials in URLs. Pure.
 
 A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
 """
@@ -13,7 +13,8 @@ HIDDEN = "***"
 
 
 def shown_options(options: msgspec.Struct) -> dict[str, object]:
-    """The fields of a struct by name, as they may be shown: secrets are hidden, and the credentials in every URL."""
+    """Return the fields of a struct by name, as they may be shown: secrets are hidden, and the credentials in every
+    URL."""
     struct = msgspec.inspect.type_info(type(options))
     assert isinstance(struct, msgspec.inspect.StructType)
     secrets = {field.name: secret_mark(field.type) for field in struct.fields}
@@ -21,8 +22,8 @@ def shown_options(options: msgspec.Struct) -> dict[str, object]:
 
 
 def secret_mark(kind: msgspec.inspect.Type) -> str | None:
-    """What of a field of this type is secret: all of its "value", the credentials in its "url", or nothing. Looks
-    through unions and containers: a secret that may be missing, or one of many, is one."""
+    """Return the secret part of a field of this type: "value" for all of it, "url" for its credentials, or None. Looks
+    through unions and containers: an optional secret, or one of many, counts as one."""
     if isinstance(kind, msgspec.inspect.Metadata):
         own: str | None = (kind.extra or {}).get("secret")
         return own or secret_mark(kind.type)
@@ -40,7 +41,7 @@ def secret_mark(kind: msgspec.inspect.Type) -> str | None:
 
 
 def masked_url(url: str) -> str:
-    """`url` without user name, password and query, whatever is wrong with it."""
+    """Return `url` without user name, password and query, even if it is malformed."""
     scheme, separator, rest = url.partition("://")
     if not separator or "password" in rest.lower():
         return HIDDEN

@@ -19,7 +19,7 @@ __all__ = ["EngineView"]
 
 
 class EngineView(ABC):
-    """One block per layer group that may be written at registration, and the engine's own access to it.
+    """One spare block per layer group, which may be written at registration, and the engine's own access to it.
 
     `spare_blocks` holds a block id per layer group. At the first registration nothing else may use these blocks; after
     a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or
@@ -29,8 +29,7 @@ class EngineView(ABC):
     spare_blocks: Sequence[int]
 
     def declared(self, layout: KVLayout) -> None:
-        """Called once with the declaration, before any read or write: it gives the layers of each group.
-        Optional."""
+        """Receives the declaration, once and before any read or write: it gives the layers of each group. Optional."""
         return
 
     @abstractmethod
@@ -39,4 +38,4 @@ class EngineView(ABC):
 
     @abstractmethod
     def write(self, group: int, layer: int, plane: int, block: int, values: torch.Tensor) -> None:
-        """Writes `values`, shaped like what `read` returns, into the block. Bit-exact for all values."""
+        """Writes `values`, in the shape that `read` returns, into the block. Bit-exact for all values."""

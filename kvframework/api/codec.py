@@ -1,4 +1,4 @@
-"""The `Codec` contract: an object's bytes are packed on their way to an L2 tier, and unpacked on the way back."""
+"""The `Codec` contract: packing of an object's bytes on the way to an L2 tier, and unpacking on the way back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.api.plugin import O, Provider, hookimpl
 __all__ = ["Codec", "CodecProvider", "hookimpl"]
 
 MAX_CODEC_NAME = 16
-# How a tier says that it stores bytes as they are.
+# The name under which a tier stores bytes as they are.
 NO_CODEC = "none"
 
 
@@ -23,8 +23,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, data: memoryview) -> Sequence[memoryview]:
-        """Returns the packed form of `data` (1-D bytes): parts that are 1-D bytes, too, and that no later call changes.
-        The parts may borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
+        """Returns the packed form of `data` (1-D bytes) as parts, also 1-D bytes, that no later call changes. The parts
+        may borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
 
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
@@ -37,7 +37,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProvider(Provider[O]):
-    """`create` makes the codec that all tiers of one server share."""
+    """A codec. `create` makes the codec that all tiers of one server share."""
 
     kind = "codec"
     create: Callable[[O], Codec]

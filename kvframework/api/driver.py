@@ -1,9 +1,8 @@
-"""Owns the driver interface: what a vendor implements so that the server moves KV between its device and the arena.
+"""The driver interface: the vendor's part of moving KV between a device and the arena.
 
-Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in
-a process of its own, one per device, started and watched by the server; it imports what engines exported and copies.
-All that is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all
-devices.
+Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a
+process of its own, one per device, started and watched by the server; it imports what engines exported and copies.
+Registration, planning, bounds, cancel, completion and supervision are the core's, once for all devices.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ __all__ = [
 E = TypeVar("E")
 S = TypeVar("S")
 
-# Of memory or of an event.
+# The handle of an allocation or of an event.
 MAX_HANDLE_BYTES = 2048
 
 
 class Allocation(Message, frozen=True, array_like=True):
-    """One allocation of device memory, as another process may open it.
+    """One allocation of device memory, as another process can open it.
 
     `device` is an identity that is the same in every process (a UUID, never an ordinal); `handle` is the driver's own,
     at most `MAX_HANDLE_BYTES`.
@@ -59,7 +58,7 @@ class Allocation(Message, frozen=True, array_like=True):
 
 
 class Exported(NamedTuple):
-    """Where an address lies: `offset` bytes into `allocation`."""
+    """The place of an address: `offset` bytes into `allocation`."""
 
     allocation: Allocation
     offset: int
@@ -81,7 +80,7 @@ class Arena(NamedTuple):
 
 
 class DeviceOptions(Options, frozen=True):
-    """Base of the options of a device transport: what the core's part of it needs. Vendors add their own."""
+    """Base of the options of a device transport, with those of the core's part. Vendors add their own."""
 
     in_flight: Annotated[
         ByteSize, Meta(description="bytes that may be under way per device and direction at once; at least 1")
@@ -92,13 +91,14 @@ class DeviceOptions(Options, frozen=True):
     pace: Annotated[
         ByteSize, Meta(description="bytes per second that are copied per device and direction at most; 0: no bound")
     ] = ByteSize(0)
-    # Copiers say every half second that they live.
+    # Copiers report every half second that they are alive.
     stall_s: Annotated[
         float, Meta(ge=1, description="seconds after which a copier that gets nowhere is killed and started again")
     ] = 10.0
 
     def __post_init__(self) -> None:
-        """Raises `ValueError`; a subclass that has its own calls this one too."""
+        """Raises `ValueError` for a size out of range; a subclass with a `__post_init__` of its own calls this one
+        too."""
         for name in ("in_flight", "launch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {int(getattr(self, name))}: at least 1 byte")
@@ -144,14 +144,14 @@ class CopyBatch:
         )
 
     def split(self, limit: int) -> Iterator[CopyBatch]:
-        """Batches of at most `limit` bytes each, but of at least one place of one lane."""
+        """Yields batches of at most `limit` bytes each, but of at least one place of one lane."""
         cell = self.nbytes // (len(self.lane_addresses) * len(self.place_addresses))
         cells = max(limit // cell, 1)
         places = min(cells, len(self.place_addresses))
         yield from self.tiles(max(cells // places, 1), places)
 
     def tiles(self, lanes: int, places: int) -> Iterator[CopyBatch]:
-        """Batches of at most so many lanes and places each."""
+        """Yields batches of at most `lanes` lanes and `places` places each."""
         for lane in range(0, len(self.lane_addresses), lanes):
             for place in range(0, len(self.place_addresses), places):
                 yield CopyBatch(
@@ -168,46 +168,46 @@ class EngineDriver(ABC, Generic[E]):
     """The driver in an engine process. Called from the engine's thread and from the connection's; no call waits for the
     device. Raises `DeviceError`.
 
-    `E` is whatever the driver takes for an interprocess event.
+    `E` is the driver's type of an interprocess event.
     """
 
     @abstractmethod
     def export(self, address: int) -> Exported:
-        """The allocation that holds the device address, made open for other processes of this user.
+        """Exports the allocation that holds the device address to other processes of this user.
 
-        The same allocation gives the same handle as long as it lives. Raises `DeviceError` for memory that cannot be
+        The same allocation gives the same handle for its lifetime. Raises `DeviceError` for memory that cannot be
         exported, with the setting to change as hint.
         """
 
     @abstractmethod
     def create_event(self, device: str) -> E:
-        """A new interprocess event of a device, not recorded yet; the caller destroys it."""
+        """Returns a new interprocess event of a device, not recorded yet; the caller destroys it."""
 
     @abstractmethod
     def export_event(self, event: E) -> bytes:
-        """The handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
+        """Returns the handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
 
     @abstractmethod
     def record(self, event: E, behind: object | None) -> None:
-        """Records the event, so that it is reached once the engine's work up to here is done.
+        """Records the event, which is reached once the engine's work so far is done.
 
-        `behind` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one
-        of its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current
-        stream holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early.
-        Recording again replaces the former record; events are pooled, and one may be recorded again while work that the
-        former record waited for has not been reached.
+        `behind` is the engine's argument at its submit, unchanged: its own event behind that work (a `torch.Event`, one
+        of its backend's event class, or one of the vendor's runtime), or None for the work in the calling thread's
+        current stream. Raise `DeviceError` for any other object: taking it for None would copy too early. Recording
+        again replaces the former record; events are pooled, and one may be recorded again while work that the former
+        record waited for has not been reached.
         """
 
     @abstractmethod
     def destroy_event(self, event: E) -> None: ...
 
     def block_stream(self, stream: object | None) -> Callable[[], None]:
-        """Blocks all further work of one of the engine's streams, on the device, until what this returns is called.
+        """Blocks all further work of one of the engine's streams, on the device, until the returned release is called.
 
-        `stream` is what the engine has for one, or None for the calling thread's current one. Never blocks. The
-        release is called by any thread, perhaps more than once, perhaps after `close`, and never blocks either: until
-        it is called the driver keeps whatever the device looks at. Raises `DeviceError` for what is no stream, and
-        where streams cannot wait for the host: whoever asked then waits in its own thread.
+        `stream` is the engine's object for a stream, or None for the calling thread's current one. Never blocks. The
+        release may be called by any thread, more than once, and after `close`, and never blocks either: until then the
+        driver keeps the memory that the device reads. Raises `DeviceError` for an object that is no stream, and where
+        streams cannot wait for the host: the caller then waits in its own thread.
         """
         del stream
         raise DeviceError("this device's streams cannot wait for a transfer")
@@ -218,14 +218,14 @@ class EngineDriver(ABC, Generic[E]):
 
 
 class CopierDriver(ABC, Generic[E, S]):
-    """The driver in the copier process of one device. One thread calls it, except `pin`, which others call at the same
-    time. Only `open`, `close_memory`, `destroy_event` and `pin` may wait for the device, for a moment.
+    """The driver in the copier process of one device. One thread calls it, except `pin`, which other threads call at
+    the same time. Only `open`, `close_memory`, `destroy_event` and `pin` may wait for the device, for a moment.
 
     Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
     context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
 
-    There is no call at the end: the process is killed at any moment, also when the server stops in good order. What
-    was pinned, opened and created has to go with it.
+    There is no call at the end: the process may be killed at any moment, also when the server stops in good order. All
+    that was pinned, opened and created has to end with it.
     """
 
     @abstractmethod
@@ -234,12 +234,13 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def open(self, allocation: Allocation) -> int:
-        """Maps another process's allocation; the address at which it begins here. Raises `DeviceError` for one that is
-        gone, of another device, malformed, or smaller than `nbytes` says: a copy beyond its end would harm others."""
+        """Maps another process's allocation and returns its address here. Raises `DeviceError` for one that no
+        longer exists, is of another device, malformed, or smaller than its `nbytes`: a copy beyond its end would
+        harm others."""
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
-        """Ends what `open` gave. The engine may free its memory from now on."""
+        """Unmaps the memory that `open` mapped. The engine may free its memory from now on."""
 
     @abstractmethod
     def open_event(self, handle: bytes) -> E:
@@ -247,27 +248,27 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def create_event(self) -> E:
-        """A new event for this process alone."""
+        """Returns a new event for this process alone."""
 
     @abstractmethod
     def destroy_event(self, event: E) -> None:
-        """Ends what `open_event` or `create_event` gave."""
+        """Destroys an event of `open_event` or `create_event`."""
 
     @abstractmethod
     def create_stream(self, *, loads: bool) -> S:
-        """A stream for copies. That for `loads` goes first where the device knows priorities."""
+        """Returns a stream for copies. That for `loads` has priority where the device knows priorities."""
 
     @abstractmethod
     def wait(self, stream: S, event: E) -> None:
-        """Later work of the stream runs behind the event. Never blocks."""
+        """Makes later work of the stream run behind the event. Never blocks."""
 
     @abstractmethod
     def copy(self, stream: S, batch: CopyBatch, *, to_arena: bool) -> None:
-        """Starts to copy every fragment between device and arena; never waits for it. The batch is the driver's."""
+        """Starts to copy every fragment between device and arena; never waits for it. The driver owns the batch."""
 
     @abstractmethod
     def record(self, event: E, behind: S) -> None:
-        """The event is reached once all that the stream `behind` holds now is done."""
+        """Records the event: it is reached once all work now in the stream `behind` is done."""
 
     @abstractmethod
     def reached(self, event: E) -> bool:
@@ -282,8 +283,8 @@ def _product(lanes: array.array[int], places: array.array[int], steps: list[tupl
 
 
 def _sums(outer: array.array[int], inner: array.array[int]) -> array.array[int]:
-    """Every one of `outer` plus every one of `inner`, as one addition of two long integers: no sum has more than 64
-    bits, so none reaches the next. Measured: a third of the time of a loop."""
+    """Return every one of `outer` plus every one of `inner`, as one addition of two long integers: no sum has more than
+    64 bits, so none reaches the next. Measured: a third of the time of a loop."""
     size = inner.itemsize
     repeated = inner.tobytes() * len(outer)
     spread = b"".join([each.to_bytes(size, sys.byteorder) * len(inner) for each in outer])
@@ -299,8 +300,8 @@ class DeviceTransportProvider(AnyTransportProvider[D]):
     """A server-driven transport of an accelerator: the vendor gives the two halves of the driver, the core the rest.
 
     `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
-    process of one device and makes that device its own; it is found there by its name, so it is a function at the top
-    of a module that can be imported. It raises `DeviceError` for a device that is not here. `diagnose` as for
+    process of one device and takes that device; the process finds it by its name, so it is a function at the top of a
+    module that can be imported. It raises `DeviceError` for a device that this machine lacks. `diagnose` as for
     `TierProvider`, of the devices and their driver.
     """
 

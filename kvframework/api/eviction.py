@@ -26,25 +26,25 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def on_insert(self, key: PackedKey, nbytes: int) -> None:
-        """`key` was committed and is now readable. Never called twice without `on_remove` between."""
+        """`key` was committed and is now readable. Never called twice for a key without `on_remove` between."""
 
     @abstractmethod
     def on_access(self, key: PackedKey) -> None:
-        """`key` was looked up or retrieved. Only for keys that are in."""
+        """`key` was looked up or retrieved. Only for keys in L1."""
 
     def on_access_many(self, keys: Sequence[PackedKey]) -> None:
-        """`on_access` for each of `keys`, in this order: the objects of one request, 8,192 at most. The same key may
-        come twice."""
+        """`on_access` for each of `keys`, in this order: the objects of one request, 8,192 at most. A key may occur
+        twice."""
         for key in keys:
             self.on_access(key)
 
     @abstractmethod
     def on_remove(self, key: PackedKey) -> None:
-        """`key` left L1, by eviction or otherwise. Only for keys that are in."""
+        """`key` left L1, by eviction or otherwise. Only for keys in L1."""
 
     @abstractmethod
     def victims(self) -> Iterator[PackedKey]:
-        """All keys that are in, best victim first, lazily.
+        """Returns all keys in L1, best victim first, lazily.
 
         The core may stop iterating at any point. It calls no other method while it iterates.
         """
@@ -52,7 +52,7 @@ class EvictionPolicy(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionProvider(Provider[O]):
-    """`create` makes the policy of one server's L1."""
+    """An eviction policy. `create` makes the policy of one server's L1."""
 
     kind = "eviction"
     create: Callable[[O], EvictionPolicy]

@@ -14,9 +14,9 @@ Level = Literal["ok", "warn", "fail"]
 class Finding(Struct, frozen=True):
     """The result of one check.
 
-    `id` is stable, of the form "subject.thing", such as "redis.policy". "fail": it will not work; "warn": it works, but
-    badly or not for long. `fact` is the observation, with its numbers and never a secret; `advice` is the one thing to
-    do about it, "" if there is none. `where` is the place in the TOML; the doctor fills it in for plugins.
+    `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it will not work; "warn": it
+    works, but badly or not for long. `fact` is the observation, with its numbers and never a secret; `advice` is the
+    one thing to do about it, "" if there is none. `where` is the place in the TOML; the doctor fills it in for plugins.
     """
 
     id: Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)+$")]

@@ -1,4 +1,4 @@
-"""The futures of the framework: `Future` for those who wait, `Promise` for those who do the work. Thread-safe."""
+"""The futures of the framework: `Future` for the waiting side, `Promise` for the working side. Thread-safe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-# A cache alone lets threads that come at once all through.
+# A cache alone lets concurrent first calls all through.
 _telling = threading.RLock()
 
 T = TypeVar("T")
@@ -41,37 +41,39 @@ class Future(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
-        # None once nothing may be held for it any more: it is resolved, or its holds have expired.
+        # None once no new hold is accepted: the future is resolved, or its holds have expired.
         self._held: list[Callable[[], None]] | None = []
         self._cancel_hook = cancel_hook
         self._stream_hook = stream_hook
 
     @classmethod
     def resolved(cls, value: T) -> Future[T]:
-        """A future that has its result already."""
+        """Returns a future that already has its result."""
         future = cls()
         future._resolve(value, None)
         return future
 
     @classmethod
     def failed(cls, error: BaseException) -> Future[T]:
-        """A future that has failed already."""
+        """Returns a future that has already failed."""
         future = cls()
         future._resolve(None, error)
         return future
 
     def query(self) -> bool:
-        """True once a result or an error is there. Never blocks."""
+        """Returns True once there is a result or an error. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until the future is resolved, at most `timeout` seconds (None: without end); whether it is."""
+        """Blocks until the future is resolved, at most `timeout` seconds (None: no limit), and returns whether it
+        is."""
         return self._done.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, waiting at most `timeout` seconds (None: without end).
+        """Returns the value, waiting at most `timeout` seconds (None: no limit).
 
-        Raises `DeadlineExceeded` when the time is over (the future stays pending), or the error it failed with.
+        Raises `DeadlineExceeded` when the time is over (the future stays pending), or the error with which the work
+        failed.
         """
         if not self._done.wait(timeout):
             raise DeadlineExceeded(f"no result within {timeout} s")
@@ -85,7 +87,7 @@ class Future(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def exception(self) -> BaseException | None:
-        """The error of a failed future, None while pending and on success. Never blocks."""
+        """Returns the error of a failed future, None while pending and on success. Never blocks."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
@@ -97,7 +99,7 @@ class Future(Generic[T]):
         callback(self)
 
     def cancel(self) -> None:
-        """Asks for the end of the work; the future is resolved as always once the work touches nothing any more.
+        """Asks for the end of the work; the future is resolved as always once the work touches no memory any more.
 
         Without a cancel hook the future fails with `Cancelled` at once, since nothing can be in flight.
         """
@@ -107,7 +109,7 @@ class Future(Generic[T]):
             self._resolve(None, Cancelled("the request was cancelled"))
 
     def to_cuda_future(self) -> DeviceFuture[T]:
-        """The same result, for which the engine's streams can wait, on whatever device it is."""
+        """Returns the same result as a future for which the engine's streams can wait, on any device."""
         return DeviceFuture(self)
 
     def _resolve(self, value: T | None, error: BaseException | None) -> bool:
@@ -118,7 +120,7 @@ class Future(Generic[T]):
             callbacks, self._callbacks = self._callbacks, []
             self._cancel_hook = None
             self._done.set()
-            # Behind that: who finds that nothing may be held any more finds the result.
+            # After the result is set: a thread that finds no hold accepted any more also finds the result.
             releases, self._held = self._held or [], None
         _call_all([*releases, *(partial(callback, self) for callback in callbacks)])
         return True
@@ -132,11 +134,10 @@ class Future(Generic[T]):
 
 
 class Promise(Future[T]):
-    """A future as the worker behind it sees it: it resolves the future, once.
+    """A future as seen by the worker behind it, which resolves it once.
 
-    `cancel_hook` is called by `cancel`, in any thread, and must not block. `stream_hook` makes a
-    stream of the device wait, see `EngineDriver.block_stream`; a future of a transport without a
-    device has none.
+    `cancel_hook` is called by `cancel`, in any thread, and must not block. `stream_hook` makes a stream of the device
+    wait, see `EngineDriver.block_stream`; a future of a transport without a device has none.
     """
 
     __slots__ = ()
@@ -146,18 +147,18 @@ class Promise(Future[T]):
         return self._resolve(value, None)
 
     def set_exception(self, error: BaseException) -> bool:
-        """Fails the future; False if it was resolved before."""
+        """Fails the future; False if it was resolved before (the first result stays)."""
         return self._resolve(None, error)
 
     def add_release(self, release: Callable[[], None]) -> None:
-        """Calls `release()` once, when the future is resolved or its holds expire, at once if that is past; before
-        callbacks, and with the same rules."""
+        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
+        if that is past; before callbacks, and with the same rules."""
         self._add_release(release)
 
     def expire_holds(self) -> None:
-        """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline is over,
-        and how it ends is not known yet. Does nothing once it is resolved, or a second time. Raises what a release
-        raises, after all of them were called."""
+        """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,
+        and its outcome is not known yet. Does nothing once the future is resolved, or a second time. Raises an error of
+        a release, after all releases were called."""
         with self._lock:
             releases, self._held = self._held or [], None
         _call_all(releases)
@@ -166,7 +167,7 @@ class Promise(Future[T]):
 class DeviceFuture(Generic[T]):
     """A transfer's future as an engine with a device uses it: its streams wait, and its threads go on.
 
-    `Future.to_cuda_future` makes it. All but `wait` is as there.
+    `Future.to_cuda_future` makes it. All methods but `wait` are those of `Future`.
     """
 
     __slots__ = ("_future",)
@@ -191,10 +192,10 @@ class DeviceFuture(Generic[T]):
         transfer is over, or until the request's deadline at the longest: then the stream goes on, the future is
         pending, and the blocks are not to be trusted.
 
-        It is over when it failed, too, which the stream cannot know: ask `result` before you trust what the blocks
-        hold. Returns at once, and may be called for any number of streams, from any thread. Only where the device
-        cannot block a stream, or the transport is none of a device, the calling thread itself waits, as long as the
-        stream would; that is logged once.
+        It is over when it failed, too, which the stream cannot know: ask `result` before you trust the blocks. Returns
+        at once, and may be called for any number of streams, from any thread. Where the device cannot block a stream,
+        or the transport is not one of a device, the calling thread itself waits instead, as long as the stream would;
+        that is logged once.
         """
         future = self._future
         if future._held is None:
@@ -214,7 +215,7 @@ class DeviceFuture(Generic[T]):
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Raises the first of what they raise, once all were called: a stream may wait for one of them."""
+    """Make every call, then raise the first error: a stream may wait for one of the later calls."""
     failed: BaseException | None = None
     for call in calls:
         try:

@@ -31,18 +31,19 @@ class KeyHasher(ABC):
         parent: bytes = b"",
         extras: Mapping[int, bytes] | None = None,
     ) -> bytes:
-        """Packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32), the rest is ignored.
+        """Returns packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
+        ignored.
 
         `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can
         continue where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
-        multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called
-        from several threads at once; keeps no reference to `tokens`.
+        multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called from
+        several threads at once; keeps no reference to `tokens`.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HasherProvider(Provider[O]):
-    """`create` makes a hasher: the server one, and every client one by the name that the server tells it."""
+    """A key hasher. `create` makes it: in the server, and in every client by the name that the server sends."""
 
     kind = "hasher"
     create: Callable[[O], KeyHasher]

@@ -21,7 +21,7 @@ SALT_BYTES = 16
 LAYER_ORDER_BYTES = 16
 TOKEN_BYTES = 4
 
-# An object key as storage and tiers see it: `ObjectKey.pack()`.
+# The key of an object as storage and tiers see it: `ObjectKey.pack()`.
 PackedKey = bytes
 
 
@@ -56,12 +56,12 @@ class ObjectKey(NamedTuple):
     digest: bytes
 
     def pack(self) -> PackedKey:
-        """72 bytes: namespace 16, salt 16, rank u32, group u32, digest 32."""
+        """Returns 72 bytes: namespace 16, salt 16, rank u32, group u32, digest 32."""
         return key_prefix(self.namespace, self.salt, self.rank, self.group) + self.digest
 
     @staticmethod
     def unpack(packed: PackedKey) -> ObjectKey:
-        """The inverse of `pack`. Raises `ValueError` for another length."""
+        """Returns the inverse of `pack`. Raises `ValueError` for another length."""
         if len(packed) != PACKED_KEY_BYTES:
             raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(packed)}")
         rank = int.from_bytes(packed[32:36], "little")
@@ -79,7 +79,8 @@ def key_prefix(namespace: bytes, salt: bytes, rank: int, group: int) -> bytes:
 
 def salt_digest(cache_salt: str, layer_order: bytes = b"") -> bytes:
     """Returns 16 bytes for a salt and the order of a rank's layers (b"": that of their names): zeros for neither, else
-    BLAKE2b of the salt, with the order as its salt parameter. So one order never finds objects of another."""
+    BLAKE2b of the salt, with the order as its salt parameter. So a lookup under one order never finds objects of
+    another."""
     if not cache_salt and not layer_order:
         return bytes(SALT_BYTES)
     encoded = cache_salt.encode()

@@ -42,7 +42,7 @@ MAX_OBJECT_BYTES = 1 << 30
 MAX_GROUPS = 64
 MAX_CHUNK_TOKENS = 1 << 24
 MAX_PACKING = 128
-# Bounds of what is decoded.
+# Bounds of decoded declarations.
 MAX_DIMS = 16
 MAX_LAYERS = 4096
 CANONICAL = "canonical"
@@ -99,20 +99,21 @@ class LayerGroup(Message, frozen=True):
 
     @property
     def slot_tokens(self) -> int:
-        """Tokens that one slot stands for."""
+        """Tokens per slot."""
         return self.block_size // self.slots
 
     def object_blocks(self, chunk_tokens: int) -> int:
-        """Blocks of one chunk's object: all of the chunk, of a state only the last one."""
+        """Blocks in one chunk's object: all of the chunk, or only the last one of a state."""
         return 1 if self.state else chunk_tokens // self.block_size
 
     def first_loaded_block(self, tokens: int) -> int:
-        """The index of the first block that a load of `tokens` tokens writes: the first that the window reaches."""
+        """Returns the index of the first block that a load of `tokens` tokens writes: the first that the window
+        reaches."""
         return max(tokens - self.window, 0) // self.block_size if self.window else 0
 
 
 class KVLayout(Message, frozen=True):
-    """How one instance holds KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown)."""
+    """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown)."""
 
     format: str
     groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)]
@@ -164,7 +165,8 @@ class MemoryLayoutDesc(Message, frozen=True):
 
 
 def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
-    """Returns the smallest whole number of blocks of every layer group that is at least `chunk_size` tokens."""
+    """Returns the smallest number of tokens, at least `chunk_size`, that is whole blocks of every layer group. Raises
+    `BadLayout`."""
     if not block_sizes or min(block_sizes) < 1 or chunk_size < 1:
         raise BadLayout(f"block sizes {list(block_sizes)} with chunk size {chunk_size}: all must be positive")
     unit = math.lcm(*block_sizes)
@@ -226,10 +228,10 @@ def validate_layout(layout: KVLayout) -> None:
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
-    """The desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per group; of
-    groups with a packing in opaque form; of a state one slot.
+    """Returns the desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per
+    group; of groups with a packing in opaque form; of a state one slot.
 
-    Raises `BadLayout` / `BadDtype` for what `validate_layout` refuses and for objects above 1 GiB.
+    Raises `BadLayout` / `BadDtype` as `validate_layout` does, and for objects above 1 GiB.
     """
     validate_layout(layout)
     tokens = chunk_tokens_for([group.block_size for group in layout.groups], chunk_size)
@@ -254,7 +256,7 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
 
 
 def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
-    """Raises `BadRange` if a load that leaves out so many tokens would have to begin inside an opaque block."""
+    """Raises `BadRange` if a load that skips `tokens` tokens would have to begin inside an opaque block."""
     for index, group in enumerate(layout.groups):
         if group.packing and not group.state and skip_first_n_tokens % group.block_size:
             raise BadRange(
@@ -276,18 +278,18 @@ class Layout(ABC):
 
     @abstractmethod
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """The declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
+        """Returns the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
 
         Never guesses an axis: raises `BadLayout`, which names what to declare, for ambiguous shapes. Does not block.
         """
 
     @abstractmethod
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
-        """Views, never copies, as `[group][plane][layer]`, each of shape `[blocks, slots per block, heads, head_dim]`
-        with any strides, where slots per block = `LayerGroup.slots`: block_size / compress_ratio, 1 for opaque blocks
-        and states.
+        """Returns views, never copies, as `[group][plane][layer]`, each of shape `[blocks, slots per block, heads,
+        head_dim]` with any strides, where slots per block = `LayerGroup.slots`: block_size / compress_ratio, 1 for
+        opaque blocks and states.
 
-        The views borrow the engine's memory and are valid as long as the passed tensors are. Raises `BadLayout` if the
+        The views borrow the engine's memory and stay valid as long as the passed tensors. Raises `BadLayout` if the
         tensors do not fit the declaration.
         """
 
@@ -298,7 +300,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutProvider(Provider[O]):
-    """`create` makes the layout: in engines with the engine's options, in servers with those of the TOML."""
+    """A layout. `create` makes it: in engines with the engine's options, in servers with those of the TOML."""
 
     kind = "layout"
     create: Callable[[O], Layout]

@@ -1,4 +1,4 @@
-"""Contract of the memory of L1: the shared arena in which all objects lie. Created once, in the server process."""
+"""The `Memory` contract: the shared arena in which all objects of L1 lie. Created once, in the server process."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class Memory(ABC):
 
     @abstractmethod
     def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts to make the memory usable, in the background.
+        """Starts making the memory usable, in the background.
 
-        Calls `on_ready(n)` with a growing n whenever bytes `[0, n)` are resident; only those are handed out. Does not
-        block. `on_ready` is called from the plugin's own thread and returns quickly.
+        Calls `on_ready(n)` with a growing n whenever bytes `[0, n)` are resident; the core allocates only those. Does
+        not block. `on_ready` is called from the plugin's own thread and returns quickly.
         """
 
     @abstractmethod
     def view(self) -> memoryview:
-        """A writable view of all bytes, valid until `close`."""
+        """Returns a writable view of all bytes, valid until `close`."""
 
     @abstractmethod
     def close(self) -> None:
         """Ends the background work and frees the memory. Views must have been released. Idempotent."""
 
     def leave(self) -> None:
-        """Called instead of `close` where the process ends right afterwards; views may be there still. Only what would
-        outlive the process has to be released: the kernel frees its memory. By default `close`."""
+        """Replaces `close` where the process ends right afterwards; views may still exist. Has to release only
+        resources that would outlive the process: the kernel frees its memory. By default `close`."""
         self.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProvider(Provider[O]):
-    """The memory that `[l1] use` names. `create` raises `ArenaError` for memory that cannot be had. `diagnose` as for
+    """The memory that `[l1] use` names. `create` raises `ArenaError` if the memory is not available. `diagnose` as for
     `TierProvider`: the doctor asks it only while no server holds the memory."""
 
     kind = "memory"

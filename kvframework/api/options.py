@@ -12,16 +12,16 @@ from kvframework.masking import shown_options
 __all__ = ["ByteSize", "NoOptions", "Options", "Secret", "SecretUrl"]
 
 # The types of options that only the plugin may see. `Annotated[SecretUrl, msgspec.Meta(description=...)]` adds to them.
-# A `Secret` is shown as "***"; of a `SecretUrl` the place is shown, without user, password and query.
+# A `Secret` is shown as "***"; a `SecretUrl` without user, password and query.
 Secret = Annotated[str, msgspec.Meta(extra={"secret": "value"})]
 SecretUrl = Annotated[str, msgspec.Meta(extra={"secret": "url"})]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of a plugin's own options: what its TOML table may hold besides the core's keys.
+    """Base of a plugin's own options: the keys of its TOML table besides the core's.
 
-    A field's `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides what
-    `Secret` and `SecretUrl` mark, and so does everything that the framework prints.
+    A field's `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides values
+    of type `Secret` and `SecretUrl`, and so does all output of the framework.
     """
 
     def __repr__(self) -> str:
@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoOptions(Options, frozen=True):
-    """A plugin without options."""
+    """The options of a plugin without options."""
 
 
 class ByteSize(int):
@@ -44,7 +44,7 @@ class ByteSize(int):
 
     @classmethod
     def parse(cls, value: object) -> ByteSize:
-        """Raises `ValueError` with what was expected."""
+        """Parses a size. Raises `ValueError` with the expected form."""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return cls(value)
         if isinstance(value, str):

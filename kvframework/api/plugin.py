@@ -1,4 +1,4 @@
-"""What plugins of every kind have in common: the mark of a hook, and the base of the descriptors that hooks return."""
+"""The common part of plugins of every kind: the mark of a hook, and the base of the descriptors that hooks return."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def always_available() -> str | None:
-    """The default probe: nothing stands in the way."""
+    """The default probe: the plugin can run."""
     return None
 
 
 @dataclass(frozen=True)
 class TableContext:
-    """The table of the TOML for which `create` or `diagnose` is called. `where` is its place, for error texts."""
+    """The TOML table for which `create` or `diagnose` is called. `where` is its place, for error texts."""
 
     where: str
 
 
-# (options, TableContext, deadline) -> Sequence[Finding]: what `kvframework doctor` says of a plugin's store or device.
+# (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or
+# device.
 Diagnose = Callable[[O, TableContext, float], Sequence[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provider(Generic[O]):
-    """What every descriptor holds.
+    """Base of every descriptor.
 
     `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
     the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the
-    command that installs what is missing), or None; it must be quick and without side effects.
+    command that installs the missing part), or None; it must be quick and without side effects.
     """
 
     kind: ClassVar[str]

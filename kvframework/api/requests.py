@@ -57,9 +57,9 @@ class ClientInfo(ABC):
     local: bool
 
     def liveness_fd(self) -> int | None:
-        """A descriptor, the caller's own, by which the client takes the server for alive as long as it is open; None
-        for a client that is not local. For the server's processes that touch the client's memory: they may outlive it.
-        """
+        """Returns a descriptor, owned by the caller: the client takes the server for alive as long as it is open. None
+        for a client that is not local. For processes of the server that touch the client's memory, since they may
+        outlive the server."""
         return None
 
 
@@ -115,9 +115,9 @@ Select = Callable[[Sequence[bool]], Sequence[int]]
 class InstanceContext(ABC):
     """One registered instance, as the server knows it, until the instance is unregistered or its client ends.
 
-    `ranks` are those whose objects it may store and load: usually its own only. `attached` holds the state that
-    handlers keep for the instance, each under its plugin's name: it ends with the instance, and only the serving thread
-    (handlers that are not pooled) may change it.
+    It may store and load objects of `ranks`: usually its own only. `attached` holds the handlers' state of the
+    instance, each under its plugin's name: the state ends with the instance, and only the serving thread (handlers that
+    are not pooled) may change it.
     """
 
     instance_id: int
@@ -131,7 +131,7 @@ class InstanceContext(ABC):
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """One rank; all of the world for a registration by the eight fields, which names none."""
+        """One rank; all ranks of the world for a registration by the eight fields, which names none."""
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
@@ -139,41 +139,42 @@ class InstanceContext(ABC):
 
 
 class CacheServices(ABC):
-    """The services of the cache for plugins' handlers. Thread-safe; no call waits for L2. `hasher` is the one whose
-    digests engines and server share."""
+    """The services of the cache for plugins' handlers. Thread-safe; no call waits for L2. `hasher` makes the digests
+    that engines and server share."""
 
     chunk_size: int
     hasher: KeyHasher
 
     @abstractmethod
     def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
-        """Returns a registered instance; with `client` only one of that client. Raises `NotRegistered`."""
+        """Returns a registered instance; with `client`, only an instance of that client. Raises `NotRegistered`."""
 
     @abstractmethod
     def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
-        """The object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises `RequestError`."""
+        """Returns the object keys of the chunks in `[key.start, key.end)`, by (rank, layer group). Raises
+        `RequestError`."""
 
     @abstractmethod
     def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """Returns the prefixes of object keys, rank by rank and in each by layer group: append a chunk's digest.
+        """Returns the prefixes of object keys, rank by rank and within a rank by layer group: append a chunk's digest.
         For a plugin's own names; `resolve_keys` gives those of a request. Raises `RequestError` for a namespace that is
         not registered."""
 
     @abstractmethod
     def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
-        """Returns the desc of a registered namespace, None if it is unknown here."""
+        """Returns the desc of a registered namespace, None if the namespace is not registered."""
 
     @abstractmethod
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        """Returns which of `keys` are in L1 now. Unless they are pinned they may leave at any time."""
+        """Returns which of `keys` are in L1 now. Objects that are not pinned may leave at any time."""
 
     @abstractmethod
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
         """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
         FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end.
 
-        Returns "" if one of them is not there, or the client has ended. Raises `RequestError` if the client has too
-        many tickets.
+        Returns "" if a key is not in L1, or the client has ended. Raises `RequestError` if the client has too many
+        tickets.
         """
 
     @abstractmethod
@@ -182,14 +183,14 @@ class CacheServices(ABC):
     ) -> PrefetchTask | None:
         """Loads those of `keys` that L1 lacks from L2 into L1, in the background.
 
-        `select` picks the keys worth loading, once the tiers have answered which they have, and again after a loss
-        (default: all); it runs in a storage thread. Returns None if there is no L2 tier or too many loads are running.
+        `select` picks the keys worth loading, once the tiers have answered, and again after a loss (default: all); it
+        runs in a storage thread. Returns None if there is no L2 tier or too many loads are running.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsProvider(Provider[O]):
-    """Requests of a plugin's own; their names start with `name` and a dot."""
+    """A plugin's own requests; their names start with `name` and a dot."""
 
     kind = "requests"
     create: Callable[[O, CacheServices], Sequence[Handler]]  # type: ignore[type-arg]

@@ -24,8 +24,8 @@ class CopyJob:
     """One server-driven STORE or RETRIEVE, made and checked by the core, carried out by a transport's server half.
 
     `ranges` are in `arena`. `blocks` are by layer group, below the registered number of blocks; a `NO_BLOCK` among
-    their ids is not to be touched. `event` is the handle that the engine half sent. `cancelled` is set once the copy is
-    not wanted any more.
+    their ids must not be touched. `event` is the handle that the engine half sent. `cancelled` is set once the copy is
+    no longer wanted.
     """
 
     __slots__ = ("_on_cancel", "arena", "blocks", "cancelled", "event", "is_store", "ranges", "skip_tokens")
@@ -69,7 +69,7 @@ class ServerContext(ABC):
 
     @abstractmethod
     def copy(self, job: CopyJob) -> Future[bool]:
-        """Starts the copy. The future resolves only once the job's blocks and ranges are touched no more, whether it
+        """Starts the copy. The future resolves only once the job's blocks and ranges are no longer touched, whether it
         succeeded (True), failed (False or an error) or saw `job.cancelled` (False)."""
 
     @abstractmethod
@@ -77,15 +77,18 @@ class ServerContext(ABC):
         """Closes the mappings at once; copies in flight resolve first. Idempotent."""
 
     def when_open(self) -> Future[None] | None:
-        """Resolved once the engine's memory is open, or failed with why it is not; None if it is open already."""
+        """Returns a future that is resolved once the engine's memory is open, or fails with the reason why it is not;
+        None if the memory is open already."""
         return None
 
     def when_closed(self) -> Future[None] | None:
-        """After `close`: resolved once nothing of the engine's memory is mapped any more; None if that is so."""
+        """Returns, after `close`, a future that is resolved once none of the engine's memory is mapped; None if none
+        is."""
         return None
 
     def failure(self) -> KVFrameworkError | None:
-        """Why nothing can be copied any more: the instance must register again. None as long as all is well."""
+        """Returns the error for which no copy is possible any more, so that the instance must register again; None
+        while there is none."""
         return None
 
 
@@ -97,10 +100,11 @@ class ServerTransport(ABC):
         self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
     ) -> ServerContext:
         """Opens the memory handles of one of `client`'s instances. Raises `RequestError` if they are malformed. Called
-        from the serving thread; what takes time goes on behind `ServerContext.when_open`."""
+        from the serving thread; slow work continues behind `ServerContext.when_open`."""
 
     def status(self) -> dict[str, object]:
-        """The transport's part of the status document, plain values of JSON. Called from any thread; must not block."""
+        """Returns the transport's part of the status document, plain values of JSON. Called from any thread; must not
+        block."""
         return {}
 
     @abstractmethod

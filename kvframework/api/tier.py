@@ -1,4 +1,4 @@
-"""Contract of an L2 tier: a key-value store of opaque values."""
+"""The `Tier` contract: an L2 key-value store of opaque values."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = [
     "hookimpl",
 ]
 
-# Loads, or batches of writes, that call one tier at once.
+# Concurrent loads, or concurrent batches of writes, of one tier.
 MAX_TIER_CALLS = 64
-# The methods of a tier that the core calls only if the tier has them.
+# The methods that the core calls only if the tier has them.
 OPTIONAL_METHODS = ("scan", "touch", "usage")
 
 
 class Outcome(enum.Enum):
-    """What became of one key of a batch. Missing, failed and damaged are different answers.
+    """The outcome of one key of a batch. Missing, failed and damaged are different answers.
 
-    FAILED says nothing about what the store holds: it could not be read or written now. DAMAGED says that what lies
-    under the key cannot be the value that was asked for (too long, of another type, torn): the caller deletes it.
+    FAILED says nothing about the store's content, which could not be read or written now. DAMAGED says that the content
+    under the key cannot be the requested value (too long, of another type, torn): the caller deletes it.
     """
 
     FOUND = "found"
@@ -46,7 +46,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class TierUsage:
-    """Bytes of values in the store, and how many there may be."""
+    """Bytes of values in the store, and its capacity."""
 
     used_bytes: int
     capacity_bytes: int
@@ -54,7 +54,7 @@ class TierUsage:
 
 @dataclass(frozen=True)
 class TierEntry:
-    """One value that `scan` found. `used_at` is when it was last stored or touched, in Unix seconds."""
+    """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds."""
 
     key: PackedKey
     nbytes: int
@@ -64,71 +64,70 @@ class TierEntry:
 class Tier(ABC):
     """An L2 key-value store of opaque values.
 
-    All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. They
-    come from several threads at once: those of the tier's loads and of its writes, as many as `TierProvider` or the
-    `[[l2]]` table says, and those that clear. FAILED is for one key; a whole operation that could not
-    be done (no connection, protocol surprise, deadline) raises `TierError`. Buffers stay the caller's: a tier
-    keeps no reference after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A
-    key that stands twice in a batch is done twice, in order. `kvframework.testing.TierConformance` holds a tier to all
-    of this.
+    All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. Several
+    threads call at once: those of the tier's loads and of its writes, as many as `TierProvider` or the `[[l2]]` table
+    says, and those that clear. FAILED is for one key; an operation that failed as a whole (no connection, protocol
+    surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference after it returned. A
+    deadline that has passed and a closed tier are `TierError` at every call. A key that occurs twice in a batch is
+    processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
     """
 
     name: str
 
     @abstractmethod
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """FOUND, MISSING, FAILED or, where that shows without reading it, DAMAGED for each key."""
+        """Returns FOUND, MISSING, FAILED or, where that shows without reading the value, DAMAGED for each key."""
 
     @abstractmethod
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        """Reads each value into its writable `parts`, one after the other: the bytes that were received, or MISSING,
-        FAILED or DAMAGED.
+        """Reads each value into its writable `parts`, one after the other, and returns the number of bytes received, or
+        MISSING, FAILED or DAMAGED.
 
         A value shorter than its parts fills their beginning; a longer one is DAMAGED, stays, and disturbs no other key
-        of the batch. The rest of the parts, and the parts of keys that were not found, may hold anything afterwards.
+        of the batch. The rest of the parts, and the parts of keys that were not found, have any content afterwards.
 
-        The number is what came from the store now, never what should have come: the parts may hold an older value's
-        bytes, so the core takes a value for whole only if this number is the one that its header tells.
+        The number counts bytes received now, never bytes expected: the parts may hold an older value's bytes, so the
+        core takes a value for whole only if this number equals the length in its header.
         """
 
     @abstractmethod
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Stores the concatenated parts under each key, replacing what was there: STORED or FAILED.
+        """Stores the concatenated parts under each key, replacing any older value, and returns STORED or FAILED.
 
         A value is visible whole or not at all, also to other processes and after a crash.
         """
 
     @abstractmethod
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        """DELETED, MISSING or FAILED for each key."""
+        """Deletes each key and returns DELETED, MISSING or FAILED for it."""
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        """Notes that the keys were used (for LRU or TTL). Keys that are not there are passed over. Optional."""
+        """Records a use of the keys (for LRU or TTL), ignoring missing ones. Optional."""
         return
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """How full the store is; called before each put, so it is quick. Optional.
+        """Returns how full the store is; called before each put, so it must be quick. Optional.
 
-        The core deletes what was used longest ago before the capacity is reached, if the tier has `scan` too. A value
-        that does not fit any more is FAILED.
+        The core deletes the least recently used values before the capacity is reached, if the tier has `scan` too. A
+        value that does not fit is FAILED.
         """
         raise TierError("the tier knows no capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        """Every value, once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""
+        """Yields every value once, in any order; values stored or deleted meanwhile may be in it or not. Optional."""
         raise TierError("the tier cannot list its values", where=self.name)
 
     def capabilities(self) -> frozenset[str]:
-        """Which of the optional methods `touch`, `usage` and `scan` this tier has: those that its class overrides. A
-        tier that passes calls on to another one returns that one's. Asked once, after `create`; does not block."""
+        """Returns which of the optional methods `touch`, `usage` and `scan` this tier has: those that its class
+        overrides. A tier that wraps another one returns the other's. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def ping(self, *, deadline: float) -> None:
-        """Raises `TierError` if the store cannot be used now. By default asks for a key that does not exist."""
+        """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""
         self.contains([b"\0" * 72], deadline=deadline)
 
     @abstractmethod
@@ -140,14 +139,14 @@ class Tier(ABC):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
 
-    `loads` and `writes` are how many loads and how many batches of writes call the tier at once, unless its
-    `[[l2]]` table says another number: 1 for a store that takes one call after the other anyway. Whatever they are, a
-    tier is called from several threads at once.
+    `loads` and `writes` limit the concurrent loads and batches of writes of the tier, unless its `[[l2]]` table has
+    other numbers: 1 for a store that takes one call after the other anyway. With any numbers, several threads call a
+    tier at once.
 
-    `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and says what `kvframework doctor`
-    should report of the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may
-    block until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. What is wrong is
-    a finding or a `KVFrameworkError`.
+    `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and makes the report of `kvframework
+    doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
+    until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. A problem is a finding
+    or a `KVFrameworkError`.
     """
 
     kind = "tier"

@@ -46,7 +46,7 @@ __all__ = [
     "hookimpl",
 ]
 
-# What a client can lose.
+# The kinds of a client's losses.
 LostKind = Literal["lookups", "loads", "stores"]
 
 
@@ -60,15 +60,16 @@ class ArenaRange(Message, frozen=True, array_like=True):
 
 
 def error_code(error: BaseException) -> str:
-    """The stable code of a framework's error, "error" for any other."""
+    """Returns the stable code of a framework's error, "error" for any other."""
     return error.code if isinstance(error, KVFrameworkError) else "error"
 
 
 class StoreOutcome(Message, frozen=True):
-    """What a STORE did with each object: counts over chunks x layer groups.
+    """The outcome of a STORE: objects by result, counted over chunks x layer groups.
 
-    `unknown` were written, and their COMMIT was not answered. `error` is the code of the error for which objects were
-    dropped or are unknown, "" if there was none (a full L1 drops without one). True in a condition if `ok`.
+    `unknown` objects were written, and their COMMIT was not answered. `error` is the code of the error for which
+    objects were dropped or are unknown, "" if there was none (a full L1 drops without one). True in a condition if
+    `ok`.
     """
 
     stored: int = 0
@@ -87,7 +88,7 @@ class StoreOutcome(Message, frozen=True):
         return self.ok
 
     def __add__(self, other: StoreOutcome) -> StoreOutcome:
-        """What became of the objects of both; the first error of the two."""
+        """Returns the sum of both; its error is the first of the two."""
         return StoreOutcome(
             self.stored + other.stored,
             self.present + other.present,
@@ -99,10 +100,10 @@ class StoreOutcome(Message, frozen=True):
 
 
 class LoadOutcome(Message, frozen=True):
-    """Whether a load's blocks hold what was asked for; if not, they hold anything and must be computed.
+    """The outcome of a load: if it is `ok` the blocks hold the requested KV, else any content, and must be computed.
 
-    `reason` says why not, in words; `error` is the code of the error, "" for a plain miss. True in a condition if
-    `ok`: an outcome that is taken for a bool never turns a miss into a hit.
+    `reason` is the cause of a miss, in words; `error` is the code of the error, "" for a plain miss. True in a
+    condition if `ok`: so a truth test never takes a miss for a hit.
     """
 
     ok: bool
@@ -119,7 +120,7 @@ class LoadOutcome(Message, frozen=True):
 
 
 class Registration(Message, frozen=True):
-    """What the engine side knows of its own instance once the server accepted it."""
+    """The engine side's knowledge of its own instance once the server accepted it."""
 
     instance_id: int
     rank: int
@@ -131,9 +132,9 @@ class Registration(Message, frozen=True):
 class GroupBlocks(NamedTuple):
     """The blocks of one layer group of a transfer.
 
-    `ids` are those that objects are made of, object by object, `per_object` to each: all blocks of a chunk, of a state
-    only the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The
-    first `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
+    `ids` are the blocks of the objects, object by object, `per_object` to each: all blocks of a chunk, of a state only
+    the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The first
+    `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
     """
 
     ids: Sequence[int]
@@ -143,7 +144,7 @@ class GroupBlocks(NamedTuple):
 
     @property
     def first_chunk(self) -> int:
-        """The first chunk of which anything is touched."""
+        """The first chunk with a touched block."""
         return self.first // self.per_object
 
 
@@ -151,10 +152,10 @@ class GroupBlocks(NamedTuple):
 class Transfer:
     """One STORE or load of whole chunks, checked by the core: nothing of it needs another check.
 
-    `key` names the tokens `[key.start, key.end)`, `blocks` what of the engine's memory holds them, a `GroupBlocks` per
-    layer group; `block_ids` are the ids as the engine gave them, one list per layer group for all tokens. `kv_caches`
+    `key` names the tokens `[key.start, key.end)`, `blocks` the engine's blocks that hold them, a `GroupBlocks` per
+    layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
-    the work that the copy has to wait for, None for what the calling thread's current stream holds.
+    the work that the copy has to wait for, None for the work in the calling thread's current stream.
     """
 
     key: CacheKey
@@ -188,26 +189,26 @@ class Transfer:
 
     @property
     def first_chunks(self) -> tuple[int, ...]:
-        """Per layer group the first chunk of which anything is touched: the chunks before it are not stored."""
+        """The first touched chunk per layer group: the chunks before it are not stored."""
         return tuple(each.first_chunk for each in self.blocks)
 
     def blocks_of(self, place: ArenaRange) -> Sequence[int]:
-        """The block ids of one object, in its order."""
+        """Returns the block ids of one object, in its order."""
         blocks = self.blocks[place.group]
         return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
 
     def failed(self, error: BaseException) -> StoreOutcome:
-        """The outcome of a store of which nothing was stored."""
+        """Returns the outcome of a store that stored nothing."""
         return StoreOutcome(dropped=self.objects, error=error_code(error))
 
 
 class StorePlan:
-    """The answer to a prepared store: write each of `ranges` in `arena`, then `commit`.
+    """The answer to a prepared store: the caller writes each of `ranges` in `arena`, then calls `commit`.
 
     `with plan:` aborts at its end unless `commit` was called. The ranges lie in `arena`, are objects of the transfer
     that the engine holds, and belong to the caller until COMMIT, ABORT or its end; after their lease they are
-    quarantined: still the caller's to write, but never published. `outcome` is what became of the other objects.
-    `arena` is good as long as somebody refers to it or to a tensor made from it: never release it.
+    quarantined: the caller may still write them, but they are never published. `outcome` is that of the other objects.
+    `arena` stays valid as long as there is a reference to it or to a tensor made from it: never release it.
     """
 
     def __init__(
@@ -235,9 +236,9 @@ class StorePlan:
         self.abort()
 
     def commit(self) -> Future[StoreOutcome]:
-        """Publishes the ranges. The future has what became of all objects of the transfer and never fails: what was
-        not published counts as dropped, and after a `DeadlineExceeded` as unknown (the server publishes it when it
-        comes to it, and nothing stays reserved)."""
+        """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
+        were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
+        it handles the request, and nothing stays reserved)."""
         if not self._is_open:
             return Future.resolved(self.outcome)
         self._is_open = False
@@ -251,11 +252,12 @@ class StorePlan:
 
 
 class LoadPlan:
-    """The answer to a prepared load: read each of `ranges`, then `commit`. No ranges if `hit` is False.
+    """The answer to a prepared load: the caller reads each of `ranges`, then calls `commit`. No ranges if `hit` is
+    False.
 
-    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned
-    for a while; `commit` says whether they were throughout. `arena` is as that of a `StorePlan`; it is empty where the
-    arena is not mapped, see `receive`.
+    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned for
+    a while; `commit` says whether they stayed pinned throughout. `arena` is like that of a `StorePlan`; it is empty
+    where the arena is not mapped, see `receive`.
     """
 
     def __init__(
@@ -286,14 +288,14 @@ class LoadPlan:
         self.abort()
 
     def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
-        """The bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have lapsed.
-        Bounds and waiting as for `EngineDrivenLink.store_chunks`. The buffers are the caller's and hold what was sent,
-        which is only known to be right once `commit` has said so."""
+        """Returns the bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have
+        lapsed. Bounds and waiting as for `EngineDrivenLink.store_chunks`. The caller owns the buffers; their content is
+        only known to be right once `commit` has confirmed the pins."""
         return self._receive(positions)
 
     def commit(self) -> Future[LoadOutcome]:
-        """Ends the pins. The future never fails: it has a miss if they did not hold throughout, since what was read may
-        be foreign bytes, or if the server did not say so."""
+        """Ends the pins. The future never fails: it has a miss if the pins did not last throughout, since the bytes
+        read may be foreign, or if the server did not answer."""
         if not self._is_open:
             return Future.resolved(LoadOutcome(False, self.reason))
         self._is_open = False
@@ -309,11 +311,11 @@ class LoadPlan:
 class EngineDrivenLink(ABC):
     """The server as an engine-driven transport sees it. Thread-safe.
 
-    A call that returns a future waits for the answer a moment only (50 ms, and not again while the server is slow):
-    most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, and a transport
-    should not hold up the engine's thread for that long. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
-    `ServerGone`, a typed refusal) unless they are said not to. `cancel` on the future of a `prepare` gives back what
-    the answer may still reserve.
+    A call that returns a future waits for the answer only briefly (50 ms, and not again while the server is slow): most
+    often the future it returns is resolved. Else the future resolves by the deadline of its kind, seconds later, and a
+    transport should not hold up the engine's thread for that long. Futures fail with `KVFrameworkError`
+    (`DeadlineExceeded`, `ServerGone`, a typed refusal) unless documented otherwise. `cancel` on the future of a
+    `prepare` gives back ranges and pins that the answer may still reserve.
     """
 
     @property
@@ -323,27 +325,28 @@ class EngineDrivenLink(ABC):
 
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        """Reserves ranges for what the server lacks. Fails with `TransportMismatch` where the arena is not mapped."""
+        """Reserves ranges for the objects that the server lacks. Fails with `TransportMismatch` where the arena is not
+        mapped."""
 
     @abstractmethod
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
-        """Pins all that the load needs; a plan without ranges is a miss."""
+        """Pins all objects that the load needs; a plan without ranges is a miss."""
 
-    # The wire path, where the arena is not mapped: the same objects, as raw buffers. The bulk has a socket of its own.
+    # The wire path, where the arena is not mapped: the same objects, as raw buffers. Bulk data has a socket of its own.
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
-        """Which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from `key.start`,
-        in each chunk by layer group."""
+        """Returns which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from
+        `key.start`, and within a chunk by layer group."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
     def store_chunks(
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
-        """Sends one buffer for each of `objects` (ascending); what is stored then is a hit. At most 256 MiB and 4096
-        buffers a call. Does not wait for the answer, but may wait for a handshake at first.
+        """Sends one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB
+        and 4096 buffers a call. Does not wait for the answer, but may wait for a handshake at first.
 
-        Nothing is copied: the buffers belong to the call until the future has a result. When it fails they still may be
-        read, for as long as somebody refers to them: give them up, never write to them again.
+        Nothing is copied: the buffers belong to the call until the future has a result. After a failure they may still
+        be read, for as long as there is a reference to them: drop them, never write to them again.
         """
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
@@ -351,7 +354,7 @@ class EngineDrivenLink(ABC):
 class ServerDrivenLink(ABC):
     """The server as the engine half of a server-driven transport sees it. Thread-safe.
 
-    The futures of transfers resolve once the server touches the blocks no more and never fail; `cancel` sends CANCEL.
+    The futures of transfers resolve once the server no longer touches the blocks and never fail; `cancel` sends CANCEL.
     `event` is the transport's own handle of an event that the server half waits for; `stream_hook` blocks a stream of
     the engine until the future is resolved, see `EngineDriver.block_stream`.
     """
@@ -370,52 +373,54 @@ class ServerDrivenLink(ABC):
 
     @abstractmethod
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        """Has the server half gather one block per layer group, see `TransferContext.gather_block`. Waits for it, a few
-        seconds at most."""
+        """Returns one block per layer group, gathered by the server half, see `TransferContext.gather_block`. Blocks
+        for a few seconds at most."""
 
 
 class EngineLink(EngineDrivenLink, ServerDrivenLink):
-    """What `TransportProvider.create` gets: both, of which a transport uses one."""
+    """The link that `TransportProvider.create` gets: both kinds, of which a transport uses one."""
 
 
 class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread.
 
-    Returns futures and never polls or keeps them. What `store` and `load` raise, and what a future fails with, is a
-    miss that the core logs and counts; only `BadLayout`, `BadBlockIds` and `TransportMismatch`, for tensors that are
-    not those of the registration, reach the engine.
+    Returns futures and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails,
+    is a miss that the core logs and counts; only `BadLayout`, `BadBlockIds` and `TransportMismatch`, for tensors that
+    differ from the registered ones, reach the engine.
     """
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
-        """Called before the first `memory_handles`, with what the tensors are: for transports that export them."""
+        """Receives the declaration of the tensors before the first `memory_handles`: for transports that export
+        them."""
         del layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """What the server half needs to reach the engine's memory; () for an engine-driven transport."""
+        """Returns the handles by which the server half reaches the engine's memory; () for an engine-driven
+        transport."""
         del kv_caches
         return ()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Called after every successful registration, a reconnect's too. May raise `BadLayout`."""
+        """Called after every successful registration, including a reconnect's. May raise `BadLayout`."""
         del registration, layout
 
     @abstractmethod
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
-        """Stores the transfer's tokens. Resolved once its blocks are read no more."""
+        """Stores the transfer's tokens. The future is resolved once the blocks are no longer read."""
 
     @abstractmethod
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
-        """Loads the transfer's tokens but the first `skip_tokens`, fewer than there are, whose slots are not written.
-        Opaque blocks are skipped whole; a state is written in any case. Resolved once its blocks are touched no
-        more."""
+        """Loads the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not
+        written. Opaque blocks are skipped whole; a state is always written. The future is resolved once the blocks are
+        no longer touched."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the context holds. Idempotent."""
+        """Frees the context's resources. Idempotent."""
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
-        """One block per layer group (`blocks`), through the path that stores take, as the bytes of its canonical form
-        `[planes, layers, slots per block, hidden]`. Blocking; only for the canary at registration.
+        """Returns one block per layer group (`blocks`), through the path that stores take, as the bytes of its
+        canonical form `[planes, layers, slots per block, hidden]`. Blocking; only for the canary at registration.
 
         Server-driven transports answer with `ServerDrivenLink.gather_block`, engine-driven ones gather by themselves.
         """
@@ -426,7 +431,8 @@ class TransferContext(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AnyTransportProvider(Provider[O]):
-    """What both descriptors of a transport hold. `is_gpu` says whether it moves the memory of an accelerator."""
+    """The common base of both descriptors of a transport. `is_gpu` says whether it moves the memory of an
+    accelerator."""
 
     kind = "transport"
     is_gpu: bool = False
@@ -434,8 +440,8 @@ class AnyTransportProvider(Provider[O]):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportProvider(AnyTransportProvider[O]):
-    """`create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for an
-    engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed."""
+    """A transport. `create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for
+    an engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed."""
 
     create: Callable[[O, EngineLink], TransferContext]
     create_server: Callable[[O, int], ServerTransport] | None = None

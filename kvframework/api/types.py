@@ -28,7 +28,8 @@ DTYPE_BYTES: dict[str, int] = {
 
 
 def dtype_bytes(name: str) -> int:
-    """Bytes of one element of the dtype `name` (torch's names without the `torch.` prefix). Raises `BadDtype`."""
+    """Returns the bytes of one element of the dtype `name` (torch's names without the `torch.` prefix). Raises
+    `BadDtype`."""
     try:
         return DTYPE_BYTES[name]
     except KeyError:
@@ -38,4 +39,4 @@ def dtype_bytes(name: str) -> int:
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of everything that travels: msgpack maps that evolve by adding defaulted fields, never by retyping."""
+    """Base of every message on the wire: msgpack maps that evolve by adding defaulted fields, never by retyping."""
