@@ -1,5 +1,5 @@
-"""The composition of a server: configuration -> plugins -> storage -> service -> messaging. The only place that
-knows all of them. `serve_forever` makes the calling thread the serving thread."""
+"""The composition root of a server: configuration -> plugins -> storage -> service -> messaging. No other module knows
+all of them. `serve_forever` makes the calling thread the serving thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 
 import kvframework
 from kvframework.api import (
+    AnyTransportProvider,
     ByteSize,
     Codec,
     CodecProvider,
-    DeviceOptions,
-    DeviceTransportProvider,
     EvictionPolicy,
     EvictionProvider,
     Handler,
@@ -32,10 +31,9 @@ from kvframework.api import (
     TableContext,
     Tier,
     TierProvider,
-    TransportProvider,
 )
-from kvframework.config import Config, L2Config, default_endpoint
-from kvframework.devices import DeviceServerTransport
+from kvframework.config import Config, L2Config, PluginTable, default_endpoint
+from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
@@ -75,14 +73,15 @@ class Server:
         curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
         provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
         hasher = self._creator.one("hasher", config.hasher, KeyHasher, provider.create, options)
-        transports = {table.use: self._transport(table) for table in config.transport}
         layouts = {}
         for table in config.layout:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
+        storage = self._storage()
+        transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
         self.service = CacheService(
             config.server,
-            storage=self._storage(),
+            storage=storage,
             hasher=hasher,
             transports=transports,
             layouts=layouts,
@@ -94,9 +93,6 @@ class Server:
             },
             messaging_status=lambda: self._messaging_status(),
         )
-        for transport in transports.values():
-            if transport.server is not None:
-                transport.server.attach(self.service.storage.arena_fd)
         handlers = self._handlers()
         self._messages = MessageServer(
             self.endpoint,
@@ -157,14 +153,10 @@ class Server:
         """Remove the endpoint's files, for a process that ends at once. Safe from any thread."""
         self._messages.abandon()
 
-    def _transport(self, table: Any) -> AttachedTransport:
-        provider, options = resolve_table(self._registry, table, TransportProvider)
-        if isinstance(provider, DeviceTransportProvider):
-            assert isinstance(options, DeviceOptions)  # the provider's own type
-            return AttachedTransport(provider.name, provider.is_gpu, DeviceServerTransport(provider, options))
-        server = None
-        if provider.create_server:
-            server = self._creator.one("transport", table, ServerTransport, provider.create_server, options)
+    def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
+        provider, options = resolve_table(self._registry, table, AnyTransportProvider)
+        create = partial(self._creator.one, "transport", table, ServerTransport)
+        server = server_half(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _storage(self) -> StorageManager:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from kvframework.api import DIGEST_BYTES, StoreOutcome
+from kvframework.api import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
 from kvframework_bench.errors import BenchFailed, WrongBytes
@@ -141,10 +141,10 @@ class Transfers:
     def retrieve(self) -> float:
         """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
         started = time.perf_counter()
-        ok = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
+        outcome = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
         self._worker.get_finished()
-        if not ok:
+        if not outcome.ok:
             raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
         return seconds
 
@@ -158,10 +158,9 @@ class Transfers:
     def _stored(self, request: RequestHashes) -> float:
         started = time.perf_counter()
         future = self._worker.submit_store(request, 0, self._tokens, self._source)
-        ok = future.result(_TIMEOUT_S)
+        outcome = future.result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
         self._worker.get_finished()
-        outcome = future.detail
-        if not ok or not isinstance(outcome, StoreOutcome) or outcome.stored != self._chunks:
-            raise BenchFailed(f"a store of {self._chunks} chunks ended with {ok}: {outcome}")
+        if not outcome.ok or outcome.stored != self._chunks:
+            raise BenchFailed(f"a store of {self._chunks} chunks ended with {outcome}")
         return seconds

@@ -10,10 +10,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvframework.api import Buffer, CacheKey
+from kvframework.api import Buffer, CacheKey, Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
+from kvframework.wire.non_gpu import non_gpu_layout
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.rounds import Case
 
@@ -53,6 +55,8 @@ class Prefixes:
         """Raises `ServerGone` and typed refusals."""
         self._client = client
         registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered)
+        layout = non_gpu_layout(shape)
+        self._registration = Registration(_INSTANCE, 0, registered.namespace, layout, registered.desc)
         self.namespace = registered.namespace
         self.chunk_tokens = registered.desc.chunk_tokens
         self.object_bytes = registered.desc.nbytes
@@ -84,13 +88,11 @@ class Prefixes:
 
     def store(self, request: RequestHashes, content: Callable[[int], Buffer] = os.urandom) -> None:
         """Every chunk of the request; `content` makes so many bytes. Raises `BenchFailed` unless all is stored."""
-        arena = self._client.arena()
-        if arena is None:
-            raise BenchFailed("the server's arena is not mapped here")
-        plan = self._client.prepare_store(self.key(request, rank=0), _INSTANCE).result()
-        for place in plan.ranges:
-            arena[place.offset : place.offset + place.length] = content(place.length)
-        outcome = self._client.commit_store(plan.lease).result()
+        transfer = bare_transfer(self._registration, self.key(request, rank=0))
+        with self._client.prepare_store(transfer).result() as plan:
+            for place in plan.ranges:
+                plan.arena[place.offset : place.offset + place.length] = content(place.length)
+            outcome = plan.commit().result()
         chunks = request.hashed_tokens // self.chunk_tokens
         if outcome.stored != chunks:
             raise BenchFailed(f"stored {outcome.stored} of {chunks} chunks")

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvframework.client.transfers import bare_transfer
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.process import scratch
 from kvframework_bench.scale.client import OPERATIONS, Clear, ClientProcess, Fill, Report, Run, running_clients
@@ -136,10 +137,8 @@ def test_wrong_bytes_make_no_figures() -> None:
                 requests.retrieve(6)
             key = requests._prompts.key(requests._prompts.digests(5), rank=0)
             assert key.model_name == MODEL
-            plan = client.prepare_retrieve(key, 1).result(20)
-            arena = client.arena()
-            assert arena is not None
-            arena[plan.ranges[2].offset + 7] ^= 1
+            plan = client.prepare_load(bare_transfer(requests._registration, key)).result(20)
+            plan.arena[plan.ranges[2].offset + 7] ^= 1
             with pytest.raises(WrongBytes, match="is not what was stored"):
                 requests.retrieve(5)
         finally:

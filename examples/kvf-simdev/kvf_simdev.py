@@ -75,18 +75,18 @@ class SimEngine(EngineDriver[Event]):
         return self._runtime.export_event(event)
 
     @translated
-    def record(self, event: Event, ready: object | None) -> None:
-        if ready is None:
+    def record(self, event: Event, behind: object | None) -> None:
+        if behind is None:
             stream = self._runtime.default_stream(event.device)
-        elif isinstance(ready, Event):
+        elif isinstance(behind, Event):
             # A stream for each: no transfer waits for the engine's further work, or for another one's event.
             if event not in self._behind:
                 self._behind[event] = self._runtime.stream(event.device)
             stream = self._behind[event]
-            self._runtime.wait(stream, ready)
+            self._runtime.wait(stream, behind)
         else:
             raise DeviceError(
-                f"the engine's event is a {type(ready).__name__}",
+                f"the engine's event is a {type(behind).__name__}",
                 where="simdev",
                 available="None, or an Event of the simulated runtime",
             )
@@ -99,7 +99,7 @@ class SimEngine(EngineDriver[Event]):
         self._runtime.destroy_event(event)
 
     @translated
-    def hold(self, stream: object | None) -> Callable[[], None]:
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
         if stream is not None and not isinstance(stream, Stream):
             raise DeviceError(
                 f"a {type(stream).__name__} cannot wait",
@@ -138,7 +138,7 @@ class SimCopier(CopierDriver[Event, Stream]):
         return self._runtime.create_event(self._device)
 
     @translated
-    def close_event(self, event: Event) -> None:
+    def destroy_event(self, event: Event) -> None:
         self._runtime.destroy_event(event)
 
     @translated
@@ -155,8 +155,8 @@ class SimCopier(CopierDriver[Event, Stream]):
         self._runtime.copy(stream, self._arena.view, addresses, offsets, length, to_host=to_arena)
 
     @translated
-    def record(self, event: Event, stream: Stream) -> None:
-        self._runtime.record(event, stream)
+    def record(self, event: Event, behind: Stream) -> None:
+        self._runtime.record(event, behind)
 
     @translated
     def reached(self, event: Event) -> bool:

@@ -31,7 +31,7 @@ with KVClient(endpoint) as client:
     request.extend(range(512))
     # `event` may be your own, behind the work that fills the blocks; None: behind the current stream.
     stored = worker.submit_store(request, 0, 512, [list(range(32))], event=None)
-    print("stored", stored.result(10.0))
+    print("stored", stored.result(10.0).ok)
     loaded = worker.submit_retrieve(request, 0, 512, [list(range(32, 64))], event=None)
-    print("loaded", loaded.result(10.0), second.content() == first.content())
+    print("loaded", loaded.result(10.0).ok, second.content() == first.content())
     worker.close()

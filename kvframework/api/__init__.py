@@ -1,7 +1,6 @@
 """All that a plugin may import, one module a kind: `kvframework.api.tier`, `.memory`, `.layout`, ... Each names in
 `__all__` what its authors use; docs/plugins/compatibility.md says what that promises."""
 
-from kvframework.api.blocks import TouchedBlocks, touched_blocks
 from kvframework.api.canary import EngineView
 from kvframework.api.codec import MAX_CODEC_NAME, Codec, CodecProvider
 from kvframework.api.driver import (
@@ -17,7 +16,7 @@ from kvframework.api.driver import (
 )
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.findings import Finding, Level
-from kvframework.api.futures import DeviceFuture, MessagingFuture
+from kvframework.api.futures import DeviceFuture, Future, Promise, StreamHook
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.keys import (
     DIGEST_BYTES,
@@ -50,9 +49,8 @@ from kvframework.api.layout import (
 )
 from kvframework.api.memory import Memory, MemoryProvider
 from kvframework.api.options import ByteSize, NoOptions, Options, Secret, SecretUrl
-from kvframework.api.planning import CopyPlanner, PlacedView
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, Provider, TableContext, hookimpl
-from kvframework.api.providers import DeviceTransportProvider, TransportProvider
+from kvframework.api.providers import AnyTransportProvider, DeviceTransportProvider, TransportProvider
 from kvframework.api.requests import (
     CacheServices,
     ClientInfo,
@@ -65,19 +63,23 @@ from kvframework.api.requests import (
     RequestsProvider,
     Select,
 )
+from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
 from kvframework.api.tier import Outcome, Tier, TierEntry, TierProvider, TierUsage
 from kvframework.api.transport import (
     ArenaRange,
-    CopyJob,
+    EngineDrivenLink,
     EngineLink,
+    GroupBlocks,
+    LoadOutcome,
+    LoadPlan,
     LostKind,
     Registration,
-    RetrievePlan,
-    ServerContext,
-    ServerTransport,
+    ServerDrivenLink,
     StoreOutcome,
     StorePlan,
+    Transfer,
     TransferContext,
+    error_code,
 )
 from kvframework.api.types import DTYPE_BYTES, BlockIds, Buffer, Message, dtype_bytes
 
@@ -98,6 +100,7 @@ __all__ = [
     "SALT_BYTES",
     "TOKEN_BYTES",
     "Allocation",
+    "AnyTransportProvider",
     "Arena",
     "ArenaRange",
     "BlockIds",
@@ -111,10 +114,10 @@ __all__ = [
     "CopierDriver",
     "CopyBatch",
     "CopyJob",
-    "CopyPlanner",
     "DeviceFuture",
     "DeviceOptions",
     "DeviceTransportProvider",
+    "EngineDrivenLink",
     "EngineDriver",
     "EngineLink",
     "EngineView",
@@ -122,6 +125,8 @@ __all__ = [
     "EvictionProvider",
     "Exported",
     "Finding",
+    "Future",
+    "GroupBlocks",
     "GroupDesc",
     "Handler",
     "HandlerResult",
@@ -134,39 +139,41 @@ __all__ = [
     "Layout",
     "LayoutProvider",
     "Level",
+    "LoadOutcome",
+    "LoadPlan",
     "LostKind",
     "Memory",
     "MemoryLayoutDesc",
     "MemoryProvider",
     "Message",
-    "MessagingFuture",
     "NoOptions",
     "ObjectKey",
     "Options",
     "Outcome",
     "PackedKey",
-    "PlacedView",
     "PrefetchTask",
+    "Promise",
     "Provider",
     "Registration",
     "Reply",
     "RequestSpec",
     "RequestsProvider",
-    "RetrievePlan",
     "Secret",
     "SecretUrl",
     "Select",
     "ServerContext",
+    "ServerDrivenLink",
     "ServerTransport",
     "Step",
     "StoreOutcome",
     "StorePlan",
+    "StreamHook",
     "TableContext",
     "Tier",
     "TierEntry",
     "TierProvider",
     "TierUsage",
-    "TouchedBlocks",
+    "Transfer",
     "TransferContext",
     "TransportProvider",
     "canonical_desc",
@@ -174,7 +181,7 @@ __all__ = [
     "chunk_tokens_for",
     "compute_namespace",
     "dtype_bytes",
+    "error_code",
     "hookimpl",
-    "touched_blocks",
     "validate_layout",
 ]

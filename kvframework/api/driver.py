@@ -1,8 +1,9 @@
 """Owns the driver interface: what a vendor implements so that the server moves KV between its device and the arena.
 
-Two halves. `EngineDriver` lives in an engine process and lends memory and events to others. `CopierDriver` lives in a
-process of its own, one per device, started and watched by the server; it opens what engines lent and copies. All that
-is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all devices.
+Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in
+a process of its own, one per device, started and watched by the server; it imports what engines exported and copies.
+All that is above (registration, planning, bounds, cancel, completion, supervision) is the core's, once for all
+devices.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class EngineDriver(ABC, Generic[E]):
         """The allocation that holds the device address, made open for other processes of this user.
 
         The same allocation gives the same handle as long as it lives. Raises `DeviceError` for memory that cannot be
-        lent, with the setting to change as hint.
+        exported, with the setting to change as hint.
         """
 
     @abstractmethod
@@ -169,21 +170,21 @@ class EngineDriver(ABC, Generic[E]):
         """The handle by which another process opens the event, at most `MAX_HANDLE_BYTES`."""
 
     @abstractmethod
-    def record(self, event: E, ready: object | None) -> None:
+    def record(self, event: E, behind: object | None) -> None:
         """Records the event, so that it is reached once the engine's work up to here is done.
 
-        `ready` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one of
-        its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current stream
-        holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early. Recording
-        again replaces the former record; events are pooled, and one may be recorded again while work that the former
-        record waited for has not been reached.
+        `behind` is what the engine gave at its submit, as it is: its own event behind that work (a `torch.Event`, one
+        of its backend's event class, or one of the vendor's runtime), or None for what the calling thread's current
+        stream holds. Raise `DeviceError` for what is no event of yours: to take it for None would copy too early.
+        Recording again replaces the former record; events are pooled, and one may be recorded again while work that the
+        former record waited for has not been reached.
         """
 
     @abstractmethod
     def destroy_event(self, event: E) -> None: ...
 
-    def hold(self, stream: object | None) -> Callable[[], None]:
-        """Has all further work of one of the engine's streams wait, on the device, until what this returns is called.
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        """Blocks all further work of one of the engine's streams, on the device, until what this returns is called.
 
         `stream` is what the engine has for one, or None for the calling thread's current one. Never blocks. The
         release is called by any thread, perhaps more than once, perhaps after `close`, and never blocks either: until
@@ -200,7 +201,7 @@ class EngineDriver(ABC, Generic[E]):
 
 class CopierDriver(ABC, Generic[E, S]):
     """The driver in the copier process of one device. One thread calls it, except `pin`, which others call at the same
-    time. Only `open`, `close_*` and `pin` may wait for the device, for a moment.
+    time. Only `open`, `close_memory`, `destroy_event` and `pin` may wait for the device, for a moment.
 
     Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
     context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
@@ -220,7 +221,7 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
-        """Ends what `open` gave. The lender may free its memory from now on."""
+        """Ends what `open` gave. The engine may free its memory from now on."""
 
     @abstractmethod
     def open_event(self, handle: bytes) -> E:
@@ -231,7 +232,7 @@ class CopierDriver(ABC, Generic[E, S]):
         """A new event for this process alone."""
 
     @abstractmethod
-    def close_event(self, event: E) -> None:
+    def destroy_event(self, event: E) -> None:
         """Ends what `open_event` or `create_event` gave."""
 
     @abstractmethod
@@ -247,8 +248,8 @@ class CopierDriver(ABC, Generic[E, S]):
         """Starts to copy every fragment between device and arena; never waits for it. The batch is the driver's."""
 
     @abstractmethod
-    def record(self, event: E, stream: S) -> None:
-        """The event is reached once all that the stream holds now is done."""
+    def record(self, event: E, behind: S) -> None:
+        """The event is reached once all that the stream `behind` holds now is done."""
 
     @abstractmethod
     def reached(self, event: E) -> bool:

@@ -18,7 +18,7 @@ from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import PROJECT
-from kvframework.api.providers import TransportProvider
+from kvframework.api.providers import DeviceTransportProvider, TransportProvider
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 
@@ -26,40 +26,30 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 
 
 @hookspec
-def kvf_transports() -> list[TransportProvider]:  # type: ignore[type-arg,empty-body]
+def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # type: ignore[type-arg,empty-body]
     """Transports: how bytes move between engine memory and the server. An accelerator's is a `DeviceTransportProvider`.
 
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 
-        from kvframework.api import MessagingFuture, TransferContext, TransportProvider, hookimpl
+        from kvframework.api import TransferContext, TransportProvider, hookimpl
 
         class CopyContext(TransferContext):
             def __init__(self, link):
                 self._link = link
 
-            def memory_handles(self, kv_caches):
-                return ()
+            def store(self, transfer):
+                with self._link.prepare_store(transfer).result() as plan:  # aborts unless it is committed
+                    for place in plan.ranges:
+                        # Here the bytes move: gather the blocks transfer.blocks_of(place) of transfer.kv_caches.
+                        plan.arena[place.offset : place.offset + place.length] = bytes(place.length)
+                    return plan.commit()
 
-            def register(self, registration, layout):
-                self._registration, self._layout = registration, layout
-
-            def submit_store(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk):
-                plan = self._link.prepare_store(key, instance_id).result()
-                if plan.lease:
-                    # Here the bytes move: for each `place` of plan.ranges gather the blocks of chunk place.chunk and
-                    # layer group place.group into self._link.arena()[place.offset : place.offset + place.length].
-                    outcome = self._link.commit_store(plan.lease).result()
-                    return MessagingFuture.resolved(outcome.ok, outcome)
-                return MessagingFuture.resolved(plan.outcome.ok, plan.outcome)
-
-            def submit_retrieve(self, request_id, key, instance_id, kv_caches, block_ids, event, blocks_in_chunk,
-                                skip_first_n_tokens=0):
-                plan = self._link.prepare_retrieve(key, instance_id).result()
-                if not plan.hit:
-                    return MessagingFuture.resolved(False)
-                # Here they move back: for each `place` of plan.ranges scatter that piece of the arena into its blocks,
-                # but for the first skip_first_n_tokens tokens.
-                return MessagingFuture.resolved(self._link.commit_retrieve(plan.lease).result())
+            def load(self, transfer, skip_tokens):
+                with self._link.prepare_load(transfer).result() as plan:  # a miss has no ranges
+                    for place in plan.ranges:
+                        # Here they move back, but for NO_BLOCK and the first skip_tokens tokens.
+                        plan.arena[place.offset : place.offset + place.length]
+                    return plan.commit()
 
             def close(self):
                 pass

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvframework.api.driver import Arena, CopierDriver, DeviceOptions, EngineDriver
 from kvframework.api.plugin import Diagnose, O, Provider
-from kvframework.api.transport import EngineLink, ServerTransport, TransferContext
-from kvframework.errors import PluginBroken
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.transport import EngineLink, TransferContext
 
 D = TypeVar("D", bound=DeviceOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportProvider(Provider[O]):
-    """`create` makes the engine half; `create_server` the server half, None for an engine-driven transport."""
+class AnyTransportProvider(Provider[O]):
+    """What both descriptors of a transport hold. `is_gpu` says whether it moves the memory of an accelerator."""
 
     kind = "transport"
-    create: Callable[[O, EngineLink], TransferContext]
-    create_server: Callable[[O], ServerTransport] | None = None
     is_gpu: bool = False
 
 
-def _made_by_the_core(_options: object, _link: EngineLink) -> TransferContext:
-    raise PluginBroken("a device transport's halves are made by the core", hint="use create_engine and create_copier")
+@dataclass(frozen=True, kw_only=True)
+class TransportProvider(AnyTransportProvider[O]):
+    """`create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for an
+    engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed."""
+
+    create: Callable[[O, EngineLink], TransferContext]
+    create_server: Callable[[O, int], ServerTransport] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceTransportProvider(TransportProvider[D]):
+class DeviceTransportProvider(AnyTransportProvider[D]):
     """A server-driven transport of an accelerator: the vendor gives the two halves of the driver, the core the rest.
 
     `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
@@ -38,7 +41,6 @@ class DeviceTransportProvider(TransportProvider[D]):
     `TierProvider`, of the devices and their driver.
     """
 
-    create: Callable[[D, EngineLink], TransferContext] = field(default=_made_by_the_core, repr=False)
     create_engine: Callable[[D], EngineDriver]  # type: ignore[type-arg]
     create_copier: Callable[[D, str, Arena], CopierDriver]  # type: ignore[type-arg]
     options: type[D] = DeviceOptions  # type: ignore[assignment]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, Union
 
-from kvframework.api.futures import MessagingFuture
+from kvframework.api.futures import Future
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
@@ -56,7 +56,7 @@ class ClientInfo(ABC):
     name: str
     local: bool
 
-    def hold(self) -> int | None:
+    def liveness_fd(self) -> int | None:
         """A descriptor, the caller's own, by which the client takes the server for alive as long as it is open; None
         for a client that is not local. For the server's processes that touch the client's memory: they may outlive it.
         """
@@ -72,7 +72,7 @@ class Reply:
     buffers: Sequence[Buffer] = ()
 
 
-HandlerResult = Union[Message, Reply, "MessagingFuture[Message]"]
+HandlerResult = Union[Message, Reply, "Future[Message]"]
 P = TypeVar("P", bound=Message)
 
 

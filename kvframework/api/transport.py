@@ -1,32 +1,29 @@
-"""Owns the transport contract: how bytes move between an engine's memory and the server's arena, both halves.
+"""The transport contract in an engine's process: how bytes move between an engine's memory and the server's arena.
 
-Engine-driven transports (CPU gather) copy in the engine process and need no server half. Server-driven ones (CUDA IPC)
-send memory handles at registration; their server half copies.
+Engine-driven transports (CPU gather) copy here and need no server half. Server-driven ones (CUDA IPC) send memory
+handles at registration; their server half, see `api/server_transport.py`, copies.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from msgspec import Meta
-
-from kvframework.api.futures import MessagingFuture
+from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.types import BlockIds, Buffer, Message
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch
 
-    from kvframework.api.requests import ClientInfo
-
-
-# Ranges that one plan may hold: a bound of what is decoded at all.
-MAX_RANGES = 1 << 16
+# What a client can lose.
+LostKind = Literal["lookups", "loads", "stores"]
 
 
 class ArenaRange(Message, frozen=True, array_like=True):
@@ -38,46 +35,63 @@ class ArenaRange(Message, frozen=True, array_like=True):
     length: int
 
 
+def error_code(error: BaseException) -> str:
+    """The stable code of a framework's error, "error" for any other."""
+    return error.code if isinstance(error, KVFrameworkError) else "error"
+
+
 class StoreOutcome(Message, frozen=True):
-    """What a STORE did with each object: counts over chunks x layer groups."""
+    """What a STORE did with each object: counts over chunks x layer groups.
+
+    `unknown` were written, and their COMMIT was not answered. `error` is the code of the error for which objects were
+    dropped or are unknown, "" if there was none (a full L1 drops without one). True in a condition if `ok`.
+    """
 
     stored: int = 0
     present: int = 0
     in_flight: int = 0
     dropped: int = 0
     unknown: int = 0
+    error: str = ""
 
     @property
     def ok(self) -> bool:
-        """True if every object is or will be a hit: nothing was dropped, or written and its COMMIT not answered
-        (`unknown`)."""
+        """True if every object is or will be a hit."""
         return self.dropped == 0 and self.unknown == 0
 
+    def __bool__(self) -> bool:
+        return self.ok
 
-class StorePlan(Message, frozen=True):
-    """Answer to PREPARE_STORE: write `ranges`, then commit `lease`.
+    def __add__(self, other: StoreOutcome) -> StoreOutcome:
+        """What became of the objects of both; the first error of the two."""
+        return StoreOutcome(
+            self.stored + other.stored,
+            self.present + other.present,
+            self.in_flight + other.in_flight,
+            self.dropped + other.dropped,
+            self.unknown + other.unknown,
+            self.error or other.error,
+        )
 
-    `lease` is "" when there is nothing to write. The ranges belong to the caller until COMMIT, ABORT or its end; after
-    `lease_s` seconds they are quarantined: still the caller's to write, but never published.
+
+class LoadOutcome(Message, frozen=True):
+    """Whether a load's blocks hold what was asked for; if not, they hold anything and must be computed.
+
+    `reason` says why not, in words; `error` is the code of the error, "" for a plain miss. True in a condition if
+    `ok`: an outcome that is taken for a bool never turns a miss into a hit.
     """
 
-    lease: str
-    ranges: Annotated[tuple[ArenaRange, ...], Meta(max_length=MAX_RANGES)]
-    outcome: StoreOutcome
-    lease_s: float = 0.0
-
-
-class RetrievePlan(Message, frozen=True):
-    """Answer to PREPARE_RETRIEVE: read `ranges`, then commit `lease`. Empty and `hit` False when anything is missing.
-
-    The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE tells whether they were pinned throughout.
-    """
-
-    hit: bool
-    lease: str = ""
-    ranges: Annotated[tuple[ArenaRange, ...], Meta(max_length=MAX_RANGES)] = ()
-    lease_s: float = 0.0
+    ok: bool
     reason: str = ""
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @classmethod
+    def failed(cls, error: BaseException) -> LoadOutcome:
+        """The outcome of a load that ended with an error."""
+        return cls(False, str(error), error_code(error))
 
 
 class Registration(Message, frozen=True):
@@ -90,66 +104,217 @@ class Registration(Message, frozen=True):
     desc: MemoryLayoutDesc
 
 
-# What a client can lose.
-LostKind = Literal["lookups", "loads", "stores"]
+class GroupBlocks(NamedTuple):
+    """The blocks of one layer group of a transfer.
+
+    `ids` are those that objects are made of, object by object, `per_object` to each: all blocks of a chunk, of a state
+    only the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The
+    first `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
+    """
+
+    ids: Sequence[int]
+    per_object: int
+    first: int
+    highest: int
+
+    @property
+    def first_chunk(self) -> int:
+        """The first chunk of which anything is touched."""
+        return self.first // self.per_object
 
 
-class EngineLink(ABC):
-    """What a transport's engine half may ask of the server.
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One STORE or load of whole chunks, checked by the core: nothing of it needs another check.
+
+    `key` names the tokens `[key.start, key.end)`, `blocks` what of the engine's memory holds them, a `GroupBlocks` per
+    layer group; `block_ids` are the ids as the engine gave them, one list per layer group for all tokens. `kv_caches`
+    are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
+    the work that the copy has to wait for, None for what the calling thread's current stream holds.
+    """
+
+    key: CacheKey
+    registration: Registration
+    kv_caches: Mapping[str, LayerTensors]
+    block_ids: BlockIds
+    blocks: Sequence[GroupBlocks]
+    event: torch.Event | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def tokens(self) -> int:
+        return self.key.end - self.key.start
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.registration.desc.chunk_tokens
+
+    @property
+    def objects(self) -> int:
+        """The number of objects: chunks x layer groups."""
+        return self.chunks * len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all objects."""
+        return self.chunks * self.registration.desc.nbytes
+
+    @property
+    def first_chunks(self) -> tuple[int, ...]:
+        """Per layer group the first chunk of which anything is touched: the chunks before it are not stored."""
+        return tuple(each.first_chunk for each in self.blocks)
+
+    def blocks_of(self, place: ArenaRange) -> Sequence[int]:
+        """The block ids of one object, in its order."""
+        blocks = self.blocks[place.group]
+        return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
+
+    def failed(self, error: BaseException) -> StoreOutcome:
+        """The outcome of a store of which nothing was stored."""
+        return StoreOutcome(dropped=self.objects, error=error_code(error))
+
+
+class StorePlan:
+    """The answer to a prepared store: write each of `ranges` in `arena`, then `commit`.
+
+    `with plan:` aborts at its end unless `commit` was called. The ranges lie in `arena`, are objects of the transfer
+    that the engine holds, and belong to the caller until COMMIT, ABORT or its end; after their lease they are
+    quarantined: still the caller's to write, but never published. `outcome` is what became of the other objects.
+    `arena` is good as long as somebody refers to it or to a tensor made from it: never release it.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        outcome: StoreOutcome,
+        *,
+        commit: Callable[[], Future[StoreOutcome]],
+        abort: Callable[[], object],
+    ) -> None:
+        self.arena = arena
+        self.ranges = ranges
+        self.outcome = outcome
+        self._commit = commit
+        self._abort = abort
+        self._is_open = bool(ranges)
+
+    def __enter__(self) -> StorePlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def commit(self) -> Future[StoreOutcome]:
+        """Publishes the ranges. The future has what became of all objects of the transfer and never fails: what was
+        not published counts as dropped, and after a `DeadlineExceeded` as unknown (the server publishes it when it
+        comes to it, and nothing stays reserved)."""
+        if not self._is_open:
+            return Future.resolved(self.outcome)
+        self._is_open = False
+        return self._commit()
+
+    def abort(self) -> None:
+        """Gives the ranges back, unless they were committed. Idempotent; never blocks, never raises."""
+        if self._is_open:
+            self._is_open = False
+            self._abort()
+
+
+class LoadPlan:
+    """The answer to a prepared load: read each of `ranges`, then `commit`. No ranges if `hit` is False.
+
+    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned
+    for a while; `commit` says whether they were throughout. `arena` is as that of a `StorePlan`; it is empty where the
+    arena is not mapped, see `receive`.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        *,
+        reason: str = "",
+        commit: Callable[[], Future[LoadOutcome]],
+        abort: Callable[[], object],
+        receive: Callable[[Sequence[int]], Future[Sequence[memoryview]]],
+    ) -> None:
+        self.arena = arena
+        self.ranges = ranges
+        self.hit = bool(ranges)
+        self.reason = reason
+        self._commit = commit
+        self._abort = abort
+        self._receive = receive
+        self._is_open = self.hit
+
+    def __enter__(self) -> LoadPlan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        """The bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have lapsed.
+        Bounds and waiting as for `EngineDrivenLink.store_chunks`. The buffers are the caller's and hold what was sent,
+        which is only known to be right once `commit` has said so."""
+        return self._receive(positions)
+
+    def commit(self) -> Future[LoadOutcome]:
+        """Ends the pins. The future never fails: it has a miss if they did not hold throughout, since what was read may
+        be foreign bytes, or if the server did not say so."""
+        if not self._is_open:
+            return Future.resolved(LoadOutcome(False, self.reason))
+        self._is_open = False
+        return self._commit()
+
+    def abort(self) -> None:
+        """Gives the pins back. Idempotent; never blocks, never raises."""
+        if self._is_open:
+            self._is_open = False
+            self._abort()
+
+
+class EngineDrivenLink(ABC):
+    """The server as an engine-driven transport sees it. Thread-safe.
 
     A call that returns a future waits for the answer a moment only (50 ms, and not again while the server is slow):
     most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, and a transport
     should not hold up the engine's thread for that long. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
-    `ServerGone`, a typed refusal).
+    `ServerGone`, a typed refusal) unless they are said not to. `cancel` on the future of a `prepare` gives back what
+    the answer may still reserve.
     """
 
+    @property
     @abstractmethod
-    def arena(self) -> memoryview | None:
-        """The server's arena, mapped writable in this process, or None if it cannot be (over TCP).
-
-        Ask again for every request, and once more after the prepare: ranges belong to the arena only if it is the very
-        same object then (the server may have been restarted in between). The mapping stands as long as somebody refers
-        to the view or to a tensor made from it; never release it.
-        """
+    def maps_arena(self) -> bool:
+        """Whether the server's arena is mapped in this process now; it cannot be over TCP."""
 
     @abstractmethod
-    def prepare_store(
-        self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()
-    ) -> MessagingFuture[StorePlan]:
-        """`first_chunks`: per layer group, how many chunks of the range have no blocks any more and are not stored; ()
-        if all have. Only a window or state may lack any."""
+    def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
+        """Reserves ranges for what the server lacks. Fails with `TransportMismatch` where the arena is not mapped."""
 
     @abstractmethod
-    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
-        """Publishes the lease's ranges. What could not be published counts as dropped. After a `DeadlineExceeded` that
-        is unknown: the server publishes them when it comes to it, and nothing stays reserved."""
+    def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
+        """Pins all that the load needs; a plan without ranges is a miss."""
 
-    @abstractmethod
-    def abort_store(self, lease: str) -> None:
-        """Gives the lease's ranges back. Never raises."""
+    # The wire path, where the arena is not mapped: the same objects, as raw buffers. The bulk has a socket of its own.
 
-    @abstractmethod
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]: ...
-
-    @abstractmethod
-    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
-        """False if the pins did not hold throughout: what was read may be foreign bytes."""
-
-    def lost(self, kind: LostKind, error: BaseException, nbytes: int = 0) -> None:
-        """To be called for a store or load that failed for want of an answer, or by an error: the server's status shows
-        it. `nbytes` is what it was to move. Never blocks. `submit` does it by itself."""
-        del kind, error, nbytes
-
-    # The wire path, where `arena()` is None: the same objects, as raw buffers. The bulk has a socket of its own.
-
-    def missing_chunks(self, key: CacheKey, instance_id: int) -> MessagingFuture[list[int]]:
-        """Which of the key's objects the server lacks, ascending. Objects count chunk by chunk from `key.start`, in
-        each chunk by layer group."""
+    def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
+        """Which of the transfer's objects the server lacks, ascending. Objects count chunk by chunk from `key.start`,
+        in each chunk by layer group."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
     def store_chunks(
-        self, key: CacheKey, instance_id: int, objects: Sequence[int], buffers: Sequence[Buffer]
-    ) -> MessagingFuture[StoreOutcome]:
+        self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> Future[StoreOutcome]:
         """Sends one buffer for each of `objects` (ascending); what is stored then is a hit. At most 256 MiB and 4096
         buffers a call. Does not wait for the answer, but may wait for a handshake at first.
 
@@ -158,81 +323,67 @@ class EngineLink(ABC):
         """
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
-    def retrieve_chunks(self, plan: RetrievePlan, positions: Sequence[int]) -> MessagingFuture[Sequence[memoryview]]:
-        """The bytes of `plan.ranges` at `positions`, a buffer each; an empty sequence if the pins have lapsed. Bounds
-        and waiting as for `store_chunks`. The buffers are the caller's and hold what was sent, which is only known to
-        be right once `commit_retrieve(plan.lease)` has said True."""
-        raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
+
+class ServerDrivenLink(ABC):
+    """The server as the engine half of a server-driven transport sees it. Thread-safe.
+
+    The futures of transfers resolve once the server touches the blocks no more and never fail; `cancel` sends CANCEL.
+    `event` is the transport's own handle of an event that the server half waits for; `stream_hook` blocks a stream of
+    the engine until the future is resolved, see `EngineDriver.block_stream`.
+    """
 
     @abstractmethod
-    def gather_block(self, instance_id: int, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        """Has the server half of a server-driven transport gather one block per layer group, see
-        `TransferContext.gather_block`. Waits for it, a few seconds at most."""
+    def store(
+        self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[StoreOutcome]:
+        """Sends STORE; never waits. Raises `BadBlockIds` for ids that cannot be sent."""
 
     @abstractmethod
-    def submit(
-        self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
-    ) -> MessagingFuture[bool]:
-        """Server-driven STORE or RETRIEVE (`kind`); never waits. The future resolves once the server touches the
-        blocks no more; `cancel()` on it sends CANCEL."""
+    def load(
+        self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[LoadOutcome]:
+        """Sends RETRIEVE; never waits. Raises as `store` does."""
+
+    @abstractmethod
+    def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        """Has the server half gather one block per layer group, see `TransferContext.gather_block`. Waits for it, a few
+        seconds at most."""
+
+
+class EngineLink(EngineDrivenLink, ServerDrivenLink):
+    """What `TransportProvider.create` gets: both, of which a transport uses one."""
 
 
 class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread.
 
-    Returns futures and never polls or keeps them. Tensors are passed at each submit and are borrowed until the
-    future is resolved.
+    Returns futures and never polls or keeps them. What `store` and `load` raise, and what a future fails with, is a
+    miss that the core logs and counts; only `BadLayout`, `BadBlockIds` and `TransportMismatch`, for tensors that are
+    not those of the registration, reach the engine.
     """
 
-    def declared(self, layout: Layout, declared: KVLayout) -> None:
-        """Told what the tensors are before their first `memory_handles`: for transports that lend them."""
+    def on_layout(self, layout: Layout, declared: KVLayout) -> None:
+        """Called before the first `memory_handles`, with what the tensors are: for transports that export them."""
         del layout, declared
 
-    @abstractmethod
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
         """What the server half needs to reach the engine's memory; () for an engine-driven transport."""
+        del kv_caches
+        return ()
+
+    def on_registered(self, registration: Registration, layout: Layout) -> None:
+        """Called after every successful registration, a reconnect's too. May raise `BadLayout`."""
+        del registration, layout
 
     @abstractmethod
-    def register(self, registration: Registration, layout: Layout) -> None:
-        """Called after every successful registration, a reconnect's too."""
+    def store(self, transfer: Transfer) -> Future[StoreOutcome]:
+        """Stores the transfer's tokens. Resolved once its blocks are read no more."""
 
     @abstractmethod
-    def submit_store(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-    ) -> MessagingFuture[bool]:
-        """Stores the tokens `[key.start, key.end)` held in `block_ids` (one list per layer group).
-
-        True: every object is stored, present, or being stored by another. `future.detail` is a `StoreOutcome`.
-        `blocks_in_chunk` has one count per layer group. `NO_BLOCK` stands for blocks that a window or state has given
-        away, see `touched_blocks`; every other block holds its tokens. Raises `BadBlockIds` before anything is
-        reserved.
-        """
-
-    @abstractmethod
-    def submit_retrieve(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-        skip_first_n_tokens: int = 0,
-    ) -> MessagingFuture[bool]:
-        """Loads the tokens `[key.start + skip_first_n_tokens, key.end)` into `block_ids`.
-
-        `block_ids` cover all of `[key.start, key.end)`; slots of skipped tokens are not written, nor what a window or
-        state does not reach, see `touched_blocks`. False: a miss or a
-        lost pin; the blocks then hold anything and must be computed.
-        """
+    def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
+        """Loads the transfer's tokens but the first `skip_tokens`, fewer than there are, whose slots are not written.
+        Opaque blocks are skipped whole; a state is written in any case. Resolved once its blocks are touched no
+        more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -242,116 +393,8 @@ class TransferContext(ABC):
         """One block per layer group (`blocks`), through the path that stores take, as the bytes of its canonical form
         `[planes, layers, slots per block, hidden]`. Blocking; only for the canary at registration.
 
-        Server-driven transports answer with `EngineLink.gather_block`, engine-driven ones gather by themselves.
+        Server-driven transports answer with `ServerDrivenLink.gather_block`, engine-driven ones gather by themselves.
         """
         raise TransportMismatch(
             f"{type(self).__name__} cannot gather a block for the canary", hint="implement gather_block"
         )
-
-
-class CopyJob:
-    """One server-driven STORE or RETRIEVE, made by the core, carried out by a transport's server half.
-
-    `ranges` are in `arena`. `block_ids` are what objects are made of, `blocks_in_chunk` to an object (of a state one),
-    checked against the registered number of blocks; a `NO_BLOCK` among them is not to be touched. `cancelled` is set
-    once nobody wants the copy any more.
-    """
-
-    __slots__ = (
-        "_on_cancel",
-        "arena",
-        "block_ids",
-        "blocks_in_chunk",
-        "cancelled",
-        "event",
-        "is_store",
-        "ranges",
-        "skip_tokens",
-    )
-
-    def __init__(
-        self,
-        *,
-        is_store: bool,
-        arena: memoryview,
-        ranges: Sequence[ArenaRange],
-        block_ids: BlockIds,
-        blocks_in_chunk: Sequence[int],
-        event: bytes,
-        skip_tokens: int = 0,
-    ) -> None:
-        self.is_store = is_store
-        self.arena = arena
-        self.ranges = ranges
-        self.block_ids = block_ids
-        self.blocks_in_chunk = blocks_in_chunk
-        self.event = event
-        self.skip_tokens = skip_tokens
-        self.cancelled = threading.Event()
-        self._on_cancel: Callable[[], None] | None = None
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called in whatever thread cancels, at once if that was done, perhaps twice. It must not
-        block."""
-        self._on_cancel = callback
-        if self.cancelled.is_set():
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Asks the transport to stop; the copy's future resolves as always."""
-        self.cancelled.set()
-        callback, self._on_cancel = self._on_cancel, None
-        if callback is not None:
-            callback()
-
-
-class ServerContext(ABC):
-    """The server half of one instance: the engine's memory, opened. Called from the serving thread; must not block."""
-
-    @abstractmethod
-    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
-        """Starts the copy. The future resolves only once the job's blocks and ranges are touched no more, whether it
-        succeeded (True), failed (False or an error) or saw `job.cancelled` (False)."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the mappings at once; copies in flight resolve first. Idempotent."""
-
-    def opened(self) -> MessagingFuture[None] | None:
-        """Resolved once the engine's memory is open, or failed with why it is not; None if it is open already."""
-        return None
-
-    def closed(self) -> MessagingFuture[None] | None:
-        """After `close`: resolved once nothing of the engine's memory is mapped any more; None if that is so."""
-        return None
-
-    def failure(self) -> KVFrameworkError | None:
-        """Why nothing can be copied any more: the instance must register again. None as long as all is well."""
-        return None
-
-
-class ServerTransport(ABC):
-    """The server half of a server-driven transport, one per server."""
-
-    @abstractmethod
-    def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> ServerContext:
-        """Opens an instance's memory handles. Raises `RequestError` if they are malformed. Called from the serving
-        thread; what takes time is told by `ServerContext.opened`."""
-
-    def open_for(
-        self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
-    ) -> ServerContext:
-        """What the core calls: `open`, for transports that need not know whose memory it is."""
-        del client
-        return self.open(layout, desc, handles)
-
-    def attach(self, arena_fd: int) -> None:
-        """Told once, before anything is opened: the arena's descriptor, borrowed until `close`."""
-        del arena_fd
-
-    def status(self) -> dict[str, object]:
-        """The transport's part of the status document, plain values of JSON. Called from any thread; must not block."""
-        return {}
-
-    @abstractmethod
-    def close(self) -> None: ...

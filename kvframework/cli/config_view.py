@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvframework.api import (
+    AnyTransportProvider,
     CodecProvider,
     EvictionProvider,
     HasherProvider,
@@ -18,7 +19,6 @@ from kvframework.api import (
     Provider,
     RequestsProvider,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
 from kvframework.masking import shown_options
@@ -67,7 +67,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
-    view.array("transport", config.transport, TransportProvider)
+    view.array("transport", config.transport, AnyTransportProvider)
     view.array("layout", config.layout, LayoutProvider)
     view.array("requests", config.requests, RequestsProvider)
     for index, l2 in enumerate(config.l2):

@@ -7,18 +7,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvframework.api import MemoryLayoutDesc
+from kvframework.api import CacheKey, MemoryLayoutDesc, Registration, Transfer
 from kvframework.client.connection import KVClient
+from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m
+from kvframework.wire.non_gpu import non_gpu_layout
 
 
 @dataclass(frozen=True)
 class CanonicalInstance:
     """What the server knows the instance by: the namespace of its objects, and their shape, dtype and chunk."""
 
-    instance_id: int
-    namespace: bytes
-    desc: MemoryLayoutDesc
+    registration: Registration
+
+    @property
+    def instance_id(self) -> int:
+        return self.registration.instance_id
+
+    @property
+    def namespace(self) -> bytes:
+        return self.registration.namespace
+
+    @property
+    def desc(self) -> MemoryLayoutDesc:
+        return self.registration.desc
+
+    def transfer(self, key: CacheKey) -> Transfer:
+        """The transfer of the key's tokens, for `KVClient.prepare_store` and `prepare_load`: it has no blocks, the
+        caller writes and reads whole objects itself."""
+        return bare_transfer(self.registration, key)
 
 
 def register_canonical(
@@ -51,4 +68,6 @@ def register_canonical(
         use_mla=use_mla,
     )
     registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
-    return CanonicalInstance(instance_id, registered.namespace, registered.desc)
+    return CanonicalInstance(
+        Registration(instance_id, 0, registered.namespace, non_gpu_layout(payload), registered.desc)
+    )

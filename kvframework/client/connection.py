@@ -13,30 +13,44 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.api import (
-    BlockIds,
     Buffer,
-    CacheKey,
     EngineLink,
+    Future,
     HasherProvider,
     KeyHasher,
+    LoadOutcome,
+    LoadPlan,
     LostKind,
     Message,
-    MessagingFuture,
+    Promise,
+    Registration,
     RequestSpec,
-    RetrievePlan,
     StoreOutcome,
     StorePlan,
+    StreamHook,
+    Transfer,
+    error_code,
 )
 from kvframework.client.arena import MappedArena
 from kvframework.client.curve import keys_for
-from kvframework.client.replies import as_response, mapped
+from kvframework.client.replies import as_response, granted, mapped, settled
+from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.config import default_endpoint
-from kvframework.errors import DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
+from kvframework.errors import (
+    DeadlineExceeded,
+    KVFrameworkError,
+    ProtocolError,
+    ServerGone,
+    TransportMismatch,
+    VersionMismatch,
+)
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.client.connection import Connection
+from kvframework.messaging.client.pending import Answer
 from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
@@ -51,6 +65,11 @@ log.addFilter(LogLimit())
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 
 M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+
+_NO_ARENA = memoryview(b"")
+_HELD = LoadOutcome(True)
+_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
 
 
 class KVClient(EngineLink):
@@ -194,11 +213,11 @@ class KVClient(EngineLink):
         *,
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
-    ) -> MessagingFuture[M]:
+    ) -> Future[M]:
         """`request` for an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by then,
         or later, by the request's own deadline. Never raises."""
         sent = self._begin(name, payload, urgent=urgent, on_late=_of_type(response, on_late))
-        return mapped(sent, lambda reply, _: as_response(reply, response))
+        return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def ping(self, timeout: float | None = None) -> float:
         """The seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
@@ -221,50 +240,124 @@ class KVClient(EngineLink):
         self._connection.close()
         self._down()
 
-    # EngineLink
+    # EngineDrivenLink
 
-    def arena(self) -> memoryview | None:
+    @property
+    def maps_arena(self) -> bool:
+        return self._arena is not None
+
+    def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
         arena = self._arena
-        return arena.view if arena else None
+        if arena is None:
+            return Future.failed(
+                TransportMismatch("the server's arena is not mapped in this process", available="missing_chunks")
+            )
+        left_out = transfer.first_chunks
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
+        sent = self._begin("PREPARE_STORE", payload, on_late=_of_type(m.StorePlan, self._abort_late))
 
-    def prepare_store(
-        self, key: CacheKey, instance_id: int, first_chunks: Sequence[int] = ()
-    ) -> MessagingFuture[StorePlan]:
-        payload = m.Prepare(key, instance_id, tuple(first_chunks))
-        return self.begin(
-            "PREPARE_STORE", payload, StorePlan, on_late=lambda plan: self._give_back("ABORT", plan.lease)
+        def plan_of(answer: Answer) -> StorePlan:
+            told = as_response(answer.payload, m.StorePlan)
+            try:
+                self._check_same(arena)
+                check_ranges(transfer, told.ranges, arena.view.nbytes)
+                check_held(transfer, told.ranges)
+            except KVFrameworkError:
+                self._abort_late(told)
+                raise
+            return StorePlan(
+                arena.view,
+                told.ranges,
+                told.outcome,
+                commit=partial(self._commit_store, told.lease, len(told.ranges), told.outcome),
+                abort=partial(self._abort_store, told.lease),
+            )
+
+        return granted(sent, plan_of, StorePlan.abort)
+
+    def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
+        arena = self._arena
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id)
+        sent = self._begin("PREPARE_RETRIEVE", payload, on_late=_of_type(m.RetrievePlan, self._unpin_late))
+
+        def plan_of(answer: Answer) -> LoadPlan:
+            told = as_response(answer.payload, m.RetrievePlan)
+            try:
+                self._check_same(arena)
+                if told.hit:
+                    check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
+                    check_complete(transfer, told.ranges)
+            except KVFrameworkError:
+                self._unpin_late(told)
+                raise
+            return LoadPlan(
+                arena.view if arena is not None else _NO_ARENA,
+                told.ranges if told.hit else (),
+                reason=told.reason,
+                commit=partial(self._commit_load, told.lease),
+                abort=partial(self._unpin_late, told),
+                receive=partial(self._receive_chunks, told),
+            )
+
+        return granted(sent, plan_of, LoadPlan.abort)
+
+    def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
+        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id)
+        sent = self._begin("STORE_CPU_CHUNKS", payload)
+
+        def missing(answer: Answer) -> list[int]:
+            found = unpack_indices(as_response(answer.payload, m.ChunksStored).missing, where="missing")
+            if found and max(found) >= transfer.objects:
+                raise ProtocolError(f"the server lacks object {max(found)}", available=f"{transfer.objects} objects")
+            return found
+
+        return mapped(sent, missing)
+
+    def store_chunks(
+        self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> Future[StoreOutcome]:
+        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id, pack_indices(objects))
+        sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        return mapped(sent, lambda answer: as_response(answer.payload, m.ChunksStored).outcome)
+
+    # ServerDrivenLink
+
+    def store(
+        self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[StoreOutcome]:
+        return self._server_driven(
+            "STORE", transfer, 0, event, stream_hook, outcome_of=partial(_stored, transfer), failed=transfer.failed
         )
 
-    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
-        # Urgent: a doubt about the server must not leave the range reserved until this process ends.
-        sent = self._begin("COMMIT_STORE", m.LeaseRef(lease), urgent=True)
-        return mapped(sent, lambda reply, _: as_response(reply, m.Committed).outcome)
-
-    def abort_store(self, lease: str) -> None:
-        # Nobody has anything of the answer.
-        self.begin("ABORT", m.LeaseRef(lease), m.Aborted, urgent=True)
-
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]:
-        payload = m.Prepare(key, instance_id)
-        return self.begin(
-            "PREPARE_RETRIEVE",
-            payload,
-            RetrievePlan,
-            on_late=lambda plan: self._give_back("COMMIT_RETRIEVE", plan.lease),
+    def load(
+        self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[LoadOutcome]:
+        return self._server_driven(
+            "RETRIEVE",
+            transfer,
+            skip_tokens,
+            event,
+            stream_hook,
+            outcome_of=lambda reply: LoadOutcome(reply.ok, reply.reason),
+            failed=LoadOutcome.failed,
         )
 
-    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
-        sent = self._begin("COMMIT_RETRIEVE", m.LeaseRef(lease), urgent=True)
-        return mapped(sent, lambda reply, _: as_response(reply, m.RetrieveCommitted).held)
+    def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
+        # Urgent: also asked from within a reconnect.
+        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
 
-    def lost(self, kind: LostKind, error: BaseException, nbytes: int = 0) -> None:
-        code = error.code if isinstance(error, KVFrameworkError) else "error"
-        if isinstance(error, ServerGone) and self._connection.state == "suspect":
+    # what adapters tell, and what stands behind the links
+
+    def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
+        """Counts a lookup, load or store that failed for want of an answer, or by an error of this code: the server's
+        status shows it. `nbytes` is what it was to move. Never blocks."""
+        if code == ServerGone.code and self._connection.state == "suspect":
             code = DeadlineExceeded.code  # it is there, and does not answer
         self._connection.losses.add(kind, code, nbytes)
 
     def send(self, name: str, payload: Message) -> None:
-        """One request whose answer nobody waits for. Never blocks, never raises."""
+        """One request whose answer is of no interest. Never blocks, never raises."""
         self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def _begin(
@@ -274,79 +367,109 @@ class KVClient(EngineLink):
         *,
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         deadlines = self.deadlines
         return self._connection.begin(
             name, payload, timeout=deadlines.of(name), turn=deadlines.engine_s, urgent=urgent, on_late=on_late
         )
 
-    def _give_back(self, name: str, lease: str) -> None:
-        """Ends a lease that came too late for whoever had asked for it."""
-        if lease:
-            self.send(name, m.LeaseRef(lease))
-
-    def missing_chunks(self, key: CacheKey, instance_id: int) -> MessagingFuture[list[int]]:
-        sent = self._begin("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, instance_id))
-        return mapped(
-            sent, lambda reply, _: unpack_indices(as_response(reply, m.ChunksStored).missing, where="missing")
-        )
-
-    def store_chunks(
-        self, key: CacheKey, instance_id: int, objects: Sequence[int], buffers: Sequence[Buffer]
-    ) -> MessagingFuture[StoreOutcome]:
-        payload = m.StoreCpuChunks(key, instance_id, pack_indices(objects))
-        sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
-        return mapped(sent, lambda reply, _: as_response(reply, m.ChunksStored).outcome)
-
-    def retrieve_chunks(self, plan: RetrievePlan, positions: Sequence[int]) -> MessagingFuture[Sequence[memoryview]]:
-        payload = m.RetrieveCpuChunks(plan.lease, pack_indices(positions))
-        sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(plan.ranges[at].length for at in positions))
-        return mapped(sent, lambda reply, buffers: buffers if as_response(reply, m.ChunksSent).held else ())
-
-    def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> MessagingFuture[Message]:
+    def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
         return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))
 
-    def gather_block(self, instance_id: int, blocks: Sequence[int], event: bytes) -> list[bytes]:
-        payload = m.GatherBlock(instance_id, pack_block_ids([[block] for block in blocks]), event)
-        # Urgent: also asked from within a reconnect.
-        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
+    def _check_same(self, arena: MappedArena | None) -> None:
+        """Ranges mean nothing in another server's memory. Raises `ServerGone` if it is not `arena` any more."""
+        if self._arena is not arena:
+            raise ServerGone("the server was restarted in between")
 
-    def submit(
-        self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: bytes, skip_first_n_tokens: int
-    ) -> MessagingFuture[bool]:
-        payload = m.TransferRequest(key, instance_id, pack_block_ids(block_ids), event, skip_first_n_tokens)
+    def _commit_store(self, lease: str, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
+        def failed(error: BaseException) -> StoreOutcome:
+            # Behind the COMMIT: nothing stays reserved, whatever became of that.
+            self._abort_store(lease)
+            if isinstance(error, DeadlineExceeded):
+                return others + StoreOutcome(unknown=objects, error=error.code)
+            return others + StoreOutcome(dropped=objects, error=error_code(error))
+
+        # Urgent: a doubt about the server must not leave the range reserved until this process ends.
+        sent = self._begin("COMMIT_STORE", m.LeaseRef(lease), urgent=True)
+        return settled(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed)
+
+    def _abort_store(self, lease: str) -> None:
+        if lease:
+            self.send("ABORT", m.LeaseRef(lease))
+
+    def _abort_late(self, told: m.StorePlan) -> None:
+        self._abort_store(told.lease)
+
+    def _commit_load(self, lease: str) -> Future[LoadOutcome]:
+        sent = self._begin("COMMIT_RETRIEVE", m.LeaseRef(lease), urgent=True)
+        return settled(
+            sent,
+            lambda answer: _HELD if as_response(answer.payload, m.RetrieveCommitted).held else _PINS_LOST,
+            LoadOutcome.failed,
+        )
+
+    def _unpin_late(self, told: m.RetrievePlan) -> None:
+        if told.lease:
+            self.send("COMMIT_RETRIEVE", m.LeaseRef(told.lease))
+
+    def _receive_chunks(self, told: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        payload = m.RetrieveCpuChunks(told.lease, pack_indices(positions))
+        lengths = [told.ranges[at].length for at in positions]
+        sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(lengths))
+
+        def received(answer: Answer) -> Sequence[memoryview]:
+            if not as_response(answer.payload, m.ChunksSent).held:
+                return ()
+            if [buffer.nbytes for buffer in answer.buffers] != lengths:
+                raise ProtocolError("the server sent buffers of other sizes than were asked for")
+            return answer.buffers
+
+        return mapped(sent, received)
+
+    def _server_driven(
+        self,
+        name: str,
+        transfer: Transfer,
+        skip_tokens: int,
+        event: bytes,
+        stream_hook: StreamHook | None,
+        *,
+        outcome_of: Callable[[m.TransferReply], R],
+        failed: Callable[[BaseException], R],
+    ) -> Future[R]:
+        packed = pack_block_ids(transfer.block_ids)
+        payload = m.TransferRequest(transfer.key, transfer.registration.instance_id, packed, event, skip_tokens)
         deadlines = self.deadlines
-        silence_s = deadlines.store_s if kind == "STORE" else deadlines.load_s
-        sent = self._connection.request(kind, payload, timeout=deadlines.of(kind), silence_s=silence_s)
-        future: MessagingFuture[bool] = MessagingFuture(sent.cancel)
-        chunks = (key.end - key.start) // self.chunk_size
-        dropped = StoreOutcome(dropped=chunks * len(block_ids)) if kind == "STORE" else None
+        silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
+        sent = self._connection.request(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
+        future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
 
-        def answered(reply: MessagingFuture[Message]) -> None:
+        def answered(reply: Future[Answer]) -> None:
             error = reply.exception()
-            if error is not None:
-                self.lost("stores" if kind == "STORE" else "loads", error)
-                log.warning("%s of request %s failed: %s", kind, key.request_id, error)
-                if isinstance(error, DeadlineExceeded):
-                    self._when_untouched(sent, lambda: future.set_result(False, dropped, cause=error))
-                    # Last, since it may raise what a device's driver does.
-                    future.overdue()
-                else:
-                    future.set_result(False, dropped, cause=error)
+            if error is None:
+                try:
+                    result = outcome_of(as_response(reply.result(0).payload, m.TransferReply))
+                except KVFrameworkError as failure:
+                    result = failed(failure)
+                future.set_result(result)
                 return
-            result = reply.result(0)
-            ok = isinstance(result, m.TransferReply) and result.ok
-            outcome = result.outcome if isinstance(result, m.TransferReply) else dropped
-            future.set_result(ok, outcome if kind == "STORE" else None)
+            log.warning("%s of request %s failed: %s", name, transfer.request_id, error)
+            result = failed(error)
+            if isinstance(error, DeadlineExceeded):
+                self._when_untouched(sent, lambda: future.set_result(result))
+                # Last, since it may raise what a device's driver does.
+                future.expire_holds()
+            else:
+                future.set_result(result)
 
         sent.add_done_callback(answered)
         return future
 
-    def _when_untouched(self, sent: MessagingFuture[Message], then: Callable[[], object]) -> None:
+    def _when_untouched(self, sent: Future[Answer], then: Callable[[], object]) -> None:
         """Nobody answered in time, but the server may still touch the blocks: cancels, and calls `then` once it does
         not, or is gone. In the connection's I/O thread."""
 
-        def answered(cancel: MessagingFuture[Message]) -> None:
+        def answered(cancel: Future[Answer]) -> None:
             if isinstance(cancel.exception(), DeadlineExceeded):
                 self._when_untouched(sent, then)
             else:
@@ -374,7 +497,7 @@ class KVClient(EngineLink):
 
     def _mapped(self, arena_fd: int) -> MappedArena:
         try:
-            alive_fd = self._connection.hold()
+            alive_fd = self._connection.liveness_fd()
         except OSError:
             os.close(arena_fd)
             raise
@@ -406,6 +529,12 @@ class KVClient(EngineLink):
                 hint="install the same hasher beside the engine and the server",
             )
         return hasher
+
+
+def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
+    if reply.ok or not reply.outcome.ok:
+        return reply.outcome
+    return StoreOutcome(dropped=transfer.objects)
 
 
 def _of_type(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:

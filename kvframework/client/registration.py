@@ -17,7 +17,6 @@ from kvframework.api import (
     LayerTensors,
     Layout,
     LayoutProvider,
-    MessagingFuture,
     Registration,
     TransferContext,
     compute_namespace,
@@ -29,7 +28,6 @@ from kvframework.errors import (
     AlreadyRegistered,
     DeviceError,
     KVFrameworkError,
-    NotRegistered,
     PluginWrongKind,
     ServerGone,
     TransportMismatch,
@@ -88,7 +86,7 @@ class Instance:
         self._again: threading.Thread | None = None
         self._lock = threading.Lock()
         self._registering = threading.Lock()
-        self._lends = False
+        self._exports = False
         boot_id = client.boot_id
         choose_transport(
             client,
@@ -120,21 +118,13 @@ class Instance:
         with self._registering:
             self._unregister()
 
-    def watch(self, future: MessagingFuture[bool]) -> MessagingFuture[bool]:
-        """Registers again, in the background, if the transfer shows that the server lost this instance's memory."""
-        future.add_done_callback(self._look_at)
-        return future
-
     def _register_with(self, transport: str, transfer: TransferContext) -> None:
         self._transport, self.transfer = transport, transfer
-        transfer.declared(self._layout, self._declared)
+        transfer.on_layout(self._layout, self._declared)
         self.registration = self._register(urgent=False)
 
-    def _look_at(self, future: MessagingFuture[bool]) -> None:
-        if isinstance(future.cause, NotRegistered):
-            self._start_to_recover()
-
-    def _start_to_recover(self) -> None:
+    def recover(self) -> None:
+        """Registers again, in the background, since the server lost this instance's memory. Never blocks."""
         with self._lock:
             if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
                 return
@@ -167,7 +157,7 @@ class Instance:
             self._register_anew(urgent=True)
         except DeviceError as error:
             log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
-            self._start_to_recover()
+            self.recover()
 
     def _register_anew(self, *, urgent: bool) -> None:
         with self._registering:
@@ -186,7 +176,7 @@ class Instance:
                 available=", ".join(self._client.hello.transports),
             )
         handles = self.transfer.memory_handles(self.kv_caches)
-        self._lends = bool(handles)
+        self._exports = bool(handles)
         payload = m.RegisterKvCache(
             instance_id=identity.instance_id,
             model_name=identity.model_name,
@@ -205,7 +195,7 @@ class Instance:
             m.Registered,
             urgent=urgent,
             # A device's copier may have to be started first.
-            timeout=deadlines.lending_s if handles else deadlines.setup_s,
+            timeout=deadlines.export_s if handles else deadlines.setup_s,
             on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
         )
         desc = self._layout.object_desc(self._declared, self._client.chunk_size)
@@ -217,15 +207,15 @@ class Instance:
                 hint="install the same kvframework release beside the engine and the server",
             )
         registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
-        self.transfer.register(registration, self._layout)
+        self.transfer.on_registered(registration, self._layout)
         return registration
 
     def _unregister(self) -> None:
         try:
-            if self._client.usable or self._lends:
+            if self._client.usable or self._exports:
                 payload = m.Unregister(self._identity.instance_id)
                 # Answered behind the copies that are under way; a server that is silent may be in the midst of one.
-                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._lends)
+                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._exports)
         except ServerGone:
             pass  # and with it whatever it had mapped
         except KVFrameworkError as error:

@@ -1,12 +1,13 @@
-"""Owns how the answer to a request becomes what its caller asked for. Runs in the thread that resolves the future."""
+"""The way from the answer to a request to what its caller asked for. Runs in the thread that resolves the future."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-from kvframework.api import Message, MessagingFuture
-from kvframework.errors import KVFrameworkError, ServerGone
+from kvframework.api import Future, Message, Promise
+from kvframework.errors import Cancelled, KVFrameworkError, ServerGone
+from kvframework.messaging.client.pending import Answer
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
@@ -19,24 +20,67 @@ def as_response(reply: Message, response: type[M]) -> M:
     return reply
 
 
-def mapped(
-    sent: MessagingFuture[Message], result_of: Callable[[Message, Sequence[memoryview]], R]
-) -> MessagingFuture[R]:
-    """A future of what `result_of(response, its buffers)` makes of the answer; it fails with what that raises."""
-    future: MessagingFuture[R] = MessagingFuture(sent.cancel)
+def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
+    """A future of what `result_of` makes of the answer; it fails with what that raises."""
+    future: Promise[R] = Promise(sent.cancel)
 
-    def answered(reply: MessagingFuture[Message]) -> None:
+    def answered(reply: Future[Answer]) -> None:
         error = reply.exception()
         if error is not None:
             future.set_exception(error)
             return
-        buffers: Sequence[memoryview] = reply.detail  # type: ignore[assignment]
         try:
-            result = result_of(reply.result(0), buffers)
+            result = result_of(reply.result(0))
         except KVFrameworkError as failure:
             future.set_exception(failure)
             return
         future.set_result(result)
+
+    sent.add_done_callback(answered)
+    return future
+
+
+def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Callable[[BaseException], R]) -> Future[R]:
+    """`mapped` for a future that never fails: `failed` says what its result is after an error."""
+    future: Promise[R] = Promise(sent.cancel)
+
+    def answered(reply: Future[Answer]) -> None:
+        error = reply.exception()
+        if error is not None:
+            future.set_result(failed(error))
+            return
+        try:
+            result = result_of(reply.result(0))
+        except KVFrameworkError as failure:
+            result = failed(failure)
+        future.set_result(result)
+
+    sent.add_done_callback(answered)
+    return future
+
+
+def granted(sent: Future[Answer], plan_of: Callable[[Answer], R], give_back: Callable[[R], object]) -> Future[R]:
+    """`mapped` for what the server reserves: a future that is cancelled fails at once, and the answer's grant is given
+    back when it comes. The request itself is not cancelled."""
+    future: Promise[R]
+
+    def cancel() -> None:
+        future.set_exception(Cancelled("the request was cancelled"))
+
+    future = Promise(cancel)
+
+    def answered(reply: Future[Answer]) -> None:
+        error = reply.exception()
+        if error is not None:
+            future.set_exception(error)
+            return
+        try:
+            plan = plan_of(reply.result(0))
+        except KVFrameworkError as failure:
+            future.set_exception(failure)
+            return
+        if not future.set_result(plan):
+            give_back(plan)
 
     sent.add_done_callback(answered)
     return future

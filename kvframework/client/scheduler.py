@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvframework.api import CacheKey, MessagingFuture
+from kvframework.api import CacheKey, Future, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
@@ -135,7 +135,7 @@ class SchedulerAdapter:
 
     def _failed(self, error: KVFrameworkError) -> None:
         self.failures += 1
-        self._client.lost("lookups", error)
+        self._client.lost("lookups", error_code(error))
 
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         if not self._client.usable:
@@ -143,7 +143,7 @@ class SchedulerAdapter:
             self._client.send(name, payload)
             return
 
-        def answered(reply: MessagingFuture[m.Freed | m.SessionEnded]) -> None:
+        def answered(reply: Future[m.Freed | m.SessionEnded]) -> None:
             error = reply.exception()
             if isinstance(error, LeaseUnknown):
                 log.debug("%s: the lookup has already ended", name)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvframework.api import DeviceTransportProvider, TransferContext, TransportProvider
-from kvframework.devices import DeviceTransfer
+from kvframework.api import AnyTransportProvider, TransferContext
+from kvframework.devices.halves import engine_half
 from kvframework.errors import BadLayout, DeviceError, KVFrameworkError, PluginError, TransportMismatch
 
 if TYPE_CHECKING:
@@ -29,25 +29,29 @@ def choose_transport(
     """Registers with the first transport that both sides have, in the server's order, and that takes the engine's
     memory; or with the one that is `wanted` by name.
 
-    `register` raises `DeviceError` or `BadLayout` where one of an accelerator cannot lend the memory, or the server
+    `register` raises `DeviceError` or `BadLayout` where an accelerator's memory cannot be exported, or the server
     cannot open it. Of one that was named that is raised; "auto" says so in the log and takes the next. What is given up
-    is closed. Raises `TransportMismatch` if none is left.
+    is closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the last one.
     """
     refused: list[str] = []
+    last: BadLayout | None = None
     for name, transfer in _shared(client, wanted, options, where, refused):
         try:
             register(name, transfer)
         except (DeviceError, BadLayout) as error:
             transfer.close()
-            if wanted != AUTO or not isinstance(transfer, DeviceTransfer):
+            if wanted != AUTO:
                 raise
             log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
             refused.append(_reason(name, error))
+            last = error if isinstance(error, BadLayout) else None
         except BaseException:
             transfer.close()
             raise
         else:
             return
+    if last is not None:
+        raise last
     raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
 
 
@@ -65,22 +69,16 @@ def _shared(
         except PluginError as error:
             refused.append(_reason(name, error))
             continue
-        if not isinstance(provider, TransportProvider):
+        if not isinstance(provider, AnyTransportProvider):
             refused.append(f"{name}: no transport here")
             continue
         chosen = client.plugins.options(provider, options, where=where)
-        if not isinstance(provider, DeviceTransportProvider):
-            yield name, provider.create(chosen, client)
-            continue
-        if client.arena() is None:
-            refused.append(f"{name}: the server is on another node")
-            continue
         try:
-            driver = provider.create_engine(chosen)
+            transfer = engine_half(provider, chosen, client)
         except DeviceError as error:
             refused.append(_reason(name, error))
             continue
-        yield name, DeviceTransfer(client, driver)
+        yield name, transfer
 
 
 def _reason(name: str, error: KVFrameworkError) -> str:

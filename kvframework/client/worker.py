@@ -6,40 +6,51 @@ in `register_kv_caches` and `close`; a transfer whose answers take longer goes o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvframework.api import (
     BlockIds,
     CacheKey,
     EngineView,
+    Future,
     LayerTensors,
+    LoadOutcome,
     LostKind,
-    MessagingFuture,
     Registration,
     StoreOutcome,
-    TransferContext,
-    touched_blocks,
+    Transfer,
+    error_code,
 )
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration import Instance, InstanceIdentity
-from kvframework.errors import NotRegistered, RequestError, ServerGone
+from kvframework.client.transfers import check_skipped, check_tokens, checked_transfer
+from kvframework.errors import (
+    BadBlockIds,
+    BadLayout,
+    Cancelled,
+    KVFrameworkError,
+    NotRegistered,
+    RequestError,
+    ServerGone,
+    TransportMismatch,
+)
+from kvframework.logs.limit import LogLimit
+from kvframework.wire.blocks import touched_blocks
 
 if TYPE_CHECKING:
     import torch
 
-    # What `submit_store` and `submit_retrieve` of a transport have in common, and those of the adapter.
-    TransportSubmit = Callable[
-        [str, CacheKey, int, Mapping[str, LayerTensors], BlockIds, torch.Event | None, Sequence[int]],
-        MessagingFuture[bool],
-    ]
-    AdapterSubmit = Callable[[RequestHashes, int, int, BlockIds, None, torch.Event | None], MessagingFuture[bool]]
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
-StoreEntry = MessagingFuture[bool]
-# A retrieve and the blocks it fills, so that a failed load can be named to the engine.
-RetrieveEntry = tuple[MessagingFuture[bool], BlockIds]
+O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
+StoreEntry = Future[StoreOutcome]
+# A load and the blocks it fills, so that a failed one can be named to the engine.
+RetrieveEntry = tuple[Future[LoadOutcome], BlockIds]
 
 
 class WorkerAdapter:
@@ -102,12 +113,6 @@ class WorkerAdapter:
         """The current one; None before `register_kv_caches` and after `close`."""
         return self._instance.registration if self._instance else None
 
-    @property
-    def blocks_in_chunk(self) -> list[int]:
-        """Blocks of each layer group in one chunk."""
-        registration = self._registered()
-        return [registration.desc.chunk_tokens // group.block_size for group in registration.layout.groups]
-
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
         """The cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
         identity = self.identity
@@ -131,15 +136,22 @@ class WorkerAdapter:
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None = None,
         event: torch.Event | None = None,
-    ) -> MessagingFuture[bool]:
+    ) -> Future[StoreOutcome]:
         """Stores tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the
-        registered tensors for engines without stable memory. False at once while the server is away, or silent for
+        registered tensors for engines without stable memory. Dropped at once while the server is away, or silent for
         longer than a store waits. Until the future is resolved the blocks are read: they must stay as they are.
-        `cancel()` on it ends that, at once unless a copy is under way. `future.detail` is a `StoreOutcome` in any case.
-        Raises `BadRange` and `BadBlockIds` before anything is done."""
-        future = self._submit(
-            "stores", lambda transfer: transfer.submit_store, request, start, end, block_ids, kv_caches, event
-        )
+        `cancel()` on it ends that, at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before
+        anything is done, and `BadLayout` or `TransportMismatch` for tensors that are not as they were registered."""
+        instance = self._instance
+        if instance is None or not self._client.reachable("PREPARE_STORE"):
+            why = self._away("stores", start, end)
+            dropped = (end - start) // request.chunk_tokens * len(block_ids)
+            future: Future[StoreOutcome] = Future.resolved(StoreOutcome(dropped=dropped, error=why.code))
+        else:
+            transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
+            future = self._started(
+                "stores", instance, transfer, lambda: instance.transfer.store(transfer), transfer.failed
+            )
         self.store_futures.setdefault(request.request_id, []).append(future)
         return future
 
@@ -152,19 +164,25 @@ class WorkerAdapter:
         kv_caches: Mapping[str, LayerTensors] | None = None,
         event: torch.Event | None = None,
         skip_first_n_tokens: int = 0,
-    ) -> MessagingFuture[bool]:
-        """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. False:
-        compute them."""
-        future = self._submit(
-            "loads",
-            lambda transfer: partial(transfer.submit_retrieve, skip_first_n_tokens=skip_first_n_tokens),
-            request,
-            start,
-            end,
-            block_ids,
-            kv_caches,
-            event,
-        )
+    ) -> Future[LoadOutcome]:
+        """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
+        outcome is `ok` they must be computed. Raises as `submit_store` does."""
+        instance = self._instance
+        if instance is None or not self._client.reachable("PREPARE_RETRIEVE"):
+            future: Future[LoadOutcome] = Future.resolved(LoadOutcome.failed(self._away("loads", start, end)))
+        else:
+            transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=False)
+            check_skipped(transfer.registration, transfer.tokens, skip_first_n_tokens)
+            if skip_first_n_tokens == transfer.tokens:
+                future = Future.resolved(LoadOutcome(True))  # there is nothing to load
+            else:
+                future = self._started(
+                    "loads",
+                    instance,
+                    transfer,
+                    lambda: instance.transfer.load(transfer, skip_first_n_tokens),
+                    LoadOutcome.failed,
+                )
         self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
         return future
 
@@ -201,36 +219,69 @@ class WorkerAdapter:
             raise NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
         return self._instance.registration
 
-    def _submit(
+    def _away(self, kind: LostKind, start: int, end: int) -> KVFrameworkError:
+        """Why nothing is asked for now; counted as a loss if it is the server's silence."""
+        instance = self._instance
+        if instance is None:
+            return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
+        desc = instance.registration.desc
+        self._client.lost(kind, ServerGone.code, (end - start) // desc.chunk_tokens * desc.nbytes)
+        return ServerGone("the server does not answer")
+
+    def _transfer(
         self,
-        kind: LostKind,
-        chosen: Callable[[TransferContext], TransportSubmit],
+        instance: Instance,
         request: RequestHashes,
         start: int,
         end: int,
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None,
         event: torch.Event | None,
-    ) -> MessagingFuture[bool]:
-        instance = self._instance
-        storing = kind == "stores"
-        if instance is None or not self._client.reachable("PREPARE_STORE" if storing else "PREPARE_RETRIEVE"):
-            if instance is not None:
-                desc = instance.registration.desc
-                nbytes = (end - start) // desc.chunk_tokens * desc.nbytes
-                self._client.lost(kind, ServerGone("the server does not answer"), nbytes)
-            dropped = StoreOutcome(dropped=(end - start) // request.chunk_tokens * len(block_ids))
-            return MessagingFuture.resolved(False, dropped if storing else None)
-        future = chosen(instance.transfer)(
-            request.request_id,
+        *,
+        storing: bool,
+    ) -> Transfer:
+        check_tokens(instance.registration, start, end)
+        return checked_transfer(
+            instance.registration,
             self.key(request, start, end),
-            self.identity.instance_id,
             instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
-            self.blocks_in_chunk,
+            storing=storing,
         )
-        return instance.watch(future)
+
+    def _started(
+        self,
+        kind: LostKind,
+        instance: Instance,
+        transfer: Transfer,
+        start: Callable[[], Future[O]],
+        failed: Callable[[BaseException], O],
+    ) -> Future[O]:
+        """The transfer under way. Whatever a transport fails with, the engine goes on without the cache."""
+        try:
+            future = start()
+        except (BadLayout, BadBlockIds, TransportMismatch):
+            raise  # the engine's tensors are not those that it registered
+        except Exception as error:
+            known = isinstance(error, KVFrameworkError)
+            log.warning(
+                "%s of request %r failed: %s", kind, transfer.request_id, error, exc_info=None if known else error
+            )
+            future = Future.resolved(failed(error))
+        future.add_done_callback(partial(self._look_at, kind, instance, transfer.nbytes))
+        return future
+
+    def _look_at(
+        self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
+    ) -> None:
+        """Counts what was lost, and registers again if the server lost this instance's memory."""
+        error = future.exception()
+        code = error_code(error) if error is not None else future.result(0).error
+        if code and code != Cancelled.code:
+            self._client.lost(kind, code, nbytes)
+        if code == NotRegistered.code:
+            instance.recover()
 
     def _note_failed(self, block_ids: BlockIds) -> None:
         if not self._failed_blocks:
@@ -246,5 +297,5 @@ class WorkerAdapter:
             failed.update(used)
 
 
-def _succeeded(future: MessagingFuture[bool]) -> bool:
-    return future.exception() is None and future.result(0)
+def _succeeded(future: Future[LoadOutcome]) -> bool:
+    return future.exception() is None and future.result(0).ok

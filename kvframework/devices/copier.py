@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api import CopierDriver, CopyBatch, CopyPlanner, DeviceOptions
+from kvframework.api import CopierDriver, CopyBatch, DeviceOptions
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (
@@ -33,12 +33,13 @@ from kvframework.devices.messages import (
     Opened,
     Ready,
     ToCopier,
-    block_ids_of,
+    blocks_of,
     framed,
     ranges_of,
     to_copier,
 )
 from kvframework.devices.pinning import Pinning
+from kvframework.devices.planning import CopyPlanner
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Copier:
             return
         try:
             ranges = ranges_of(message)
-            batches = instance.planner.plan(ranges, block_ids_of(message), message.blocks_in_chunk, message.skip_tokens)
+            batches = instance.planner.plan(ranges, blocks_of(message), message.skip_tokens)
             event = self._event(instance, message.event)
         except DeviceLost:
             raise
@@ -219,7 +220,7 @@ class Copier:
             self._closing.discard(context)
             instance = self._instances.pop(context, None)
             if instance is not None:
-                _close_each(self._driver.close_event, instance.events.values(), "an event")
+                _close_each(self._driver.destroy_event, instance.events.values(), "an event")
                 self._close_memory(instance.addresses, instance.alive_fd)
             self.send(Closed(context))
 

@@ -1,4 +1,4 @@
-"""Owns the engine half of every device transport: lending the engine's memory, recording events, sending requests.
+"""Owns the engine half of every device transport: exporting the engine's memory, recording events, sending requests.
 
 Called from the engine's thread; nothing here waits for the device or the server, except `gather_block` at registration.
 """
@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from kvframework.api import (
-    BlockIds,
-    CacheKey,
     EngineDriver,
-    EngineLink,
+    Future,
     KVLayout,
     LayerTensors,
     Layout,
-    MessagingFuture,
+    LoadOutcome,
     Registration,
+    ServerDrivenLink,
     StoreOutcome,
+    StreamHook,
+    Transfer,
     TransferContext,
-    check_skip,
-    touched_blocks,
 )
-from kvframework.devices.handles import Views, lend
-from kvframework.errors import BadBlockIds, BadRange, DeviceError, NotRegistered, TransportMismatch
+from kvframework.devices.handles import Views, export_memory
+from kvframework.errors import DeviceError, NotRegistered, TransportMismatch
 from kvframework.logs.limit import LogLimit
 
-if TYPE_CHECKING:
-    import torch
+O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -42,7 +41,7 @@ class DeviceTransfer(TransferContext):
     `faults` counts the submits that the engine's half of the driver failed.
     """
 
-    def __init__(self, link: EngineLink, driver: EngineDriver[Any]) -> None:
+    def __init__(self, link: ServerDrivenLink, driver: EngineDriver[Any]) -> None:
         self._link = link
         self._driver = driver
         self._layout: Layout | None = None
@@ -54,127 +53,73 @@ class DeviceTransfer(TransferContext):
         self._events = _EventPool(driver)
         self.faults = 0
 
-    def declared(self, layout: Layout, declared: KVLayout) -> None:
+    def on_layout(self, layout: Layout, declared: KVLayout) -> None:
         self._layout, self._declared = layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Raises `DeviceError` for memory that cannot be lent, `BadLayout` for memory on several devices."""
+        """Raises `DeviceError` for memory that cannot be exported, `BadLayout` for memory on several devices."""
         if self._layout is None or self._declared is None:
             raise NotRegistered("the tensors are not declared", where="memory_handles")
         views = self._layout.block_views(self._declared, kv_caches)
-        self._device, handles = lend(views, self._declared, self._driver.export)
+        self._device, handles = export_memory(views, self._declared, self._driver.export)
         self._caches, self._places = kv_caches, _places(views)
         return handles
 
-    def register(self, registration: Registration, layout: Layout) -> None:
+    def on_registered(self, registration: Registration, layout: Layout) -> None:
         self._registration = registration
 
-    def submit_store(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-    ) -> MessagingFuture[bool]:
-        """Records an event behind the engine's work and asks for the copy; False at once if the driver cannot record
-        it. Raises `BadBlockIds` or `BadRange`."""
-        self._check(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
-        return self._submit("STORE", key, instance_id, block_ids, event, 0)
+    def store(self, transfer: Transfer) -> Future[StoreOutcome]:
+        """Records an event behind the engine's work and asks for the copy; dropped at once if the driver cannot record
+        it. Raises `TransportMismatch` for other tensors."""
+        return self._sent(transfer, self._link.store, transfer.failed)
 
-    def submit_retrieve(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-        skip_first_n_tokens: int = 0,
-    ) -> MessagingFuture[bool]:
+    def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
         """Likewise. Once the future is resolved the device has written the blocks: any stream may read them."""
-        registration = self._check(key, kv_caches, block_ids, blocks_in_chunk, storing=False)
-        tokens = key.end - key.start
-        if not 0 <= skip_first_n_tokens <= tokens:
-            raise BadRange(f"skip_first_n_tokens is {skip_first_n_tokens}", available=f"0 to {tokens} tokens")
-        check_skip(registration.layout, skip_first_n_tokens)
-        if skip_first_n_tokens == tokens:
-            return MessagingFuture.resolved(True)
-        return self._submit("RETRIEVE", key, instance_id, block_ids, event, skip_first_n_tokens)
+        return self._sent(transfer, partial(self._send_load, skip_tokens), LoadOutcome.failed)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         registration = self._registered()
         with self._events.recorded(self._device, None) as handle:
-            return self._link.gather_block(registration.instance_id, blocks, handle)
+            return self._link.gather_block(registration, blocks, handle)
 
     def close(self) -> None:
         self._registration = None
         self._events.close()
         self._driver.close()
 
-    def _submit(
-        self, kind: str, key: CacheKey, instance_id: int, block_ids: BlockIds, event: object, skip_tokens: int
-    ) -> MessagingFuture[bool]:
+    def _send_load(
+        self, skip_tokens: int, transfer: Transfer, *, event: bytes, stream_hook: StreamHook
+    ) -> Future[LoadOutcome]:
+        return self._link.load(transfer, skip_tokens, event=event, stream_hook=stream_hook)
+
+    def _sent(
+        self, transfer: Transfer, send: Callable[..., Future[O]], failed: Callable[[BaseException], O]
+    ) -> Future[O]:
+        if self._registration is None:
+            raise NotRegistered("no instance is registered with this transport")
+        if transfer.kv_caches is not self._caches:
+            self._check_same(transfer.kv_caches)
         # Recorded before the request leaves: the copier must never see an event that was not.
         try:
-            lent = self._events.take(self._device, event)
+            event = self._events.take(self._device, transfer.event)
         except DeviceError as error:
             # The engine goes on without its cache.
             self.faults += 1
+            instance_id = transfer.registration.instance_id
             log.error("instance %d: no event could be recorded, which is a miss: %s", instance_id, error)
-            chunks = (key.end - key.start) // self._registered().desc.chunk_tokens
-            dropped = StoreOutcome(dropped=chunks * len(block_ids)) if kind == "STORE" else None
-            return MessagingFuture.resolved(False, dropped)
+            return Future.resolved(failed(error))
         try:
-            future = self._link.submit(kind, key, instance_id, block_ids, lent.handle, skip_tokens)
+            future = send(transfer, event=event.handle, stream_hook=self._driver.block_stream)
         except BaseException:
-            self._events.give_back(lent)
+            self._events.give_back(event)
             raise
-        future.hold = self._driver.hold
-        future.add_done_callback(lambda _: self._events.give_back(lent))
+        future.add_done_callback(lambda _: self._events.give_back(event))
         return future
 
     def _registered(self) -> Registration:
         if self._registration is None:
             raise NotRegistered("no instance is registered with this transport")
         return self._registration
-
-    def _check(
-        self,
-        key: CacheKey,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        blocks_in_chunk: Sequence[int],
-        *,
-        storing: bool,
-    ) -> Registration:
-        registration = self._registered()
-        layout, chunk = registration.layout, registration.desc.chunk_tokens
-        chunks, rest = divmod(key.end - key.start, chunk)
-        if rest or chunks < 1 or key.start < 0 or key.start % chunk:
-            raise BadRange(f"tokens {key.start} to {key.end}", available=f"whole chunks of {chunk} tokens")
-        expected = [chunk // group.block_size for group in layout.groups]
-        if list(blocks_in_chunk) != expected:
-            raise BadBlockIds(f"blocks_in_chunk is {list(blocks_in_chunk)}", available=f"{expected}")
-        if len(block_ids) != len(expected):
-            raise BadBlockIds(f"{len(block_ids)} lists of block ids", available=f"{len(expected)}, one per layer group")
-        for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
-            where = f"layer group {index}"
-            if len(ids) != expected[index] * chunks:
-                raise BadBlockIds(
-                    f"{len(ids)} block ids", where=where, available=f"{expected[index] * chunks} for these tokens"
-                )
-            touched = touched_blocks(group, chunk, ids, storing=storing)
-            used = touched.ids[touched.first :]
-            if used and not (min(used) >= 0 and max(used) < layout.blocks_of(index)):
-                wrong = min(used) if min(used) < 0 else max(used)
-                raise BadBlockIds(f"block id {wrong}", where=where, available=f"0 to {layout.blocks_of(index) - 1}")
-        if kv_caches is not self._caches:
-            self._check_same(kv_caches)
-        return registration
 
     def _check_same(self, kv_caches: Mapping[str, LayerTensors]) -> None:
         assert self._layout is not None
@@ -188,7 +133,7 @@ class DeviceTransfer(TransferContext):
             )
 
 
-class _Lent:
+class _PooledEvent:
     """An event that a request under way refers to."""
 
     __slots__ = ("event", "handle")
@@ -204,50 +149,50 @@ class _EventPool:
     def __init__(self, driver: EngineDriver[Any]) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._spare: list[_Lent] = []
+        self._spare: list[_PooledEvent] = []
         self._closed = False
 
-    def take(self, device: str, ready: object) -> _Lent:
-        """An event that is recorded behind `ready`, see `EngineDriver.record`."""
+    def take(self, device: str, behind: object) -> _PooledEvent:
+        """An event that is recorded behind `behind`, see `EngineDriver.record`."""
         with self._lock:
-            lent = self._spare.pop() if self._spare else None
-        if lent is None:
-            return self._new(device, ready)
+            pooled = self._spare.pop() if self._spare else None
+        if pooled is None:
+            return self._new(device, behind)
         try:
-            self._driver.record(lent.event, ready)
+            self._driver.record(pooled.event, behind)
         except BaseException:
             # Kept, since the copier has it open: another one might get the same handle.
-            self.give_back(lent, failed=True)
+            self.give_back(pooled, failed=True)
             raise
-        return lent
+        return pooled
 
-    def _new(self, device: str, ready: object) -> _Lent:
+    def _new(self, device: str, behind: object) -> _PooledEvent:
         event = self._driver.create_event(device)
         try:
-            lent = _Lent(event, self._driver.export_event(event))
-            self._driver.record(event, ready)
+            pooled = _PooledEvent(event, self._driver.export_event(event))
+            self._driver.record(event, behind)
         except BaseException:
             self._destroy(event)
             raise
-        return lent
+        return pooled
 
-    def give_back(self, lent: _Lent, *, failed: bool = False) -> None:
+    def give_back(self, pooled: _PooledEvent, *, failed: bool = False) -> None:
         """What has failed is taken again after those that work."""
         with self._lock:
             if not self._closed:
-                self._spare.insert(0 if failed else len(self._spare), lent)
+                self._spare.insert(0 if failed else len(self._spare), pooled)
                 return
-        self._destroy(lent.event)
+        self._destroy(pooled.event)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-        for lent in spare:
-            self._destroy(lent.event)
+        for pooled in spare:
+            self._destroy(pooled.event)
 
-    def recorded(self, device: str, ready: object) -> _Recorded:
-        return _Recorded(self, device, ready)
+    def recorded(self, device: str, behind: object) -> _Recorded:
+        return _Recorded(self, device, behind)
 
     def _destroy(self, event: object) -> None:
         try:
@@ -259,15 +204,15 @@ class _EventPool:
 class _Recorded:
     """An event for the time of a `with`."""
 
-    def __init__(self, pool: _EventPool, device: str, ready: object) -> None:
+    def __init__(self, pool: _EventPool, device: str, behind: object) -> None:
         self._pool = pool
-        self._lent = pool.take(device, ready)
+        self._pooled = pool.take(device, behind)
 
     def __enter__(self) -> bytes:
-        return self._lent.handle
+        return self._pooled.handle
 
     def __exit__(self, *_exc: object) -> None:
-        self._pool.give_back(self._lent)
+        self._pool.give_back(self._pooled)
 
 
 def _places(views: Views) -> list[tuple[int, tuple[int, ...]]]:

@@ -22,9 +22,9 @@ from kvframework.api import (
     LayerGroup,
     MemoryLayoutDesc,
     Message,
-    PlacedView,
     dtype_bytes,
 )
+from kvframework.devices.planning import PlacedView
 from kvframework.errors import BadLayout, RequestError
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ MAX_DEVICE_NAME = 128
 MAX_ALLOCATION_BYTES = 1 << 48
 
 
-class LentAllocation(Message, frozen=True, array_like=True, tag="a"):
+class ExportedAllocation(Message, frozen=True, array_like=True, tag="a"):
     """An allocation that the views after it lie in, counted from 0."""
 
     allocation: Allocation
 
 
-class LentView(Message, frozen=True, array_like=True, tag="v"):
+class ExportedView(Message, frozen=True, array_like=True, tag="v"):
     """One plane of one layer: its place in an allocation, its number of blocks, and the strides of block, slot, head
     and element, all in bytes. Views come in the order group, plane, layer."""
 
@@ -55,16 +55,16 @@ class LentView(Message, frozen=True, array_like=True, tag="v"):
     strides: tuple[int, int, int, int]
 
 
-_Lent = LentAllocation | LentView
+_Handle = ExportedAllocation | ExportedView
 
 
 @dataclass(frozen=True)
-class LentMemory:
-    """All that one instance lends: its device, its allocations, its views as `[group][plane][layer]`."""
+class ExportedMemory:
+    """All that one instance exports: its device, its allocations, its views as `[group][plane][layer]`."""
 
     device: str
     allocations: Sequence[Allocation]
-    views: Sequence[Sequence[Sequence[LentView]]]
+    views: Sequence[Sequence[Sequence[ExportedView]]]
 
     def opened_at(self, bases: Sequence[int]) -> list[list[list[PlacedView]]]:
         """The views where the allocations are open at `bases`."""
@@ -77,12 +77,12 @@ class LentMemory:
         ]
 
 
-def lend(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> tuple[str, tuple[bytes, ...]]:
+def export_memory(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> tuple[str, tuple[bytes, ...]]:
     """The device and the handles of an instance. Several tensors of one allocation export it once. Raises what `export`
     raises, and `BadLayout` for memory on several devices."""
     known: list[tuple[int, int]] = []  # address range of each allocation
-    lent: list[LentAllocation] = []
-    placed: list[LentView] = []
+    allocations: list[ExportedAllocation] = []
+    placed: list[ExportedView] = []
     for group, planes in zip(layout.groups, views, strict=True):
         size = dtype_bytes(group.dtype)
         for view in (view for plane in planes for view in plane):
@@ -92,26 +92,26 @@ def lend(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> t
                 exported = export(address)
                 at, low = len(known), address - exported.offset
                 known.append((low, low + exported.allocation.nbytes))
-                lent.append(LentAllocation(exported.allocation))
+                allocations.append(ExportedAllocation(exported.allocation))
             strides = tuple(stride * size for stride in view.stride())
-            placed.append(LentView(at, address - known[at][0], view.shape[0], strides))  # type: ignore[arg-type]
-    devices = {each.allocation.device for each in lent}
+            placed.append(ExportedView(at, address - known[at][0], view.shape[0], strides))  # type: ignore[arg-type]
+    devices = {each.allocation.device for each in allocations}
     if len(devices) != 1:
         raise BadLayout(
             f"the tensors lie on {len(devices)} devices: {', '.join(sorted(devices))}",
             available="one device",
             hint="register one instance for each device",
         )
-    return devices.pop(), tuple(msgspec.msgpack.encode(each) for each in (*lent, *placed))
+    return devices.pop(), tuple(msgspec.msgpack.encode(each) for each in (*allocations, *placed))
 
 
-def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutDesc) -> LentMemory:
+def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutDesc) -> ExportedMemory:
     """What the handles say. Raises `RequestError` if they are malformed or do not fit the layout, `BadLayout` for one
     that a device cannot serve."""
     _check_servable(layout, desc)
-    lent = [_decode(handle, index) for index, handle in enumerate(handles)]
-    allocations = [each.allocation for each in lent if isinstance(each, LentAllocation)]
-    flat = [each for each in lent if isinstance(each, LentView)]
+    read = [_decode(handle, index) for index, handle in enumerate(handles)]
+    allocations = [each.allocation for each in read if isinstance(each, ExportedAllocation)]
+    flat = [each for each in read if isinstance(each, ExportedView)]
     expected = sum(group.planes * group.num_layers for group in layout.groups)
     if len(flat) != expected or not 1 <= len(allocations) <= MAX_ALLOCATIONS:
         raise RequestError(
@@ -133,7 +133,7 @@ def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutD
         for view in (view for plane in planes for view in plane):
             _check_view(view, allocations, group, layout.blocks_of(index), f"layout.groups[{index}]")
         views.append(planes)
-    return LentMemory(device, allocations, views)
+    return ExportedMemory(device, allocations, views)
 
 
 def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
@@ -149,14 +149,16 @@ def _check_servable(layout: KVLayout, desc: MemoryLayoutDesc) -> None:
             )
 
 
-def _decode(handle: bytes, index: int) -> _Lent:
+def _decode(handle: bytes, index: int) -> _Handle:
     try:
-        return msgspec.msgpack.decode(handle, type=_Lent)  # type: ignore[no-any-return]
+        return msgspec.msgpack.decode(handle, type=_Handle)  # type: ignore[no-any-return]
     except (msgspec.MsgspecError, ValueError) as error:
         raise RequestError(f"the handle is malformed: {error}", where=f"handles[{index}]") from None
 
 
-def _check_view(view: LentView, allocations: Sequence[Allocation], group: LayerGroup, blocks: int, where: str) -> None:
+def _check_view(
+    view: ExportedView, allocations: Sequence[Allocation], group: LayerGroup, blocks: int, where: str
+) -> None:
     if not 0 <= view.allocation < len(allocations) or min(view.offset, *view.strides) < 0:
         raise RequestError(f"a view lies in allocation {view.allocation} at {view.offset}", where=where)
     counts = (view.blocks, group.slots, group.heads, group.head_dim)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import array
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api import ArenaRange, BlockIds, CopyJob, KVLayout, MemoryLayoutDesc
+from kvframework.api import ArenaRange, CopyJob, GroupBlocks, KVLayout, MemoryLayoutDesc
 from kvframework.errors import KVFrameworkError
 
 _LENGTH = struct.Struct("=I")
@@ -69,7 +69,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
     is_store: bool
     ranges: bytes
     block_ids: tuple[bytes, ...]
-    blocks_in_chunk: tuple[int, ...]
+    per_object: tuple[int, ...]
     event: bytes
     skip_tokens: int
 
@@ -175,8 +175,8 @@ def copy_message(number: int, context: int, job: CopyJob) -> Copy:
         context,
         job.is_store,
         ranges.tobytes(),
-        tuple(array.array("I", ids).tobytes() for ids in job.block_ids),
-        tuple(job.blocks_in_chunk),
+        tuple(array.array("I", each.ids).tobytes() for each in job.blocks),
+        tuple(each.per_object for each in job.blocks),
         job.event,
         job.skip_tokens,
     )
@@ -187,6 +187,8 @@ def ranges_of(copy: Copy) -> list[ArenaRange]:
     return [ArenaRange(*each) for each in zip(values, values, values, values, strict=True)]
 
 
-def block_ids_of(copy: Copy) -> BlockIds:
-    ids: Sequence[Sequence[int]] = [array.array("I", each).tolist() for each in copy.block_ids]
-    return ids
+def blocks_of(copy: Copy) -> list[GroupBlocks]:
+    return [
+        GroupBlocks(array.array("I", ids).tolist(), count, 0, -1)
+        for ids, count in zip(copy.block_ids, copy.per_object, strict=True)
+    ]

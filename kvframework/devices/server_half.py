@@ -17,9 +17,9 @@ from kvframework.api import (
     ClientInfo,
     CopyJob,
     DeviceTransportProvider,
+    Future,
     KVLayout,
     MemoryLayoutDesc,
-    MessagingFuture,
     ServerContext,
     ServerTransport,
 )
@@ -41,26 +41,15 @@ class DeviceServerTransport(ServerTransport):
     Raises `PluginBroken` if the provider's function cannot be found from another process.
     """
 
-    def __init__(self, provider: DeviceTransportProvider[Any], options: DeviceOptions) -> None:
+    def __init__(self, provider: DeviceTransportProvider[Any], options: DeviceOptions, arena_fd: int) -> None:
         self._create = _name_of(provider.create_copier, provider.name)
         self._options_type = _name_of(type(options), provider.name)
         self._options = options
-        self._arena_fd = -1
+        self._arena_fd = arena_fd
         self._copiers: dict[str, CopierSupervisor] = {}
 
-    def attach(self, arena_fd: int) -> None:
-        self._arena_fd = arena_fd
-
-    def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> DeviceContext:
-        return self._open(layout, desc, handles, None)
-
-    def open_for(
+    def open(
         self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
-    ) -> DeviceContext:
-        return self._open(layout, desc, handles, client)
-
-    def _open(
-        self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes], client: ClientInfo | None
     ) -> DeviceContext:
         memory = read_handles(handles, layout, desc)
         copier = self._copiers.get(memory.device)
@@ -70,8 +59,7 @@ class DeviceServerTransport(ServerTransport):
             if len(self._copiers) >= MAX_DEVICES:
                 raise RequestError(f"{MAX_DEVICES} devices are in use", where="handles")
             copier = self._copiers[memory.device] = self._start(memory.device)
-        alive_fd = client.hold() if client is not None else None
-        return DeviceContext(copier, copier.open(layout, desc, handles, alive_fd))
+        return DeviceContext(copier, copier.open(layout, desc, handles, client.liveness_fd()))
 
     def status(self) -> dict[str, object]:
         return {"devices": [copier.status() for copier in list(self._copiers.values())]}
@@ -109,16 +97,16 @@ class DeviceContext(ServerContext):
         self._copier = copier
         self._instance = instance
 
-    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
+    def copy(self, job: CopyJob) -> Future[bool]:
         return self._copier.copy(self._instance, job)
 
     def close(self) -> None:
         self._copier.close_instance(self._instance)
 
-    def closed(self) -> MessagingFuture[None] | None:
+    def when_closed(self) -> Future[None] | None:
         return self._instance.closed
 
-    def opened(self) -> MessagingFuture[None] | None:
+    def when_open(self) -> Future[None] | None:
         return self._instance.opened
 
     def failure(self) -> KVFrameworkError | None:

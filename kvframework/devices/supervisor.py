@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import CopyJob, KVLayout, MemoryLayoutDesc, MessagingFuture
+from kvframework.api import CopyJob, Future, KVLayout, MemoryLayoutDesc, Promise
 from kvframework.devices.messages import (
     Beat,
     Cancel,
@@ -50,15 +50,15 @@ class CopierInstance:
     resolved once nothing of it is mapped any more, in whatever way that came."""
 
     number: int
-    opened: MessagingFuture[None] = field(default_factory=lambda: MessagingFuture(lambda: None))
-    closed: MessagingFuture[None] = field(default_factory=lambda: MessagingFuture(lambda: None))
+    opened: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
+    closed: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
     failure: KVFrameworkError | None = None
     asked: float | None = field(default_factory=time.monotonic)  # when it was to be opened or closed; None: answered
 
 
 @dataclass(eq=False)
 class _Pending:
-    future: MessagingFuture[bool]
+    future: Promise[bool]
     asked: float = field(default_factory=time.monotonic)
 
 
@@ -121,12 +121,12 @@ class CopierSupervisor:
             self._send(message, alive_fd)
         return instance
 
-    def copy(self, instance: CopierInstance, job: CopyJob) -> MessagingFuture[bool]:
+    def copy(self, instance: CopierInstance, job: CopyJob) -> Future[bool]:
         """Starts a copy. The future fails with `DeviceLost` if the process ends before it is done."""
-        future: MessagingFuture[bool] = MessagingFuture(job.cancel)
+        future: Promise[bool] = Promise(job.cancel)
         with self._lock:
             if instance.failure is not None:
-                return MessagingFuture.failed(instance.failure)
+                return Future.failed(instance.failure)
             self._numbers += 1
             number = self._numbers
             self._pending[number] = _Pending(future)

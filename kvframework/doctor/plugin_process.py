@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from kvframework.api import (
+    AnyTransportProvider,
     DeviceTransportProvider,
     Finding,
     MemoryProvider,
     Options,
     TableContext,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
@@ -44,7 +44,7 @@ def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
         yield Finding("plugin.usable", "fail", error.fact, error.hint or error.available, error.where)
         return
     yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
-    if isinstance(provider, TransportProvider) and provider.is_gpu:
+    if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
         yield memlock(f"{subject.kind} {use}")
     diagnosed = (MemoryProvider, TierProvider, DeviceTransportProvider)
     if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:

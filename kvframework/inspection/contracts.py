@@ -39,7 +39,7 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
         Maker("create_copier", 3, CopierDriver),
         Maker("diagnose", 3, None),
     ),
-    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 1, ServerTransport)),
+    "TransportProvider": (Maker("create", 2, TransferContext), Maker("create_server", 2, ServerTransport)),
     "LayoutProvider": (Maker("create", 1, Layout),),
     "MemoryProvider": (Maker("create", 2, Memory), Maker("diagnose", 3, None)),
     "TierProvider": (Maker("create", 2, Tier), Maker("diagnose", 3, None)),

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvframework.api import (
+    AnyTransportProvider,
     Buffer,
     CacheKey,
     CacheServices,
@@ -27,7 +28,6 @@ from kvframework.api import (
     Select,
     TableContext,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.config import convert
 from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
@@ -71,7 +71,7 @@ def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any]
 def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
     """The result of `create` with the options `given`, defaults for the others; it stays open until the process ends.
     Raises `NotMade`."""
-    if isinstance(provider, TransportProvider):
+    if isinstance(provider, AnyTransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
         raise NotMade(reason)
@@ -138,7 +138,7 @@ def _handler_problems(provider: AnyProvider, made: object, title: str, maker: Ma
                 f"{title}: {name}",
                 "its handler is asynchronous",
                 expected="def",
-                hint="return a MessagingFuture for what takes time",
+                hint="return a Future for what takes time",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from kvframework.api import (
+    AnyTransportProvider,
     CodecProvider,
     EvictionProvider,
     HasherProvider,
@@ -14,7 +15,6 @@ from kvframework.api import (
     Provider,
     RequestsProvider,
     TierProvider,
-    TransportProvider,
 )
 from kvframework.api.codec import NO_CODEC
 from kvframework.config import Config, PluginTable
@@ -33,7 +33,7 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type
     try:
         provider = cast("P", registry.resolve(descriptor.kind, table.use, where=table.where))
     except PluginUnavailable:
-        # What is wrong with a table is so on every machine, so that error comes first.
+        # A mistake in a table is one on every machine, so its error comes first.
         _, found = registry.describe(descriptor.kind, table.use)
         if found is not None:
             registry.options(found, table.options, where=table.where, core_keys=table.core_keys)
@@ -71,7 +71,7 @@ def check_config(config: Config, registry: PluginRegistry) -> None:
     resolve_table(registry, config.l1.eviction, EvictionProvider)
     resolve_table(registry, config.hasher, HasherProvider)
     for table in config.transport:
-        resolve_table(registry, table, TransportProvider)
+        resolve_table(registry, table, AnyTransportProvider)
     for table in config.layout:
         resolve_table(registry, table, LayoutProvider)
     for l2 in config.l2:

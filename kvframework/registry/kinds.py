@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from kvframework.api import (
     CodecProvider,
+    DeviceTransportProvider,
     EvictionProvider,
     HasherProvider,
     LayoutProvider,
@@ -25,7 +26,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "transport": Kind("kvf_transports", (TransportProvider,)),
+    "transport": Kind("kvf_transports", (TransportProvider, DeviceTransportProvider)),
     "layout": Kind("kvf_layouts", (LayoutProvider,)),
     "memory": Kind("kvf_memories", (MemoryProvider,)),
     "tier": Kind("kvf_tiers", (TierProvider,)),

@@ -5,6 +5,7 @@ Runs once per plugin, at startup, in the thread that makes the registry. Only na
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -121,8 +122,17 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
     with guarded(title, f"reading the options of {provider.name!r}"):
         msgspec.msgpack.Decoder(provider.options)  # its annotations may use undefined names
-    if not isinstance(provider.name, str) or not provider.name or not callable(getattr(provider, "create", None)):
-        raise PluginBroken(f"{title}: {hook} returned a {found} without a name or create()")
+    lacking = [
+        field.name
+        for field in dataclasses.fields(provider)
+        if field.name.startswith("create")
+        and field.default is dataclasses.MISSING
+        and not callable(getattr(provider, field.name, None))
+    ]
+    if not isinstance(provider.name, str) or not provider.name or lacking:
+        raise PluginBroken(
+            f"{title}: {hook} returned a {found} without a name or {' and '.join(lacking) or 'create'}()"
+        )
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
         raise PluginBroken(
             f"{title}: the name of codec {provider.name!r} does not fit into a value's header",

@@ -1,29 +1,25 @@
-"""The check of the block ids that a server-driven transfer names. Pure; runs on the serving thread."""
+"""The block ids that a server-driven transfer names, unpacked and checked. Pure; runs on the serving thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import NO_BLOCK, KVLayout, TouchedBlocks, touched_blocks
+from kvframework.api import GroupBlocks, KVLayout
 from kvframework.errors import BadBlockIds
+from kvframework.wire.blocks import checked_blocks
 from kvframework.wire.indices import INDEX_BYTES, unpack_indices
 
 
 def blocks_of_transfer(
     layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
-) -> list[TouchedBlocks]:
-    """Return the blocks that a transfer of `chunks` chunks touches, per layer group, with `NO_BLOCK` for the others.
+) -> tuple[GroupBlocks, ...]:
+    """Return the blocks that a transfer of `chunks` chunks touches, per layer group.
 
     `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for a wrong number of
     groups or ids, or a touched id out of range.
     """
-    expected = [chunk_tokens // group.block_size * chunks for group in layout.groups]
-    result = []
-    for index, (ids, group) in enumerate(zip(_unpack(packed, expected), layout.groups, strict=True)):
-        touched = touched_blocks(group, chunk_tokens, ids, storing=storing)
-        _check_range(touched.ids[touched.first :], index, layout.blocks_of(index))
-        result.append(touched._replace(ids=[NO_BLOCK] * touched.first + list(touched.ids[touched.first :])))
-    return result
+    ids = _unpack(packed, [chunk_tokens // group.block_size * chunks for group in layout.groups])
+    return checked_blocks(layout, chunk_tokens, chunks * chunk_tokens, ids, storing=storing, bounded=True)
 
 
 def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:

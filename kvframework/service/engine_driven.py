@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import ArenaRange, ClientInfo, Handler, RetrievePlan, StoreOutcome, StorePlan
+from kvframework.api import ArenaRange, ClientInfo, Handler, StoreOutcome
 from kvframework.errors import TransportMismatch
 from kvframework.service.contexts import Contexts
 from kvframework.service.instance_keys import InstanceKeys
@@ -48,7 +48,7 @@ class EngineDrivenTransfers:
             Handler(REQUESTS["COMMIT_RETRIEVE"], self._commit_retrieve),
         ]
 
-    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> StorePlan:
+    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.StorePlan:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
@@ -64,8 +64,8 @@ class EngineDrivenTransfers:
         )
         outcome = outcome_of(result)
         if result.lease is None:
-            return StorePlan("", (), outcome)
-        return StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
+            return m.StorePlan("", (), outcome)
+        return m.StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
@@ -81,15 +81,15 @@ class EngineDrivenTransfers:
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
         return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
 
-    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> RetrievePlan:
+    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease = pin_whole(
             self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
         )
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
-            return RetrievePlan(False, reason="not all objects are in L1")
-        return RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
+            return m.RetrievePlan(False, reason="not all objects are in L1")
+        return m.RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)

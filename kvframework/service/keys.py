@@ -165,7 +165,7 @@ class KeyResolver:
         ]
 
     def resolve(self, key: CacheKey, desc: MemoryLayoutDesc) -> KeyGrid:
-        """The objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
+        """Return the objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
 
         Raises `BadRange` if start, end, content and the chunk size do not fit each other, `MessageTooLarge` beyond the
         bounds.
@@ -229,7 +229,7 @@ def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: in
 
 
 def check_key(key: CacheKey) -> None:
-    """What must hold of a key before its namespace is known; each request is checked once.
+    """Check a key as far as possible without its namespace; called once per request.
 
     Raises `NamespaceMismatch` for a malformed namespace or rank, `BadRange` for a range without tokens,
     `MessageTooLarge` beyond the bounds.

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api import ClientInfo, Handler, Message, MessagingFuture, Reply, StoreOutcome
+from kvframework.api import ClientInfo, Future, Handler, Message, Promise, Reply, StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.engine_driven import outcome_of
 from kvframework.service.instance_keys import InstanceKeys
@@ -54,13 +54,13 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        """Unpins what ZMQ has sent."""
+        """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
             self._storage.unpin_internal(pins)
 
     def settle(self) -> bool:
-        """Unpins what ZMQ sends within a moment; whether that is all of it. Blocks for that moment."""
+        """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
         all_sent = self._send_pins.wait_sent(_RETURN_S)
         self.tick()
         return all_sent
@@ -73,7 +73,7 @@ class ChunkTransfers:
 
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
-    ) -> m.ChunksStored | MessagingFuture[Message]:
+    ) -> m.ChunksStored | Future[Message]:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
@@ -85,7 +85,7 @@ class ChunkTransfers:
         if result.lease is None:
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
-        future: MessagingFuture[Message] = MessagingFuture(lambda: None)
+        future: Promise[Message] = Promise(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
@@ -99,7 +99,7 @@ class ChunkTransfers:
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
-    def _fill(self, future: MessagingFuture[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+    def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:

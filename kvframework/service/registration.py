@@ -12,11 +12,12 @@ import msgspec
 from kvframework.api import (
     MAX_HANDLE_BYTES,
     ClientInfo,
+    Future,
     Handler,
     KVLayout,
     Layout,
     Message,
-    MessagingFuture,
+    Promise,
     ServerTransport,
     validate_layout,
 )
@@ -95,7 +96,7 @@ class Registrations:
 
     def _register(
         self, client: ClientInfo, payload: m.RegisterKvCache, _buffers: object
-    ) -> m.Registered | MessagingFuture[Message]:
+    ) -> m.Registered | Future[Message]:
         transport = self._transports.get(payload.transport)
         if transport is None:
             raise TransportMismatch(
@@ -137,7 +138,7 @@ class Registrations:
 
     def _register_non_gpu(
         self, client: ClientInfo, payload: m.RegisterNonGpuContextPayload, _buffers: object
-    ) -> m.Registered | MessagingFuture[Message]:
+    ) -> m.Registered | Future[Message]:
         _check_identity(payload.model_name, payload.world_size, 0)
         engine_driven = next((t for t in self._transports.values() if t.server is None), None)
         if engine_driven is None:
@@ -152,13 +153,11 @@ class Registrations:
         context = self._context(client, payload, engine_driven, layout, rank=None, namespace=namespace, plugin=None)
         return self._add(context, client, ())
 
-    def _unregister(
-        self, client: ClientInfo, payload: m.Unregister, _buffers: object
-    ) -> m.Empty | MessagingFuture[Message]:
+    def _unregister(self, client: ClientInfo, payload: m.Unregister, _buffers: object) -> m.Empty | Future[Message]:
         """Answered once the server no longer maps the engine's memory, which may then be freed."""
         context = own_context(self._contexts, payload.instance_id, client)
         self._end(context)
-        return _answer_after(context.memory.closed() if context.memory is not None else None, m.Empty())
+        return _answer_after(context.memory.when_closed() if context.memory is not None else None, m.Empty())
 
     def _context(
         self,
@@ -204,14 +203,14 @@ class Registrations:
 
     def _add(
         self, context: RegisteredContext, client: ClientInfo, handles: Sequence[bytes]
-    ) -> m.Registered | MessagingFuture[Message]:
+    ) -> m.Registered | Future[Message]:
         desc = context.get_layout_desc(self._chunk_size)
         self._check_layers(context)
         record = NamespaceRecord(context.model_name, context.world_size, desc)
         self._storage.records.add(context.namespace, record)
         server = self._transports[context.transport].server
         if server is not None:
-            context.memory = server.open_for(client, context.layout, desc, handles)
+            context.memory = server.open(client, context.layout, desc, handles)
         self._tell_apart(context)
         self._contexts[context.instance_id] = context
         self._storage.records.retain(context.namespace)
@@ -227,7 +226,7 @@ class Registrations:
             desc.nbytes,
             context.namespace.hex()[:8],
         )
-        opened = context.memory.opened() if context.memory is not None else None
+        opened = context.memory.when_open() if context.memory is not None else None
         return _answer_after(opened, m.Registered(context.namespace, desc))
 
     def _check_layers(self, context: RegisteredContext) -> None:
@@ -278,13 +277,13 @@ class Registrations:
 R = TypeVar("R", bound=Message)
 
 
-def _answer_after(done: MessagingFuture[None] | None, answer: R) -> R | MessagingFuture[Message]:
+def _answer_after(done: Future[None] | None, answer: R) -> R | Future[Message]:
     """Return `answer` once `done` is resolved, or the error with which it fails."""
     if done is None:
         return answer
-    reply: MessagingFuture[Message] = MessagingFuture(lambda: None)
+    reply: Promise[Message] = Promise(lambda: None)
 
-    def resolve(resolved: MessagingFuture[None]) -> None:
+    def resolve(resolved: Future[None]) -> None:
         error = resolved.exception()
         if error is not None:
             reply.set_exception(error)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvframework.api import (
     ArenaRange,
     ClientInfo,
     CopyJob,
+    Future,
+    GroupBlocks,
     GroupDesc,
     Handler,
     Message,
-    MessagingFuture,
     ObjectKey,
+    Promise,
     StoreOutcome,
-    TouchedBlocks,
     check_skip,
 )
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
@@ -58,9 +59,9 @@ class ServerDrivenTransfers:
 
     def _store(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
-    ) -> m.TransferReply | MessagingFuture[Message]:
+    ) -> m.TransferReply | Future[Message]:
         context, grid, blocks = self._checked(client, payload, storing=True)
-        wanted = grid.stored([each.first // each.per_chunk for each in blocks])
+        wanted = grid.stored([each.first_chunk for each in blocks])
         sized = grid.sized()
         result = self._storage.reserve(
             [sized[index] for index in wanted],
@@ -86,7 +87,7 @@ class ServerDrivenTransfers:
 
     def _retrieve(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
-    ) -> m.TransferReply | MessagingFuture[Message]:
+    ) -> m.TransferReply | Future[Message]:
         context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
@@ -105,7 +106,7 @@ class ServerDrivenTransfers:
         job = self._job(context, payload, pinned_ranges(grid, lease.objects), blocks, is_store=False)
         return _run(context, job, finish)
 
-    def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> MessagingFuture[Message]:
+    def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
         """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
         context = self._server_driven(client, payload.instance_id)
         desc = context.get_layout_desc(self._chunk_size)
@@ -126,8 +127,7 @@ class ServerDrivenTransfers:
             is_store=True,
             arena=self._storage.arena,
             ranges=ranges,
-            block_ids=[[block] * count for block, count in zip(blocks, counts, strict=True)],
-            blocks_in_chunk=counts,
+            blocks=[GroupBlocks([block] * count, count, 0, block) for block, count in zip(blocks, counts, strict=True)],
             event=payload.event,
         )
 
@@ -163,7 +163,7 @@ class ServerDrivenTransfers:
 
     def _checked(
         self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
-    ) -> tuple[RegisteredContext, KeyGrid, list[TouchedBlocks]]:
+    ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
         context = self._server_driven(client, payload.instance_id)
         grid = self._keys.grid(context, payload.key)
         blocks = blocks_of_transfer(
@@ -176,7 +176,7 @@ class ServerDrivenTransfers:
         context: RegisteredContext,
         payload: m.TransferRequest,
         ranges: tuple[ArenaRange, ...],
-        blocks: list[TouchedBlocks],
+        blocks: Sequence[GroupBlocks],
         *,
         is_store: bool,
     ) -> CopyJob:
@@ -184,22 +184,21 @@ class ServerDrivenTransfers:
             is_store=is_store,
             arena=self._storage.arena,
             ranges=ranges,
-            block_ids=[each.ids for each in blocks],
-            blocks_in_chunk=[each.per_chunk for each in blocks],
+            blocks=blocks,
             event=payload.event,
             skip_tokens=payload.skip_first_n_tokens,
         )
 
 
-def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks_in_chunk: int) -> bytes:
+def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks: int) -> bytes:
     """Return the first block of a canonical object: the first slots of each plane and layer."""
     planes, layers = desc.shape[:2]
     row = place.length // (planes * layers)
     starts = range(place.offset, place.offset + place.length, row)
-    return b"".join(arena[start : start + row // blocks_in_chunk] for start in starts)
+    return b"".join(arena[start : start + row // blocks] for start in starts)
 
 
-def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> MessagingFuture[Message]:
+def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> Future[Message]:
     """Start the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what to
     keep."""
     decided = threading.Lock()
@@ -213,7 +212,7 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
         # Outside the lock: a transport may answer at once.
         job.cancel()
 
-    def done(copy: MessagingFuture[bool]) -> None:
+    def done(copy: Future[bool]) -> None:
         nonlocal ended
         with decided:
             ended = True
@@ -227,12 +226,12 @@ def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Mess
             log.exception("instance %d: a copy could not be finished", context.instance_id)
             reply.set_exception(failure)
 
-    reply: MessagingFuture[Message] = MessagingFuture(cancel)
+    reply: Promise[Message] = Promise(cancel)
     if context.memory is None:
         raise TransportMismatch(f"instance {context.instance_id} has no server half")
     try:
         copy = context.memory.copy(job)
     except Exception as error:  # noqa: BLE001 - an error of the plugin becomes the copy's failure
-        copy = MessagingFuture.failed(error)
+        copy = Future.failed(error)
     copy.add_done_callback(done)
     return reply

@@ -52,8 +52,8 @@ class NamespaceRecord(Message, frozen=True):
 
 
 class NamespaceRecords:
-    """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten, but none that
-    is retained: a client that registers many costs no other its hits."""
+    """Thread-safe. When there are too many records, the one with the oldest registration is forgotten, except those
+    that are retained: a client that registers many cannot keep others from hits."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
@@ -119,7 +119,7 @@ class NamespaceRecords:
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 
     def retain(self, namespace: bytes) -> None:
-        """An instance of it is registered: it is not forgotten until `release`."""
+        """Keep the record of a registered instance's namespace until `release`."""
         with self._lock:
             self._retained[namespace] += 1
 

@@ -36,7 +36,7 @@ class ClientDeadlines:
     bulk_s: float = 5.0
     bulk_bytes_per_s: float = 20e6
     transfer_s: float = 30.0
-    lending_s: float = 45.0
+    export_s: float = 45.0
     hello_s: float = 1.0
     ping_every_s: float = 0.2
     silent_s: float = 0.8

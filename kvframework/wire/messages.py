@@ -12,18 +12,19 @@ from typing import Annotated
 import msgspec
 
 from kvframework.api import (
+    ArenaRange,
     CacheKey,
     KVLayout,
     MemoryLayoutDesc,
     Message,
-    RetrievePlan,
     StoreOutcome,
-    StorePlan,
 )
 from kvframework.api.layout import MAX_GROUPS
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
+# Ranges that one plan may hold.
+MAX_RANGES = 1 << 16
 # Bounds for a client's report of losses: its error codes, the length of one, and the largest count.
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 
@@ -31,6 +32,7 @@ InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
 PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
+Ranges = Annotated[tuple[ArenaRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
 
 
 class Empty(Message, frozen=True):
@@ -196,6 +198,33 @@ class Prepare(Message, frozen=True):
     key: CacheKey
     instance_id: InstanceId
     first_chunks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+
+
+class StorePlan(Message, frozen=True):
+    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`.
+
+    `lease` is "" when there is nothing to write. The ranges belong to the caller until COMMIT, ABORT or its end; after
+    `lease_s` seconds they are quarantined: still the caller's to write, but never published.
+    """
+
+    lease: str
+    ranges: Ranges
+    outcome: StoreOutcome
+    lease_s: float = 0.0
+
+
+class RetrievePlan(Message, frozen=True):
+    """The answer to PREPARE_RETRIEVE: read `ranges`, then commit `lease`. Empty and `hit` False when anything is
+    missing.
+
+    The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE says whether they were pinned throughout.
+    """
+
+    hit: bool
+    lease: str = ""
+    ranges: Ranges = ()
+    lease_s: float = 0.0
+    reason: str = ""
 
 
 class LeaseRef(Message, frozen=True):

@@ -1,43 +1,43 @@
-"""Owns the engine half of `cpu_gather`: checks, and the choice of the way.
+"""The engine half of `cpu_gather`: the choice of the way.
 
 Over shared memory a transfer runs in the engine's own thread, as long as the server answers at once; what has to wait,
-and all over the wire, goes on in a thread of this instance. A failure of the server is a miss: the future resolves
-False, one line is logged, and the server's status will show it. Wrong arguments raise.
+and all over the wire, goes on in a thread of this instance. A failure of the server is a miss: the future says so,
+and one line is logged.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from kvf_cpu_gather.arena_path import retrieve_from_arena, store_in_arena
+from kvf_cpu_gather.arena_path import load_from_arena, store_in_arena
 from kvf_cpu_gather.engine_memory import RegisteredMemory
 from kvf_cpu_gather.kernel import CopyKernel
+from kvf_cpu_gather.moves import Moves, gather_blocks
 from kvf_cpu_gather.options import Path
-from kvf_cpu_gather.outcomes import InDoubt
 from kvf_cpu_gather.steps import Courses, Ended, Steps
 from kvf_cpu_gather.throttle import ThrottledLog
-from kvf_cpu_gather.transfer import Transfer, gather_blocks
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api import (
     CANONICAL,
     OPAQUE,
-    BlockIds,
-    CacheKey,
-    EngineLink,
+    EngineDrivenLink,
+    Future,
     LayerTensors,
     Layout,
-    LostKind,
-    MessagingFuture,
+    LoadOutcome,
     Registration,
     StoreOutcome,
+    Transfer,
     TransferContext,
-    check_skip,
+    error_code,
 )
-from kvframework.errors import BadLayout, BadRange, Cancelled, KVFrameworkError, NotRegistered
+from kvframework.errors import BadLayout, Cancelled, KVFrameworkError, NotRegistered
+
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class CpuGather(TransferContext):
     hold the tensors. Else between calls only the registration is kept, where the tensors lay, and over the wire some
     staging memory. `path` "auto": the arena where it is mapped, else the wire."""
 
-    def __init__(self, link: EngineLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
+    def __init__(self, link: EngineDrivenLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
         self._kernel = kernel
         self._path = path
@@ -56,10 +56,7 @@ class CpuGather(TransferContext):
         self._quiet = ThrottledLog(_log)
         self._courses = Courses()
 
-    def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        return ()
-
-    def register(self, registration: Registration, layout: Layout) -> None:
+    def on_registered(self, registration: Registration, layout: Layout) -> None:
         """Raises `BadLayout` if objects are neither canonical nor opaque blocks."""
         forms = {group.form for group in registration.desc.groups}
         if not all(form == CANONICAL or form.startswith(OPAQUE) for form in forms):
@@ -68,68 +65,46 @@ class CpuGather(TransferContext):
             )
         self._registered = RegisteredMemory(registration, layout, self._kernel)
 
-    def submit_store(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-    ) -> MessagingFuture[bool]:
-        """Copies what the server lacks. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
-        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=True)
+    def store(self, transfer: Transfer) -> Future[StoreOutcome]:
+        """Copies what the server lacks. Raises `BadBlockIds` or `BadLayout`."""
+        what = f"the KV of request {transfer.request_id!r} was not stored"
+        objects = transfer.objects
 
-        def ended(outcome: StoreOutcome | None, error: BaseException | None) -> tuple[bool, StoreOutcome]:
-            if outcome is not None:
-                return outcome.ok, outcome
-            dropped = StoreOutcome(dropped=transfer.chunks * transfer.groups)
-            if isinstance(error, InDoubt):
-                dropped, error = error.outcome, error.error
-            self._failed("stores", f"the KV of request {request_id!r} was not stored", error, transfer)
-            return False, dropped
+        def ended(outcome: StoreOutcome | None, error: BaseException | None) -> StoreOutcome:
+            if outcome is None:
+                assert error is not None
+                self._warn("stores", what, error)
+                return StoreOutcome(dropped=objects, error=error_code(error))
+            if outcome.error:
+                self._quiet.warning(f"stores {outcome.error}", f"{what}: {outcome.error}")
+            return outcome
 
-        def steps(arena: memoryview | None, ready: torch.Event | None) -> Steps[StoreOutcome]:
-            if arena is None:
-                return self._wire.store(transfer, key, instance_id, ready)
-            return store_in_arena(self._link, arena, transfer, key, instance_id, ready)
+        def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[StoreOutcome]:
+            if mapped:
+                return store_in_arena(self._link, transfer, moves, ready)
+            return self._wire.store(transfer, moves, ready)
 
-        return self._started(steps, ended, transfer, kv_caches, event)
+        return self._started(steps, ended, transfer)
 
-    def submit_retrieve(
-        self,
-        request_id: str,
-        key: CacheKey,
-        instance_id: int,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        event: torch.Event | None,
-        blocks_in_chunk: Sequence[int],
-        skip_first_n_tokens: int = 0,
-    ) -> MessagingFuture[bool]:
-        """Copies into the blocks. Raises `BadBlockIds`, `BadRange` or `BadLayout`."""
-        transfer = self._checked(key, kv_caches, block_ids, blocks_in_chunk, storing=False)
-        if not 0 <= skip_first_n_tokens <= key.end - key.start:
-            raise BadRange(
-                f"skip_first_n_tokens is {skip_first_n_tokens}", available=f"0 to {key.end - key.start} tokens"
-            )
-        check_skip(transfer.layout, skip_first_n_tokens)
+    def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
+        """Copies into the blocks. Raises `BadBlockIds` or `BadLayout`."""
+        what = f"the KV of request {transfer.request_id!r} was not loaded"
 
-        def ended(held: bool | None, error: BaseException | None) -> tuple[bool, None]:
-            what = f"the KV of request {request_id!r} was not loaded"
-            if error is not None:
-                self._failed("loads", what, error, transfer)
-            elif not held:
-                self._quiet.warning("lost", f"{what}: the cache does not hold all of it, or the pin on it lapsed")
-            return bool(held), None
+        def ended(outcome: LoadOutcome | None, error: BaseException | None) -> LoadOutcome:
+            if outcome is None:
+                assert error is not None
+                self._warn("loads", what, error)
+                return LoadOutcome.failed(error)
+            if not outcome.ok:
+                self._quiet.warning(f"loads {outcome.error}", f"{what}: {outcome.reason}")
+            return outcome
 
-        def steps(arena: memoryview | None, ready: torch.Event | None) -> Steps[bool]:
-            if arena is None:
-                return self._wire.retrieve(transfer, key, instance_id, ready, skip_first_n_tokens)
-            return retrieve_from_arena(self._link, arena, transfer, key, instance_id, ready, skip_first_n_tokens)
+        def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[LoadOutcome]:
+            if mapped:
+                return load_from_arena(self._link, transfer, moves, ready, skip_tokens)
+            return self._wire.load(transfer, moves, ready, skip_tokens)
 
-        return self._started(steps, ended, transfer, kv_caches, event)
+        return self._started(steps, ended, transfer)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         if self._registered is None:
@@ -145,57 +120,39 @@ class CpuGather(TransferContext):
         self._registered = None
         self._wire.close()
 
-    def _checked(
-        self,
-        key: CacheKey,
-        kv_caches: Mapping[str, LayerTensors],
-        block_ids: BlockIds,
-        blocks_in_chunk: Sequence[int],
-        *,
-        storing: bool,
-    ) -> Transfer:
+    def _started(
+        self, steps: Callable[[Moves, torch.Event | None, bool], Steps[R]], ended: Ended[R], transfer: Transfer
+    ) -> Future[R]:
+        """The transfer under way; whatever fails at its start, the engine goes on without the cache."""
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         with torch.inference_mode():
-            memory = self._registered.of(kv_caches)
-            return Transfer(self._registered.registration, key, memory, block_ids, blocks_in_chunk, storing=storing)
-
-    def _started(
-        self,
-        steps: Callable[[memoryview | None, torch.Event | None], Steps[Any]],
-        ended: Ended,
-        transfer: Transfer,
-        kv_caches: Mapping[str, LayerTensors],
-        event: torch.Event | None,
-    ) -> MessagingFuture[bool]:
-        """The transfer under way; whatever fails at its start, the engine goes on without the cache."""
+            moves = Moves(transfer, self._registered.of(transfer.kv_caches))
         try:
-            arena = self._arena()
-            ready = event or transfer.memory.mark()
-            return self._courses.start(steps(arena, ready), ended, kv_caches, here=arena is not None)
+            mapped = self._uses_arena()
+            ready = transfer.event or moves.memory.mark()
+            return self._courses.start(steps(moves, ready, mapped), ended, transfer.kv_caches, here=mapped)
         except Exception as error:  # noqa: BLE001 - see above
-            return MessagingFuture.resolved(*ended(None, error))
+            return Future.resolved(ended(None, error))
 
-    def _failed(self, kind: LostKind, what: str, error: BaseException | None, transfer: Transfer) -> None:
+    def _warn(self, kind: str, what: str, error: BaseException) -> None:
         # What ends the process, Ctrl-C among it, is raised where it came from.
         if not isinstance(error, Exception) or isinstance(error, Cancelled):
             return
-        nbytes = transfer.chunks * transfer.desc.nbytes
-        self._link.lost(kind, error, nbytes)
         if isinstance(error, KVFrameworkError):
             self._quiet.warning(f"{kind} {error.code}", f"{what}: {error}")
         else:
             self._quiet.warning(kind, f"{what}: {error}", error=error)
 
-    def _arena(self) -> memoryview | None:
-        """The arena if bytes are to be moved there, None if over the wire."""
-        arena = self._link.arena() if self._path != "wire" else None
-        if arena is None and self._path == "arena":
+    def _uses_arena(self) -> bool:
+        """Whether bytes are to be moved in the arena, or over the wire."""
+        mapped = self._path != "wire" and self._link.maps_arena
+        if not mapped and self._path == "arena":
             raise _ArenaNotMapped(
                 "the server's arena is not mapped in this process",
                 hint='connect over ipc:// as the server\'s user, or leave path = "auto"',
             )
-        return arena
+        return mapped
 
 
 class _ArenaNotMapped(KVFrameworkError):

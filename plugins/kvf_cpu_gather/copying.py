@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvframework.api import ArenaRange, GroupDesc, LayerGroup, MemoryLayoutDesc
+from kvframework.api import ArenaRange, GroupBlocks, GroupDesc, LayerGroup, MemoryLayoutDesc
 
 if TYPE_CHECKING:
     # [plane][layer], each [blocks, slots per block, heads, dim]
@@ -30,14 +30,6 @@ class Piece(NamedTuple):
 
     place: ArenaRange
     data: torch.Tensor
-
-
-class GroupBlocks(NamedTuple):
-    """The blocks of one layer group, `per_chunk` to an object, int64; the first `first` of them are not touched."""
-
-    ids: torch.Tensor
-    per_chunk: int
-    first: int
 
 
 class Copies(ABC):
@@ -66,7 +58,9 @@ class TorchCopies(Copies):
         self._desc = desc
         self._views = views
         self._blocks = blocks
-        self._selections = [BlockSelection(each.ids, each.per_chunk) for each in blocks]
+        self._selections = [
+            BlockSelection(torch.tensor(each.ids, dtype=torch.int64), each.per_object) for each in blocks
+        ]
 
     def gather(self, pieces: Sequence[Piece]) -> None:
         for place, data in pieces:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import Copies, GroupBlocks, TorchCopies, mark_device, on_host, wait_for_devices
+from kvf_cpu_gather.copying import Copies, TorchCopies, mark_device, on_host, wait_for_devices
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvf_cpu_gather.remembered_views import RememberedViews, signature
-from kvframework.api import CopyPlanner, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, PlacedView, Registration
+from kvframework.api import GroupBlocks, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, Registration
+from kvframework.devices.planning import CopyPlanner, PlacedView
 
 if TYPE_CHECKING:
     from kvf_cpu_gather.copying import GroupViews

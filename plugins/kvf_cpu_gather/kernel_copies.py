@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvf_cpu_gather.copying import Copies, GroupBlocks, Piece
+from kvf_cpu_gather.copying import Copies, Piece
 from kvf_cpu_gather.kernel import CopyKernel
-from kvframework.api import NO_BLOCK, ArenaRange, CopyPlanner
+from kvframework.api import ArenaRange, GroupBlocks
+from kvframework.devices.planning import CopyPlanner
 
 
 class KernelCopies(Copies):
@@ -15,8 +16,7 @@ class KernelCopies(Copies):
     def __init__(self, kernel: CopyKernel, planner: CopyPlanner, blocks: Sequence[GroupBlocks]) -> None:
         self._kernel = kernel
         self._planner = planner
-        self._ids = [[NO_BLOCK] * each.first + each.ids[each.first :].tolist() for each in blocks]
-        self._per_chunk = [each.per_chunk for each in blocks]
+        self._blocks = blocks
 
     def gather(self, pieces: Sequence[Piece]) -> None:
         self._copy(pieces, 0, to_arena=True)
@@ -26,5 +26,5 @@ class KernelCopies(Copies):
 
     def _copy(self, pieces: Sequence[Piece], skip_tokens: int, *, to_arena: bool) -> None:
         ranges = [ArenaRange(place.chunk, place.group, data.data_ptr(), data.numel()) for place, data in pieces]
-        for batch in self._planner.plan(ranges, self._ids, self._per_chunk, skip_tokens):
+        for batch in self._planner.plan(ranges, self._blocks, skip_tokens):
             self._kernel.copy(batch, 0, to_arena=to_arena)

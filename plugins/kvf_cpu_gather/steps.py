@@ -12,37 +12,49 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, LoadPlan, Promise, StorePlan
 from kvframework.errors import Cancelled
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Steps = Generator[MessagingFuture[Any], Any, R]
-# What a transfer returned or failed with, as the result and the detail of its future.
-Ended = Callable[[Any, BaseException | None], tuple[bool, object]]
+Steps = Generator[Future[Any], Any, R]
+# What a transfer returned or failed with, as the result of its future.
+Ended = Callable[["R | None", BaseException | None], R]
+P = TypeVar("P", StorePlan, LoadPlan)
+
+
+def planned(sent: Future[P]) -> Steps[P]:
+    """The plan that was asked for. If the transfer is cancelled meanwhile, the link gives back what the answer may
+    reserve."""
+    try:
+        plan: P = yield sent
+    except GeneratorExit:
+        sent.cancel()
+        raise
+    return plan
 
 
 def unless_cancelled() -> Steps[None]:
     """Between a copy and what makes it known: what was cancelled meanwhile ends here, since its blocks may have been
     written by others."""
-    yield MessagingFuture.resolved(None)
+    yield Future.resolved(None)
 
 
-class Course:
+class Course(Generic[R]):
     """One transfer under way. `borrowed` is what must live until `future` is resolved."""
 
-    def __init__(self, steps: Steps[Any], ended: Ended, borrowed: object) -> None:
-        self.future: MessagingFuture[bool] = MessagingFuture(self.cancel)
+    def __init__(self, steps: Steps[R], ended: Ended[R], borrowed: object) -> None:
+        self.future: Promise[R] = Promise(self.cancel)
         self._steps = steps
         self._ended = ended
         self._borrowed = borrowed
         self._lock = threading.Lock()
         self._takes_steps = False
         self._is_cancelled = False
-        self._awaited: MessagingFuture[Any] | None = None
+        self._awaited: Future[Any] | None = None
 
     def cancel(self) -> None:
         """Ends it before its next step. Waits for nothing."""
@@ -53,7 +65,7 @@ class Course:
             self._takes_steps = True
         self._end(None, Cancelled("the transfer was cancelled"))
 
-    def go_on(self) -> MessagingFuture[Any] | None:
+    def go_on(self) -> Future[Any] | None:
         """Takes steps as long as the answers are there. What it waits for then; None once its future is resolved."""
         while True:
             with self._lock:
@@ -81,19 +93,19 @@ class Course:
             if not here:
                 return awaited
 
-    def _step(self) -> MessagingFuture[Any]:
+    def _step(self) -> Future[Any]:
         awaited = self._awaited
         if awaited is None:
             return next(self._steps)
         error = awaited.exception()
         return self._steps.throw(error) if error is not None else self._steps.send(awaited.result(0))
 
-    def _end(self, result: Any, error: BaseException | None) -> None:
+    def _end(self, result: R | None, error: BaseException | None) -> None:
         with contextlib.suppress(Exception):
             self._steps.close()  # gives back what it has reserved
-        value, detail = self._ended(result, error)
+        outcome = self._ended(result, error)
         self._borrowed = self._awaited = None
-        self.future.set_result(value, detail)
+        self.future.set_result(outcome)
 
 
 def _forget_frames(error: BaseException | None) -> None:
@@ -109,11 +121,11 @@ class Courses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: set[Course] = set()
-        self._ready: queue.SimpleQueue[Course | None] = queue.SimpleQueue()
+        self._under_way: set[Course[Any]] = set()
+        self._ready: queue.SimpleQueue[Course[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, steps: Steps[Any], ended: Ended, borrowed: object, *, here: bool) -> MessagingFuture[bool]:
+    def start(self, steps: Steps[R], ended: Ended[R], borrowed: object, *, here: bool) -> Future[R]:
         """`here`: the calling thread takes the first steps; else it never waits and never copies. The future has what
         `ended` says. Raises `RuntimeError` if there can be no further thread."""
         course = Course(steps, ended, borrowed)
@@ -158,12 +170,12 @@ class Courses:
                 del awaited
             del course  # and with it what it borrows
 
-    def _continue(self, course: Course, awaited: MessagingFuture[Any] | None) -> None:
+    def _continue(self, course: Course[Any], awaited: Future[Any] | None) -> None:
         if awaited is None:
             self._ready.put(course)
         else:
             awaited.add_done_callback(lambda _: self._ready.put(course))
 
-    def _forget(self, course: Course) -> None:
+    def _forget(self, course: Course[Any]) -> None:
         with self._lock:
             self._under_way.discard(course)

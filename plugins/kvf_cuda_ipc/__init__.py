@@ -23,10 +23,10 @@ from kvframework.api import (
 if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_half import Stream
     from kvf_cuda_ipc.driver import Event
-    from kvf_cuda_ipc.engine_half import LentEvent
+    from kvf_cuda_ipc.engine_half import PooledEvent
 
 
-def create_engine(_options: CudaOptions) -> EngineDriver[LentEvent]:
+def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
     """In engine processes, on whatever GPUs they see. Raises `DeviceError` where there is none."""
     from kvf_cuda_ipc.driver import Driver
     from kvf_cuda_ipc.engine_half import CudaEngine

@@ -1,4 +1,4 @@
-"""Owns the driver's half in the copier process of one GPU: it opens what engines lent, and copies.
+"""Owns the driver's half in the copier process of one GPU: it imports what engines exported, and copies.
 
 The process sees this GPU alone. All but `pin` is called by one thread, for which the context is current.
 """
@@ -89,7 +89,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
     def create_event(self) -> Event:
         return self._driver.create_event(interprocess=False)
 
-    def close_event(self, event: Event) -> None:
+    def destroy_event(self, event: Event) -> None:
         self._driver.destroy_event(event)
 
     def create_stream(self, *, loads: bool) -> Stream:
@@ -107,8 +107,8 @@ class CudaCopier(CopierDriver[Event, Stream]):
         elif batched is not None:
             batched.copy(stream.raw, batch, self._arena.address, self._slices, to_arena=to_arena)
 
-    def record(self, event: Event, stream: Stream) -> None:
-        self._driver.record(event, stream.raw)
+    def record(self, event: Event, behind: Stream) -> None:
+        self._driver.record(event, behind.raw)
 
     def reached(self, event: Event) -> bool:
         return self._driver.reached(event)

@@ -93,7 +93,7 @@ class Driver:
         )
 
     def shares_events(self, ordinal: int) -> bool:
-        """Whether the device can lend memory and events to other processes."""
+        """Whether the device can export memory and events to other processes."""
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
         return bool(_call(cu.cuDeviceGetAttribute, attribute, self._device(ordinal)))
 
@@ -148,7 +148,7 @@ class Driver:
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return int(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
 
-    def is_lendable(self, address: int) -> bool:
+    def is_exportable(self, address: int) -> bool:
         """Whether the memory has a handle for other processes: not that of virtual memory management, nor managed."""
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         return bool(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))

@@ -1,4 +1,4 @@
-"""Owns the driver's half in an engine process: memory and events that are lent, streams that wait for a transfer.
+"""Owns the driver's half in an engine process: memory and events that are exported, streams that wait for a transfer.
 
 Works in the primary contexts of the GPUs that the engine uses, as torch does, and makes none of its own.
 """
@@ -18,13 +18,13 @@ from kvf_cuda_ipc.streams import event_of, stream_of
 from kvframework.api import Allocation, EngineDriver, Exported
 from kvframework.errors import DeviceError
 
-_LENDING_HINT = (
+_EXPORT_HINT = (
     "take expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, start vLLM without sleep mode"
     " (enable_sleep_mode); or use cpu_gather"
 )
 
 
-class LentEvent:
+class PooledEvent:
     """An interprocess event. `behind` is a stream of its own that waits for what the engine gave, made when needed: on
     one stream for all, a transfer would stand behind another one's engine."""
 
@@ -36,7 +36,7 @@ class LentEvent:
         self.behind: RawStream | None = None
 
 
-class CudaEngine(EngineDriver[LentEvent]):
+class CudaEngine(EngineDriver[PooledEvent]):
     """One instance's. `driver` is this process's. Thread-safe, as far as the contract asks for it."""
 
     def __init__(self, driver: Driver) -> None:
@@ -54,44 +54,44 @@ class CudaEngine(EngineDriver[LentEvent]):
             ordinal = self._driver.ordinal_of(address)
         with self._context(ordinal):
             base, nbytes = self._driver.allocation_of(address)
-            if not self._driver.is_lendable(address):
+            if not self._driver.is_exportable(address):
                 raise DeviceError(
-                    f"memory at {address:#x} cannot be lent to other processes: it is virtual or managed memory",
+                    f"memory at {address:#x} cannot be exported to other processes: it is virtual or managed memory",
                     where="cuda_ipc",
                     available="what cudaMalloc gave",
-                    hint=_LENDING_HINT,
+                    hint=_EXPORT_HINT,
                 )
             if not self._driver.shares_events(ordinal):
                 raise DeviceError(f"{self._driver.model(ordinal)} cannot share memory and events", where="cuda_ipc")
             handle = self._driver.export_memory(base)
             with contextlib.suppress(DeviceError):
-                _words_of_process(self._driver, ordinal)  # so that no first `hold` allocates in mid work
+                _words_of_process(self._driver, ordinal)  # so that no first `block_stream` allocates in mid work
         return Exported(Allocation(self._name(ordinal), handle, nbytes), address - base)
 
-    def create_event(self, device: str) -> LentEvent:
+    def create_event(self, device: str) -> PooledEvent:
         ordinal = self._ordinal(device)
         with self._context(ordinal):
-            event = LentEvent(ordinal, self._driver.create_event(interprocess=True))
+            event = PooledEvent(ordinal, self._driver.create_event(interprocess=True))
         with self._lock:
             self._events += 1
         return event
 
-    def export_event(self, event: LentEvent) -> bytes:
+    def export_event(self, event: PooledEvent) -> bytes:
         with self._context(event.ordinal):
             return self._driver.export_event(event.event)
 
-    def record(self, event: LentEvent, ready: object | None) -> None:
+    def record(self, event: PooledEvent, behind: object | None) -> None:
         with self._context(event.ordinal):
-            if ready is None:
+            if behind is None:
                 stream = _current_stream(event.ordinal)
             else:
                 if event.behind is None:
                     event.behind = self._driver.create_stream(0)
                 stream = event.behind
-                self._driver.wait_event(stream, event_of(ready))
+                self._driver.wait_event(stream, event_of(behind))
             self._driver.record(event.event, stream)
 
-    def destroy_event(self, event: LentEvent) -> None:
+    def destroy_event(self, event: PooledEvent) -> None:
         with self._context(event.ordinal):
             if event.behind is not None:
                 self._driver.destroy_stream(event.behind)
@@ -100,9 +100,9 @@ class CudaEngine(EngineDriver[LentEvent]):
             self._events -= 1
         self._let_go()
 
-    def hold(self, stream: object | None) -> Callable[[], None]:
-        """Has the stream wait for a word of pinned host memory, which the release writes. Its further work needs
-        nothing of the host but that."""
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        """Blocks the stream until a word of pinned host memory is written, which the release does. Its further work
+        needs nothing of the host but that."""
         if not self._ordinals:
             raise DeviceError("no memory of a GPU is registered", where="cuda_ipc")
         ordinal = next(iter(self._ordinals.values()))

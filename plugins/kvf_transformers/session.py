@@ -14,12 +14,12 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.view import CacheView
-from kvframework.api import MessagingFuture, Registration, RequestSpec, StoreOutcome
+from kvframework.api import Future, LoadOutcome, Registration, RequestSpec, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 # Registrations that are kept for a model that is switched between adapters.
 _KEPT = 8
+O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +163,7 @@ class CacheSession:
         started = time.perf_counter()
         try:
             future = attached.worker.submit_retrieve(request, 0, end, self._blocks(end, attached), _named(pairs))
-            if not self._settle(future, pairs):
+            if not self._settle(future, pairs).ok:
                 return Moved()
         finally:
             attached.worker.get_finished()
@@ -175,12 +176,11 @@ class CacheSession:
         desc = attached.registration.desc
         started = time.perf_counter()
         future = attached.worker.submit_store(request, 0, end, self._blocks(end, attached), _named(pairs))
-        stored = self._settle(future, pairs)
+        outcome = self._settle(future, pairs)
         seconds = time.perf_counter() - started
         attached.worker.get_finished()
-        outcome = future.detail if isinstance(future.detail, StoreOutcome) else StoreOutcome()
         # Objects of all layer groups of a chunk are written together.
-        return Moved(end if stored else 0, outcome.stored // len(desc.groups) * desc.nbytes, seconds)
+        return Moved(end if outcome.ok else 0, outcome.stored // len(desc.groups) * desc.nbytes, seconds)
 
     def _hashed(self, tokens: Sequence[int], attached: Attached) -> RequestHashes:
         request = self._request(attached)
@@ -200,10 +200,10 @@ class CacheSession:
     def _blocks(tokens: int, attached: Attached) -> list[range]:
         return [range(tokens // group.block_size) for group in attached.registration.layout.groups]
 
-    def _settle(self, future: MessagingFuture[bool], pairs: Sequence[LayerPair]) -> bool:
-        """The result within the deadline. The tensors live until the server touches them no more."""
+    def _settle(self, future: Future[O], pairs: Sequence[LayerPair]) -> O:
+        """The outcome within the deadline. The tensors live until the server touches them no more."""
 
-        def let_go(_done: MessagingFuture[bool], _kept: Sequence[LayerPair] = pairs) -> None:
+        def let_go(_done: Future[O], _kept: Sequence[LayerPair] = pairs) -> None:
             """Holds the tensors for as long as the future holds this function."""
 
         future.add_done_callback(let_go)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StoreOp
-from kvframework.api import LayerTensors, MessagingFuture, Registration
+from kvframework.api import Future, LayerTensors, LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
 
@@ -86,12 +86,12 @@ class AttachedInstance:
         )
         self._thread.start()
 
-    def load(self, op: LoadOp) -> MessagingFuture[bool]:
+    def load(self, op: LoadOp) -> Future[LoadOutcome]:
         return self._adapter.submit_retrieve(
             self._request(op), op.start, op.end, self._by_layer_group(op.block_ids), skip_first_n_tokens=op.skip
         )
 
-    def store(self, op: StoreOp) -> MessagingFuture[bool]:
+    def store(self, op: StoreOp) -> Future[StoreOutcome]:
         return self._adapter.submit_store(self._request(op), op.start, op.end, self._by_layer_group(op.block_ids))
 
     def load_bytes(self, op: LoadOp) -> int:

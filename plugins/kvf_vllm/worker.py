@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)
 
 # A transfer's own deadline ends it long before; this covers a transport that misses its own deadline.
 LAST_RESORT_S = 120.0
+O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 _DONE = {"load": "loaded", "store": "stored"}
 
 
@@ -30,9 +32,9 @@ class Instance(Protocol):
     def served(self) -> Served | None:
         """The names of content, None as long as no server has accepted this worker."""
 
-    def load(self, op: LoadOp) -> MessagingFuture[bool]: ...
+    def load(self, op: LoadOp) -> Future[LoadOutcome]: ...
 
-    def store(self, op: StoreOp) -> MessagingFuture[bool]: ...
+    def store(self, op: StoreOp) -> Future[StoreOutcome]: ...
 
     def load_bytes(self, op: LoadOp) -> int: ...
 
@@ -60,8 +62,8 @@ class WorkerSide:
         self._stores = stores
         self._block_size = block_size
         self._clock = clock
-        self._loading: dict[str, tuple[LoadOp, MessagingFuture[bool], float]] = {}
-        self._storing: dict[int, tuple[StoreOp, MessagingFuture[bool], float]] = {}
+        self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
+        self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
         self._told: list[Served | None] = []
         self._received: set[str] = set()
@@ -87,9 +89,9 @@ class WorkerSide:
             # A load without digests stands for one that the scheduler could not plan, see
             # `SchedulerSide.allocated_in_vain`.
             future = (
-                self._submitted(lambda op=op: self._instance.load(op))  # type: ignore[misc]
+                self._submitted(partial(self._instance.load, op), LoadOutcome.failed)
                 if op.digests
-                else MessagingFuture.resolved(False)
+                else Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             )
             self._loading[op.request_id] = (op, future, self._clock())
         if not self._is_async:
@@ -106,9 +108,9 @@ class WorkerSide:
                 self._report.ended[op.number] += 1
                 continue
             future = (
-                self._submitted(lambda op=op: self._instance.store(op))  # type: ignore[misc]
+                self._submitted(partial(self._instance.store, op), _not_stored)
                 if self._stores
-                else MessagingFuture.resolved(True)
+                else Future.resolved(StoreOutcome())
             )
             self._storing[op.number] = (op, future, self._clock())
         self._settle_stores()
@@ -138,10 +140,12 @@ class WorkerSide:
 
     def close(self) -> None:
         """Waits until no transfer touches the engine's memory."""
-        for _, future, _ in [*self._loading.values(), *self._storing.values()]:
-            self._end(future)
+        for _, loading, _ in self._loading.values():
+            self._end(loading)
+        for _, storing, _ in self._storing.values():
+            self._end(storing)
 
-    def _submitted(self, submit: Callable[[], MessagingFuture[bool]]) -> MessagingFuture[bool]:
+    def _submitted(self, submit: Callable[[], Future[O]], failed: Callable[[BaseException], O]) -> Future[O]:
         try:
             return submit()
         # After any failure the engine goes on without the cache.
@@ -150,7 +154,7 @@ class WorkerSide:
             log.exception(
                 "a transfer was not started: %s", error if isinstance(error, KVFrameworkError) else type(error)
             )
-            return MessagingFuture.resolved(False)
+            return Future.resolved(failed(error))
 
     def _settle_loads(self) -> None:
         for request_id, (op, future, started) in list(self._loading.items()):
@@ -191,13 +195,13 @@ class WorkerSide:
         self.tally.count(f"{_DONE[what]}_tokens", tokens)
         self.tally.took(what, self._clock() - started)
 
-    def _wait(self, future: MessagingFuture[bool]) -> None:
+    def _wait(self, future: Future[O]) -> None:
         try:
             future.result(LAST_RESORT_S)
         except Exception:  # noqa: BLE001 - what became of it is asked later
             self._end(future)
 
-    def _end(self, future: MessagingFuture[bool]) -> None:
+    def _end(self, future: Future[O]) -> None:
         """Cancels the transfer; returns once it no longer touches the blocks."""
         if future.query():
             return
@@ -209,8 +213,12 @@ class WorkerSide:
                 log.error("a transfer did not end within %s s: %s", LAST_RESORT_S, error)
 
 
-def _succeeded(future: MessagingFuture[bool]) -> bool:
+def _not_stored(error: BaseException) -> StoreOutcome:
+    return StoreOutcome(dropped=1, error=error_code(error))
+
+
+def _succeeded(future: Future[O]) -> bool:
     try:
-        return future.exception() is None and future.result(0)
+        return future.exception() is None and future.result(0).ok
     except Exception:  # noqa: BLE001 - in doubt it has failed
         return False

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from kvframework.api import StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.chaos.events import Claim, Complaint, Event, Settings, Tally, encode
@@ -144,15 +144,13 @@ class Engine:
 
     def _abort_store(self, prompt: Prompt, request: RequestHashes) -> None:
         """Write and abort: the bytes must never become visible."""
-        arena = self._client.arena()
         try:
             key = self._worker.key(request, 0, request.hashed_tokens)
-            plan = self._client.prepare_store(key, self._instance_id).result(60.0)
-            if plan.lease:
-                if arena is not None and self._client.arena() is arena:
-                    for place in plan.ranges:
-                        arena[place.offset : place.offset + place.length] = b"\x5a" * place.length
-                self._client.abort_store(plan.lease)
+            registration = self._worker.registration
+            assert registration is not None
+            with self._client.prepare_store(bare_transfer(registration, key)).result(60.0) as plan:
+                for place in plan.ranges:
+                    plan.arena[place.offset : place.offset + place.length] = b"\x5a" * place.length
         except KVFrameworkError:
             pass
         self._count(aborted=1)
@@ -199,7 +197,7 @@ class Engine:
             event=self._pause(),
             skip_first_n_tokens=skipped,  # type: ignore[arg-type]
         )
-        held = future.result(60.0)
+        held = future.result(60.0).ok
         if held:
             wrong = self._memory.wrong_bytes(self._namespace, digests, blocks, skipped)
             checked = chunks * OBJECT_BYTES - skipped * (OBJECT_BYTES // CHUNK)
@@ -225,14 +223,12 @@ class Engine:
             [blocks],
             event=self._pause(),  # type: ignore[arg-type]
         )
-        ok, outcome = future.result(60.0), future.detail
+        outcome = future.result(60.0)
         if self._memory.changed():
             self.tell(Complaint("a store changed the engine's memory", began, time.monotonic()))
-        if not isinstance(outcome, StoreOutcome):
-            return
         told = outcome.stored + outcome.present + outcome.in_flight + outcome.dropped + outcome.unknown
-        if told != chunks or ok != outcome.ok:
-            self.tell(Complaint(f"a store of {chunks} chunks said {ok} and {outcome}", began, time.monotonic()))
+        if told != chunks:
+            self.tell(Complaint(f"a store of {chunks} chunks said {outcome}", began, time.monotonic()))
         self._count(chunks_stored=outcome.stored, chunks_dropped=outcome.dropped)
         if claim is not None and outcome.stored and outcome.stored + outcome.present == chunks:
             # Chunks that the load found may have been evicted since, so the claim covers only the chunks stored here.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, Promise
 from kvframework.errors import DeadlineExceeded
 from kvframework.wire.client_deadlines import LOCAL
 from tests.chaos import watch
@@ -19,9 +19,9 @@ class Connection:
     """Its futures are the test's."""
 
     def __init__(self) -> None:
-        self.future: MessagingFuture[Any] = MessagingFuture()
+        self.future: Promise[Any] = Promise()
 
-    def request(self, name: str, payload: object, *, timeout: float) -> MessagingFuture[Any]:
+    def request(self, name: str, payload: object, *, timeout: float) -> Future[Any]:
         return self.future
 
     bulk_request = begin = request

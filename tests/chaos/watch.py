@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future
 from kvframework.client import KVClient
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
 from tests.chaos.events import Complaint, Event, TimedOut
@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, client: KVClient, tell: Callable[[Event], None]) -> None:
         self.failures: Counter[str] = Counter()
         self._tell = tell
-        self._pending: dict[MessagingFuture[Any], tuple[str, float, float]] = {}
+        self._pending: dict[Future[Any], tuple[str, float, float]] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
         connection = client._connection
@@ -42,9 +42,9 @@ class Watch:
     def _watch_futures(self, connection: Any, method: str) -> None:
         original = getattr(connection, method)
 
-        def watched(name: str, *args: Any, timeout: float, **options: Any) -> MessagingFuture[Any]:
+        def watched(name: str, *args: Any, timeout: float, **options: Any) -> Future[Any]:
             began = time.monotonic()
-            future: MessagingFuture[Any] = original(name, *args, timeout=timeout, **options)
+            future: Future[Any] = original(name, *args, timeout=timeout, **options)
             with self._lock:
                 self._pending[future] = (name, began, time.monotonic() + timeout + ALLOWANCE_S)
             future.add_done_callback(self._resolved)
@@ -72,14 +72,14 @@ class Watch:
 
         client.request = watched  # type: ignore[method-assign]
 
-    def _note_failure(self, name: str, future: MessagingFuture[Any]) -> None:
+    def _note_failure(self, name: str, future: Future[Any]) -> None:
         error = future.exception()
         if isinstance(error, KVFrameworkError):
             self.failures[error.code] += 1
         if isinstance(error, DeadlineExceeded):
             self._tell(TimedOut(name, time.monotonic()))
 
-    def _resolved(self, future: MessagingFuture[Any]) -> None:
+    def _resolved(self, future: Future[Any]) -> None:
         with self._lock:
             name, began, latest = self._pending.pop(future)
         self._check(f"the future of {name}", began, latest)

@@ -42,9 +42,10 @@ def run_process(
 def run(
     *arguments: str, site: Path | None = None, config: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command in this process, by the entry point, with an environment, a path and streams of its own; modules
-    of `site` and handlers of signals are forgotten afterwards. Not for `serve`, signals, terminals, or what the process
-    itself must prove."""
+    """Runs the command in this process, by the entry point, with an environment, a path and streams of its own.
+
+    Modules of `site` and handlers of signals are forgotten afterwards. `serve`, signals, terminals, and what a process
+    itself must prove need `run_process`."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     loaded = set(sys.modules)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

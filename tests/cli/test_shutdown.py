@@ -174,13 +174,12 @@ STUCK = """
         def put(self, keys, parts, *, deadline): return [Outcome.STORED] * len(keys)
         def close(self): time.sleep(60)
     class NeverClosed(ServerTransport):
-        def attach(self, arena_fd): pass
-        def open(self, layout, desc, handles): raise NotImplementedError
+        def open(self, client, layout, desc, handles): raise NotImplementedError
         def close(self): time.sleep(60)
     class LargeArena(MemfdArena):
         def close(self): time.sleep(60)
         def leave(self): self.close()
-    def create_server(options): return NeverClosed()
+    def create_server(options, arena_fd): return NeverClosed()
     def create_arena(options, context): return LargeArena(options.capacity)
     @hookimpl
     def kvf_transports():

@@ -66,7 +66,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
     request = first.request(tokens)
     assert request.hashed_tokens == 512
     blocks = [list(range(5, 37))]
-    assert first.worker.submit_store(request, 0, 512, blocks).result(30) is True
+    assert first.worker.submit_store(request, 0, 512, blocks).result(30).ok
     assert first.worker.get_finished() == ({"r"}, set())
     with server.engine_client() as another:
         second = Engine(another, instance_id=2)
@@ -74,7 +74,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
         assert (result.hit_tokens, result.pending) == (512, False)
         target = [list(range(63, 31, -1))]
         loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
-        assert loaded.result(30) is True
+        assert loaded.result(30).ok
         second.scheduler.free(result)
         assert second.worker.get_finished() == (set(), {"q"})
         for name, kv in first.kv.items():
@@ -105,7 +105,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
     engine = Engine(client)
     blocks = [list(range(16))]
-    assert engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30) is False
+    assert not engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30).ok
     assert engine.worker.get_finished() == (set(), {"r"})
     assert engine.worker.take_failed_blocks() == [set(range(16))]
     assert engine.worker.take_failed_blocks() == []
@@ -128,7 +128,7 @@ def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerP
     server.kill9()
     wait_until(lambda: not client.usable, what="the client to notice")
     started = time.monotonic()
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is False
+    assert not engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
     assert engine.scheduler.lookup(request).hit_tokens == 0
     assert time.monotonic() - started < 0.5, "a miss at once, not a wait"
     server.start()
@@ -137,7 +137,7 @@ def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerP
     with server.client() as watcher:
         assert watcher.status()["non_gpu_instance_ids"] == [1]
     assert engine.scheduler.lookup(request).hit_tokens == 0
-    assert engine.worker.submit_store(request, 0, 256, blocks).result(30) is True
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
     assert engine.scheduler.lookup(request).hit_tokens == 256
 
 
@@ -206,6 +206,8 @@ def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client:
         ((0, 256), [list(range(BLOCKS, BLOCKS + 16))], errors.BadBlockIds),
         ((0, 256), [good[:15]], errors.BadBlockIds),
         ((0, 256), [good, good], errors.BadBlockIds),
+        ((0, 256), [[-1, *good[1:]]], errors.BadBlockIds),
+        ((0, 256), [[0.5, *good[1:]]], errors.BadBlockIds),  # type: ignore[list-item]
         ((0, 500), [good], errors.BadRange),
         ((100, 256), [good], errors.BadRange),
         ((0, 768), [good], errors.BadRange),
@@ -214,9 +216,12 @@ def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client:
         for submit in (engine.worker.submit_store, engine.worker.submit_retrieve):
             with pytest.raises(expected):
                 submit(request, start, end, blocks)
+    for skip in (-1, 257):
+        with pytest.raises(errors.BadRange):
+            engine.worker.submit_retrieve(request, 0, 256, [good], skip_first_n_tokens=skip)
     assert engine.worker.get_finished() == (set(), set())
     assert server.status()["l1"]["objects"] == 0
-    assert engine.worker.submit_store(request, 0, 256, [good]).result(20)
+    assert engine.worker.submit_store(request, 0, 256, [good]).result(20).ok
 
 
 def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:
@@ -224,15 +229,15 @@ def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, c
     blocks = [list(range(32))]
     request = engine.request(list(range(512)))
     stored = engine.worker.submit_store(request, 0, 512, blocks)
-    assert (stored.result(20), stored.detail) == (True, StoreOutcome(stored=2))
+    assert stored.result(20) == StoreOutcome(stored=2)
     server.kill9()
     wait_until(lambda: not client.usable, what="the client to see the server's end")
     for start, end in ((0, 512), (256, 512)):
         away = engine.worker.submit_store(request, start, end, [blocks[0][start // 16 :]])
-        assert (away.result(0), away.detail) == (False, StoreOutcome(dropped=(end - start) // 256))
+        assert away.result(0) == StoreOutcome(dropped=(end - start) // 256, error="run.server_gone")
     engine.worker.close()
     closed = engine.worker.submit_store(request, 0, 256, [blocks[0][:16]])
-    assert (closed.result(0), closed.detail) == (False, StoreOutcome(dropped=1))
+    assert closed.result(0) == StoreOutcome(dropped=1, error="request.not_registered")
 
 
 def test_a_load_of_what_was_never_stored_is_not_called_evicted(

@@ -39,12 +39,10 @@ def test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_find
     request = RequestHashes(client.hasher, scheduler.chunk_tokens, request_id="r")
     request.extend(list(range(300)))
     key = CacheKey("tiny", 1, 0, instance.namespace, 0, 288, "r", digests=request.digests(288))
-    plan = client.prepare_store(key, instance.instance_id).result(20)
-    arena = client.arena()
-    assert arena is not None
-    for place in plan.ranges:
-        arena[place.offset : place.offset + place.length] = b"x" * place.length
-    assert client.commit_store(plan.lease).result(20).ok
+    with client.prepare_store(instance.transfer(key)).result(20) as plan:
+        for place in plan.ranges:
+            plan.arena[place.offset : place.offset + place.length] = b"x" * place.length
+        assert plan.commit().result(20).ok
     found = scheduler.lookup(request)
     assert found.hit_tokens == 288
     scheduler.free(found)

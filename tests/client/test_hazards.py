@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.api import CacheKey, StorePlan  # noqa: E402
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import AlreadyRegistered  # noqa: E402
 from tests.client.test_adapters import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
@@ -76,21 +76,23 @@ def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written
 def test_a_restart_between_arena_and_lease_publishes_nothing(server: ServerProcess) -> None:
     with server.engine_client() as client:
         engine = Engine(client)
-        prepare, boot = client.prepare_store, client.boot_id
+        begin: Any = client._begin
+        boot = client.boot_id
 
-        def after_a_restart(key: CacheKey, instance_id: int, first_chunks: tuple[int, ...] = ()) -> StorePlan:
-            server.kill9()
-            server.start()
-            wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
-            return prepare(key, instance_id, first_chunks)
+        def after_a_restart(name: str, *rest: object, **options: object) -> object:
+            if name == "PREPARE_STORE":
+                server.kill9()
+                server.start()
+                wait_until(lambda: client.usable and client.boot_id != boot, what="the reconnect")
+            return begin(name, *rest, **options)
 
-        client.prepare_store = after_a_restart  # type: ignore[method-assign, assignment]
-        assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20) is False
+        client._begin = after_a_restart  # type: ignore[method-assign, assignment]
+        assert not engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20).ok
         assert engine.scheduler.lookup(engine.request(TOKENS)).hit_tokens == 0
         with server.client() as watcher:
             l1 = watcher.status()["l1"]
             assert (l1["write_leases"], l1["objects"]) == (0, 0)
-        client.prepare_store = prepare  # type: ignore[method-assign]
+        client._begin = begin  # type: ignore[method-assign]
         assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20)
         assert loads_its_own(engine)
 

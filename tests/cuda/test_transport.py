@@ -42,8 +42,8 @@ def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, ri
     other_rig = make_simulated(str(cuda_node.path), device=1)
     one, other = KitEngine(rig, client, 1, NHD, seed=1), KitEngine(other_rig, client, 2, NHD, seed=2)
     request = one.request()
-    assert one.store(request, one.source()).result(PATIENCE_S) is True
-    assert other.load(request, other.target()).result(PATIENCE_S) is True
+    assert one.store(request, one.source()).result(PATIENCE_S).ok
+    assert other.load(request, other.target()).result(PATIENCE_S).ok
     other.expect_loaded(one.model, one.source(), other.target())
     assert (one.differences(), other.differences()) == ([], [])
     one.close()
@@ -65,10 +65,10 @@ def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
 ) -> None:
     engine = KitEngine(rig, client, 1, NHD)
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
     cuda_node.vanish(cuda_node.devices[0])
     try:
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is False
+        assert not engine.load(request, engine.target()).result(PATIENCE_S).ok
     finally:
         cuda_node.vanish(cuda_node.devices[0], back=True)
     wait_until(lambda: engine.load(request, engine.target()).result(PATIENCE_S), what="a load after it is back")

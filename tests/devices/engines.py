@@ -9,7 +9,7 @@ from kvframework.testing.transport.node import PATIENCE_S
 def works(engine: KitEngine) -> None:
     """A store and a load of it, bit for bit."""
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
     assert engine.differences() == []

@@ -41,8 +41,8 @@ class PinsSlowly(SimCopier):
 class CannotCloseEvents(SimCopier):
     error: type[DeviceError] = DeviceError
 
-    def close_event(self, event: Event) -> None:
-        super().close_event(event)
+    def destroy_event(self, event: Event) -> None:
+        super().destroy_event(event)
         raise self.error("the event is in use", where="acme.close_event")
 
 

@@ -14,20 +14,26 @@ from msgspec import structs
 
 from kvframework.api import (
     Allocation,
+    AnyTransportProvider,
     Arena,
+    ClientInfo,
     CopyBatch,
     CopyJob,
     DeviceTransportProvider,
     EngineLink,
     Exported,
-    MessagingFuture,
+    Future,
+    LoadOutcome,
+    Promise,
     ServerContext,
     ServerTransport,
+    StoreOutcome,
+    Transfer,
     TransferContext,
     TransportProvider,
     hookimpl,
 )
-from kvframework.devices import DeviceServerTransport, DeviceTransfer
+from kvframework.devices.server_half import DeviceServerTransport, DeviceTransfer
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.testing.accelerator import Event, Stream
 
@@ -67,14 +73,14 @@ class KeepsMemoryOpen(PlantedCopier):
 
 
 class KeepsOpenedEvents(PlantedCopier):
-    def close_event(self, event: Event) -> None:
+    def destroy_event(self, event: Event) -> None:
         return None
 
 
 class SynchronizesFirst(PlantedCopier):
-    def record(self, event: Event, stream: Stream) -> None:
-        stream.synchronize(60.0)
-        super().record(event, stream)
+    def record(self, event: Event, behind: Stream) -> None:
+        behind.synchronize(60.0)
+        super().record(event, behind)
 
 
 class OpensWithoutASize(PlantedCopier):
@@ -107,15 +113,15 @@ class LosesAtOnce(PlantedCopier):
 
 
 class ForgetsTheEvent(SimEngine):
-    def record(self, event: Event, ready: object | None) -> None:
+    def record(self, event: Event, behind: object | None) -> None:
         super().record(event, None)
 
 
 class RecordsTooLate(SimEngine):
-    def record(self, event: Event, ready: object | None) -> None:
+    def record(self, event: Event, behind: object | None) -> None:
         def late() -> None:
             with contextlib.suppress(DeviceError):
-                record(event, ready)
+                record(event, behind)
 
         record = super().record
         threading.Timer(0.3, late).start()
@@ -127,25 +133,25 @@ class ExportsNoOffset(SimEngine):
 
 
 class WaitsForTheEngine(SimEngine):
-    def record(self, event: Event, ready: object | None) -> None:
-        while isinstance(ready, Event) and not self._runtime.reached(ready):
+    def record(self, event: Event, behind: object | None) -> None:
+        while isinstance(behind, Event) and not self._runtime.reached(behind):
             time.sleep(0.005)
-        super().record(event, ready)
+        super().record(event, behind)
 
 
 class HasOneStream(SimEngine):
-    def record(self, event: Event, ready: object | None) -> None:
-        if ready is not None:
+    def record(self, event: Event, behind: object | None) -> None:
+        if behind is not None:
             self._behind[event] = next(iter(self._behind.values()), None) or self._runtime.stream(event.device)
-        super().record(event, ready)
+        super().record(event, behind)
 
     def destroy_event(self, event: Event) -> None:
         self._runtime.destroy_event(event)
 
 
 class TakesAnythingForNone(SimEngine):
-    def record(self, event: Event, ready: object | None) -> None:
-        super().record(event, ready if isinstance(ready, Event) else None)
+    def record(self, event: Event, behind: object | None) -> None:
+        super().record(event, behind if isinstance(behind, Event) else None)
 
 
 class KeepsEvents(SimEngine):
@@ -154,34 +160,34 @@ class KeepsEvents(SimEngine):
 
 
 class HoldsNothing(SimEngine):
-    def hold(self, stream: object | None) -> Callable[[], None]:
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
         return lambda: None
 
 
 class NeverReleases(SimEngine):
-    def hold(self, stream: object | None) -> Callable[[], None]:
-        super().hold(stream)
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        super().block_stream(stream)
         return lambda: None
 
 
 class HoldsTheThread(SimEngine):
-    def hold(self, stream: object | None) -> Callable[[], None]:
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
         raise DeviceError("streams are not known here")
 
 
 class HoldsTheCurrentStream(SimEngine):
-    def hold(self, stream: object | None) -> Callable[[], None]:
-        return super().hold(None)
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        return super().block_stream(None)
 
 
 class IgnoresSkip(DeviceTransfer):
-    def submit_retrieve(self, *args: Any, **kwargs: Any) -> MessagingFuture[bool]:
-        return super().submit_retrieve(*args[:7], skip_first_n_tokens=0)
+    def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
+        return super().load(transfer, 0)
 
 
 class WaitsForTheCopy(DeviceTransfer):
-    def submit_store(self, *args: Any) -> MessagingFuture[bool]:
-        future = super().submit_store(*args)
+    def store(self, transfer: Transfer) -> Future[StoreOutcome]:
+        future = super().store(transfer)
         threading.Event().wait(0.1)
         return future
 
@@ -192,14 +198,11 @@ class WaitsForTheCopy(DeviceTransfer):
 class AnswersCancelAtOnce(ServerTransport):
     """A cancelled copy is answered while it goes on."""
 
-    def __init__(self, options: SimOptions) -> None:
-        self._real = DeviceServerTransport(SOUND, options)
+    def __init__(self, options: SimOptions, arena_fd: int) -> None:
+        self._real = DeviceServerTransport(SOUND, options, arena_fd)
 
-    def open(self, layout: Any, desc: Any, handles: Sequence[bytes]) -> ServerContext:
-        return _Hasty(self._real.open(layout, desc, handles))
-
-    def attach(self, arena_fd: int) -> None:
-        self._real.attach(arena_fd)
+    def open(self, client: ClientInfo, layout: Any, desc: Any, handles: Sequence[bytes]) -> ServerContext:
+        return _Hasty(self._real.open(client, layout, desc, handles))
 
     def close(self) -> None:
         self._real.close()
@@ -209,26 +212,25 @@ class _Hasty(ServerContext):
     def __init__(self, real: ServerContext) -> None:
         self._real = real
 
-    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
+    def copy(self, job: CopyJob) -> Future[bool]:
         unstoppable = CopyJob(
             is_store=job.is_store,
             arena=job.arena,
             ranges=job.ranges,
-            block_ids=job.block_ids,
-            blocks_in_chunk=job.blocks_in_chunk,
+            blocks=job.blocks,
             event=job.event,
             skip_tokens=job.skip_tokens,
         )
-        answer: MessagingFuture[bool] = MessagingFuture(lambda: None)
+        answer: Promise[bool] = Promise(lambda: None)
         self._real.copy(unstoppable).add_done_callback(lambda copy: answer.set_result(copy.exception() is None))
         job.on_cancel(lambda: answer.set_result(False) and None)
         return answer
 
-    def opened(self) -> MessagingFuture[None] | None:
-        return self._real.opened()
+    def when_open(self) -> Future[None] | None:
+        return self._real.when_open()
 
-    def closed(self) -> MessagingFuture[None] | None:
-        return self._real.closed()
+    def when_closed(self) -> Future[None] | None:
+        return self._real.when_closed()
 
     def close(self) -> None:
         self._real.close()
@@ -248,20 +250,20 @@ SOUND = _provider("sound")
 def _by_hand(
     name: str,
     transfer: Callable[[EngineLink, SimEngine], TransferContext] = DeviceTransfer,
-    server: Callable[[SimOptions], ServerTransport] | None = None,
+    server: Callable[[SimOptions, int], ServerTransport] | None = None,
 ) -> TransportProvider[SimOptions]:
     return TransportProvider(
         name=name,
         summary="has a bug",
         options=SimOptions,
         create=lambda options, link: transfer(link, SimEngine(runtime(options.node))),
-        create_server=server or (lambda options: DeviceServerTransport(SOUND, options)),
+        create_server=server or (lambda options, arena_fd: DeviceServerTransport(SOUND, options, arena_fd)),
         is_gpu=True,
     )
 
 
 @hookimpl
-def kvf_transports() -> list[TransportProvider[SimOptions]]:
+def kvf_transports() -> list[AnyTransportProvider[SimOptions]]:
     return [
         _provider("off_by_one", copier=OffByOne),
         _provider("wrong_stride", copier=WrongStride),

@@ -27,7 +27,7 @@ def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
 ) -> None:
     engine = KitEngine(rig, client, 1, NHD)
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
     monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=0.2))
     with rig.holding_copies():
         late = engine.load(request, engine.target())
@@ -36,7 +36,7 @@ def test_a_load_that_is_late_is_not_given_up_before_the_server_has_let_go(
         while time.monotonic() < given_up:
             assert not late.query(), "its blocks are still written"
             time.sleep(0.01)
-    assert late.result(PATIENCE_S) is False
+    assert not late.result(PATIENCE_S).ok
     engine.overwrite()
     assert engine.differences() == []
     engine.close()
@@ -86,7 +86,7 @@ def test_other_tensors_than_registered_are_refused(rig: SimulatedRig, client: KV
     request = engine.request()
     same = dict(engine.caches)
     submit = engine.worker.submit_store
-    assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S) is True
+    assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S).ok
     name = next(iter(same))
     moved = {**same, name: rig.empty(same[name].shape, "float32")}
     with pytest.raises(TransportMismatch, match="not the tensors that were registered"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.devices.handles import lend
+from kvframework.devices.handles import export_memory
 from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError
 from kvframework.server import Server
@@ -110,7 +110,7 @@ def test_a_poisoned_context_harms_no_other_device(
     first, second, other = engines
     before = pids()
     node.inject("poison", node.devices[0])
-    assert first.store(first.request(), first.source()).result(PATIENCE_S) is False
+    assert not first.store(first.request(), first.source()).result(PATIENCE_S).ok
     works(other)
     comes_back(first)
     comes_back(second)
@@ -144,8 +144,8 @@ def test_a_copier_killed_in_mid_copy_is_a_miss_and_comes_back(
         held = first.store(request, first.source())
     waiting = second.store(second.request(), second.source())
     os.kill(pids()[node.devices[0]], signal.SIGKILL)
-    assert held.result(PATIENCE_S) is False
-    assert waiting.result(PATIENCE_S) is False
+    assert not held.result(PATIENCE_S).ok
+    assert not waiting.result(PATIENCE_S).ok
     node.release()
     works(other)
     comes_back(first)
@@ -168,7 +168,7 @@ def test_a_copier_that_hangs_is_killed(
     before = pids()
     with held_copy(node, node.devices[0]):
         stuck = first.store(first.request(), first.source())
-    assert stuck.result(PATIENCE_S) is False
+    assert not stuck.result(PATIENCE_S).ok
     node.release()
     works(other)
     comes_back(first)
@@ -180,7 +180,7 @@ def test_a_copier_that_is_stopped_is_killed(
 ) -> None:
     first, _, other = engines
     os.kill(pids()[node.devices[0]], signal.SIGSTOP)
-    assert first.store(first.request(), first.source()).result(PATIENCE_S) is False
+    assert not first.store(first.request(), first.source()).result(PATIENCE_S).ok
     works(other)
     comes_back(first)
 
@@ -192,7 +192,7 @@ def test_one_copy_that_fails_is_one_miss(
     before = pids()
     request = first.request()
     node.inject("copy_fails", node.devices[0])
-    assert first.store(request, first.source()).result(PATIENCE_S) is False
+    assert not first.store(request, first.source()).result(PATIENCE_S).ok
     assert first.hit(request) == 0
     works(first)
     works(second)
@@ -206,7 +206,7 @@ def test_a_device_that_vanishes_comes_back(
     node.vanish(node.devices[1])
     for _ in range(3):
         # The engine's own driver may be the first to see it.
-        assert other.worker.submit_store(other.request(), 0, 48, other.source()).result(PATIENCE_S) is False
+        assert not other.worker.submit_store(other.request(), 0, 48, other.source()).result(PATIENCE_S).ok
     works(first)
     node.vanish(node.devices[1], back=True)
     comes_back(other)
@@ -246,13 +246,13 @@ def test_devices_that_are_none_keep_no_room_from_others(
         device = f"none-{number}".ljust(36, "-")
 
         def lend_of_none(*lent: Any, device: str = device) -> tuple[str, tuple[bytes, ...]]:
-            real, handles = lend(*lent)
+            real, handles = export_memory(*lent)
             return device, tuple(handle.replace(real.encode(), device.encode()) for handle in handles)
 
-        monkeypatch.setattr("kvframework.devices.engine_half.lend", lend_of_none)
+        monkeypatch.setattr("kvframework.devices.engine_half.export_memory", lend_of_none)
         with pytest.raises(DeviceError, match=f"no device {device}"):
             engine.worker.register_kv_caches(engine.caches, block_size=4)
-    monkeypatch.setattr("kvframework.devices.engine_half.lend", lend)
+    monkeypatch.setattr("kvframework.devices.engine_half.export_memory", export_memory)
     engine.worker.register_kv_caches(engine.caches, block_size=4)
     works(engine)
     engine.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import MessagingFuture, futures
+from kvframework.api import Future, Promise, futures
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError, ServerGone
 from kvframework.server import Server
 from kvframework.testing.accelerator import SimulatedNode
@@ -45,20 +45,18 @@ def streams() -> Streams:
 
 
 @pytest.fixture
-def pending(streams: Streams) -> MessagingFuture[bool]:
-    future: MessagingFuture[bool] = MessagingFuture()
-    future.hold = streams.hold
-    return future
+def pending(streams: Streams) -> Promise[bool]:
+    return Promise(stream_hook=streams.hold)
 
 
-def test_it_tells_what_the_transfers_future_tells(pending: MessagingFuture[bool]) -> None:
+def test_it_tells_what_the_transfers_future_tells(pending: Promise[bool]) -> None:
     seen = pending.to_cuda_future()
     assert not seen.query()
     with pytest.raises(TimeoutError):
         seen.result(0)
-    pending.set_result(True, "both chunks")
-    assert (seen.query(), seen.result(0), seen.exception(), seen.detail) == (True, True, None, "both chunks")
-    cancelled = MessagingFuture[bool]().to_cuda_future()
+    pending.set_result(True)
+    assert (seen.query(), seen.result(0), seen.exception()) == (True, True, None)
+    cancelled = Promise[bool]().to_cuda_future()
     cancelled.cancel()
     assert isinstance(cancelled.exception(), Cancelled)
 
@@ -74,7 +72,7 @@ def test_it_tells_what_the_transfers_future_tells(pending: MessagingFuture[bool]
     ids=["success", "miss", "error", "cancel"],
 )
 def test_a_stream_goes_on_however_the_transfer_ends(
-    pending: MessagingFuture[bool], streams: Streams, end: Callable[[MessagingFuture[bool]], object]
+    pending: Promise[bool], streams: Streams, end: Callable[[Future[bool]], object]
 ) -> None:
     pending.to_cuda_future().wait("load stream")
     pending.to_cuda_future().wait()
@@ -83,22 +81,22 @@ def test_a_stream_goes_on_however_the_transfer_ends(
     assert streams.released == {"load stream": 1, None: 1}
 
 
-def test_nothing_is_held_for_what_is_over(pending: MessagingFuture[bool], streams: Streams) -> None:
+def test_nothing_is_held_for_what_is_over(pending: Promise[bool], streams: Streams) -> None:
     pending.set_result(True)
     pending.to_cuda_future().wait("stream")
     assert streams.released == {}
 
 
 def test_a_transfer_that_ends_while_the_stream_is_being_held_lets_it_go(
-    pending: MessagingFuture[bool], streams: Streams
+    pending: Promise[bool], streams: Streams
 ) -> None:
     streams.meanwhile = lambda: pending.set_result(True)
     pending.to_cuda_future().wait("stream")
     assert streams.released == {"stream": 1}
 
 
-def test_no_callback_that_fails_keeps_a_stream_waiting(pending: MessagingFuture[bool], streams: Streams) -> None:
-    def fails(_: MessagingFuture[bool]) -> None:
+def test_no_callback_that_fails_keeps_a_stream_waiting(pending: Promise[bool], streams: Streams) -> None:
+    def fails(_: Future[bool]) -> None:
         raise ValueError("in a callback")
 
     pending.add_done_callback(fails)
@@ -108,7 +106,7 @@ def test_no_callback_that_fails_keeps_a_stream_waiting(pending: MessagingFuture[
     assert streams.released == {"stream": 1}
 
 
-def test_threads_wait_on_streams_of_their_own(pending: MessagingFuture[bool], streams: Streams) -> None:
+def test_threads_wait_on_streams_of_their_own(pending: Promise[bool], streams: Streams) -> None:
     seen = pending.to_cuda_future()
     threads = [threading.Thread(target=seen.wait, args=(number,)) for number in range(8)]
     for thread in threads[:4]:
@@ -121,57 +119,55 @@ def test_threads_wait_on_streams_of_their_own(pending: MessagingFuture[bool], st
     assert set(streams.released.values()) <= {1}
 
 
-def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: MessagingFuture[bool], streams: Streams) -> None:
+def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: Promise[bool], streams: Streams) -> None:
     ended: list[bool] = []
     pending.add_done_callback(lambda future: ended.append(future.result(0)))
     seen = pending.to_cuda_future()
     seen.wait("stream")
-    pending.overdue()
+    pending.expire_holds()
     assert streams.released == {"stream": 1}
     assert not seen.query()
     with pytest.raises(DeadlineExceeded):
         seen.result(0)
     seen.wait("later")
     assert "later" not in streams.released
-    pending.overdue()
+    pending.expire_holds()
     assert ended == []
     pending.set_result(True)
-    pending.overdue()
+    pending.expire_holds()
     assert (streams.released, ended, seen.result(0)) == ({"stream": 1}, [True], True)
 
 
 def test_a_future_that_becomes_overdue_while_the_stream_is_being_held_lets_it_go(
-    pending: MessagingFuture[bool], streams: Streams
+    pending: Promise[bool], streams: Streams
 ) -> None:
-    streams.meanwhile = pending.overdue
+    streams.meanwhile = pending.expire_holds
     pending.to_cuda_future().wait("stream")
     assert streams.released == {"stream": 1}
 
 
 @pytest.mark.parametrize("how", ["overdue", "resolved"])
-def test_no_release_that_fails_keeps_another_stream_waiting(
-    how: str, pending: MessagingFuture[bool], streams: Streams
-) -> None:
+def test_no_release_that_fails_keeps_another_stream_waiting(how: str, pending: Promise[bool], streams: Streams) -> None:
     def fails() -> None:
         raise ValueError("in a release")
 
     pending.add_release(fails)
     pending.to_cuda_future().wait("stream")
     with pytest.raises(ValueError, match="in a release"):
-        pending.overdue() if how == "overdue" else pending.set_result(True)
+        pending.expire_holds() if how == "overdue" else pending.set_result(True)
     assert streams.released == {"stream": 1}
     assert pending.query() is (how == "resolved")
 
 
 def test_each_stream_is_let_go_once_whoever_is_first() -> None:
     for _ in range(200):
-        streams, pending = Streams(), MessagingFuture[bool]()
+        streams, pending = Streams(), Promise[bool]()
         pending.hold = streams.hold
         seen = pending.to_cuda_future()
         early = [f"early {number}" for number in range(20)]
         for stream in early:
             seen.wait(stream)
-        calls = [pending.overdue, lambda end=pending.set_result: end(True)]
+        calls = [pending.expire_holds, lambda end=pending.set_result: end(True)]
         calls += [lambda wait=seen.wait, at=at: [wait(f"{at}.{number}") for number in range(20)] for at in range(3)]
         together = threading.Barrier(len(calls))
 
@@ -190,7 +186,7 @@ def test_each_stream_is_let_go_once_whoever_is_first() -> None:
 
 @pytest.mark.parametrize("why", ["no device", "cannot hold"])
 def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str, streams: Streams) -> None:
-    future: MessagingFuture[bool] = MessagingFuture()
+    future: Promise[bool] = Promise()
 
     def refuse(stream: object | None) -> Callable[[], None]:
         raise DeviceError("no such thing here")
@@ -201,7 +197,7 @@ def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    future.overdue()
+    future.expire_holds()
     later.start()
     for thread in (waiting, later):
         thread.join(PATIENCE_S)
@@ -214,7 +210,7 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
     why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     futures._tell_once.cache_clear()
-    future: MessagingFuture[bool] = MessagingFuture()
+    future: Promise[bool] = Promise()
 
     def refuse(stream: object | None) -> Callable[[], None]:
         raise DeviceError("no such thing here")
@@ -255,7 +251,7 @@ def test_a_stream_goes_on_when_its_side_is_closed_under_the_transfer(
     with client_of(rig, server.endpoint) as client:
         engine = KitEngine(rig, client, 1, NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         stream = rig.stream()
         with rig.holding_copies():
             future = engine.load(request, engine.target())
@@ -285,7 +281,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
             with client_of(rig, endpoint) as client:
                 engine = KitEngine(rig, client, 3, NHD)
                 request = engine.request()
-                assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                assert engine.store(request, engine.source()).result(PATIENCE_S).ok
                 stream = rig.stream()
                 monkeypatch.setattr(client, "deadlines", replace(client.deadlines, transfer_s=1.0))
                 with rig.holding_copies():
@@ -304,7 +300,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
                     assert not future.query()
                 assert not future.query()
                 server.process.send_signal(signal.SIGCONT)
-                assert future.result(PATIENCE_S) is False
+                assert not future.result(PATIENCE_S).ok
                 engine.close()
         finally:
             server.process.send_signal(signal.SIGCONT)
@@ -316,7 +312,7 @@ def test_what_is_no_stream_of_the_device_is_waited_for_by_the_thread(rig: Simula
     with client_of(rig, server.endpoint) as client:
         engine = KitEngine(rig, client, 2, NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         future = engine.load(request, engine.target())
         future.to_cuda_future().wait(object())
         assert future.query()

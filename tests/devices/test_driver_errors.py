@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
@@ -75,8 +75,8 @@ def test_an_event_that_cannot_be_recorded_is_a_miss_and_leaks_nothing(
         patch.setattr(kvf_simdev.SimEngine, "record", fails)
         request = engine.request()
         for _ in range(10):
-            assert engine.store(request, engine.source()).result(PATIENCE_S) is False
-            assert engine.load(request, engine.target()).result(PATIENCE_S) is False
+            assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
+            assert not engine.load(request, engine.target()).result(PATIENCE_S).ok
     assert node.events() <= before
     assert engine.worker._instance.transfer.faults == 20  # type: ignore[union-attr]
     said = [record.getMessage() for record in caplog.records if "the queue is full" in record.getMessage()]
@@ -96,7 +96,7 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
     works(engine)
     before = node.events()
 
-    def fails(*_arguments: object) -> MessagingFuture[bool]:
+    def fails(*_arguments: object) -> Future[bool]:
         raise MemoryError
 
     with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
 def test_an_event_that_is_none_of_the_devices_is_not_taken_for_none(start: Start) -> None:
     engine = start("sound")[1]()
     request = engine.request()
-    assert engine.store(request, engine.source(), event=object()).result(PATIENCE_S) is False
+    assert not engine.store(request, engine.source(), event=object()).result(PATIENCE_S).ok
     assert engine.worker._instance.transfer.faults == 1  # type: ignore[union-attr]
     assert engine.hit(request) == 0
 
@@ -126,10 +126,10 @@ def test_no_transfer_waits_for_another_ones_event(start: Start) -> None:
     runtime.record(done, runtime.default_stream(device))
     first = engine.store(engine.request(), engine.source(), event=never)
     request = engine.request()
-    assert engine.store(request, engine.source(), event=done).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source(), event=done).result(PATIENCE_S).ok
     assert not first.query()
     stuck.release()
-    assert first.result(PATIENCE_S) is True
+    assert first.result(PATIENCE_S).ok
 
 
 # the half in the copier
@@ -153,7 +153,7 @@ def test_a_refused_memory_says_why_to_the_engine_and_in_the_log(start: Start, ca
 
 def test_a_copy_that_fails_says_why_in_the_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     engine = start("refuses_copies")[1]()
-    assert engine.store(engine.request(), engine.source()).result(PATIENCE_S) is False
+    assert not engine.store(engine.request(), engine.source()).result(PATIENCE_S).ok
     (line,) = [record.getMessage() for record in caplog.records if "a copy failed" in record.getMessage()]
     assert "acme.copy: no engine is free" in line
     assert faulty.HINT in line
@@ -173,7 +173,7 @@ def test_a_bug_in_a_driver_ends_its_copier_and_nothing_else(
     client, make = start("breaks_once")
     engine = make()
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is False
+    assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
     assert engine.hit(request) == 0
     wait_until(lambda: engine.store(request, engine.source()).result(PATIENCE_S), PATIENCE_S, "a store")
     works(engine)

@@ -193,7 +193,7 @@ def test_a_store_takes_as_long_as_the_configured_pace_says(tmp_path_factory: pyt
         engine = KitEngine(rig, client, 1, PAGED["nhd"])
         nbytes = sum(len(image) for image in engine.model.images.values()) * 12 // 27  # 12 of its 27 blocks
         began = time.monotonic()
-        assert engine.store(engine.request(), engine.source()).result(PATIENCE_S) is True
+        assert engine.store(engine.request(), engine.source()).result(PATIENCE_S).ok
         # A launch goes before it is paid for, and has one block of a layer at least.
         assert time.monotonic() - began > (nbytes - 200) / 10_000
         engine.close()

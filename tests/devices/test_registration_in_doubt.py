@@ -133,7 +133,7 @@ def test_a_registration_that_comes_too_late_is_taken_back(
     later.touch()
     with closing(client_of(rig, servers.endpoint)) as observer:
         with monkeypatch.context() as patch:
-            patch.setattr(client, "deadlines", replace(client.deadlines, lending_s=0.3))
+            patch.setattr(client, "deadlines", replace(client.deadlines, export_s=0.3))
             with pytest.raises(DeadlineExceeded):
                 KitEngine(rig, client, 1, NHD)
         assert registers(observer)
@@ -144,7 +144,7 @@ def test_a_registration_that_comes_too_late_is_taken_back(
 
 
 def test_a_registration_waits_longer_than_a_copier_may_take_to_start() -> None:
-    assert START_S < REQUESTS["REGISTER_KV_CACHE"].deadline_s < LOCAL.lending_s
+    assert START_S < REQUESTS["REGISTER_KV_CACHE"].deadline_s < LOCAL.export_s
 
 
 def test_an_instance_that_a_new_server_cannot_open_is_nobody_elses_trouble(

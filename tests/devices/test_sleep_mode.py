@@ -72,7 +72,7 @@ def test_what_was_stored_before_a_sleep_is_a_hit_in_the_memory_after_it(
 ) -> None:
     engine = sleeper.engine
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
     stored = engine.snapshot()
     assert rig.open_elsewhere() == len(engine.tensors)
     engine.close()
@@ -81,7 +81,7 @@ def test_what_was_stored_before_a_sleep_is_a_hit_in_the_memory_after_it(
     sleeper.free()
     sleeper.wake()
     assert engine.hit(request) == 48
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     engine.expect_loaded(stored, engine.source(), engine.target())
     assert engine.differences() == []
 
@@ -101,7 +101,7 @@ def test_falling_asleep_waits_for_a_copy_that_is_under_way(
 ) -> None:
     engine = sleeper.engine
     request, other = engine.request(), engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
     stored = engine.snapshot()
     with rig.holding_copies():
         under_way = engine.store(other, engine.target()) if what == "store" else engine.load(request, engine.target())
@@ -119,7 +119,7 @@ def test_falling_asleep_waits_for_a_copy_that_is_under_way(
     sleeper.free()
     sleeper.wake()
     assert engine.hit(other) in (0, 48), "published whole or not at all"
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     engine.expect_loaded(stored, engine.source(), engine.target())
     assert engine.differences() == []
 
@@ -128,8 +128,8 @@ def test_nothing_is_asked_of_a_sleeping_engine(sleeper: Sleeper, rig: SimulatedR
     engine = sleeper.engine
     request = engine.request()
     engine.close()
-    assert engine.store(request, engine.source()).result(0) is False
-    assert engine.load(request, engine.target()).result(0) is False
+    assert not engine.store(request, engine.source()).result(0).ok
+    assert not engine.load(request, engine.target()).result(0).ok
     sleeper.free()
     sleeper.wake()
     works(engine)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvframework.api import DeviceTransportProvider, hookspecs
 from kvframework.api.plugin import Provider
+from kvframework.api.providers import AnyTransportProvider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
 
@@ -90,6 +91,8 @@ def _descriptors(providers: tuple[type[Provider[Any]], ...]) -> list[type[Provid
 def _fields(provider: type[Provider[Any]]) -> str:
     """The fields that a descriptor adds or changes."""
     base = provider.__mro__[1]
+    if base is AnyTransportProvider:
+        base = Provider
     known = {field.name: field for field in dataclasses.fields(base)} if issubclass(base, Provider) else {}
     lines = ["| field | type | default |", "|---|---|---|"]
     for field in dataclasses.fields(provider):

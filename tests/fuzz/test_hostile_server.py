@@ -16,8 +16,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import CacheKey, Message, RetrievePlan, StorePlan
+from kvframework.api import CacheKey, KVLayout, LayerGroup, Message, Registration, StoreOutcome, canonical_desc
 from kvframework.client import KVClient, SchedulerAdapter
+from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join, split
@@ -77,7 +78,7 @@ def hostile(rng: Random, *, also: tuple[str, ...] = ()) -> Answer:
             return honest(request_id, name)
         spec = REQUESTS[name]
         kind, struct = rng.choice(
-            [(name, spec.response), (ERROR_TYPE, ErrorPayload), ("PING", m.Pong), (name, StorePlan)]
+            [(name, spec.response), (ERROR_TYPE, ErrorPayload), ("PING", m.Pong), (name, m.StorePlan)]
         )
         valid = WELCOME if struct is m.HelloReply else rng.choice([every_field(struct), required_fields(struct)])
         frames = [bytes(frame) for frame in join(request_id, kind, valid, [b"x"] * rng.choice([0, 0, 1]))]
@@ -106,17 +107,20 @@ def connected(folder: Path) -> Iterator[tuple[HostileServer, KVClient]]:
 
 
 KEY = CacheKey("m", 1, 0, bytes(16), 0, 256, "r", digests=bytes(32))
+LAYOUT = KVLayout("paged", (LayerGroup(1, 16, 1, 8, "float32"),), 16)
+TRANSFER = bare_transfer(Registration(1, 0, bytes(16), LAYOUT, canonical_desc(LAYOUT, 256)), KEY)
 CALLS: list[Callable[[KVClient], object]] = [
     lambda client: client.request("LOOKUP", m.Lookup(KEY), m.LookupReply),
-    lambda client: client.prepare_store(KEY, 1).result(WAIT_S),
-    lambda client: client.prepare_retrieve(KEY, 1).result(WAIT_S),
-    lambda client: client.commit_store("lease").result(WAIT_S),
-    lambda client: client.commit_retrieve("lease").result(WAIT_S),
-    lambda client: client.missing_chunks(KEY, 1).result(WAIT_S),
-    lambda client: client.gather_block(1, [0], b""),
-    lambda client: client.submit("STORE", KEY, 1, [[0]], b"", 0).result(WAIT_S),
-    lambda client: client.store_chunks(KEY, 1, [0], [b"kv"]).result(WAIT_S),
-    lambda client: client.retrieve_chunks(RetrievePlan(True, "lease"), []).result(WAIT_S),
+    lambda client: client.prepare_store(TRANSFER).result(WAIT_S),
+    lambda client: client.prepare_load(TRANSFER).result(WAIT_S),
+    lambda client: client._commit_store("lease", 1, StoreOutcome()).result(WAIT_S),
+    lambda client: client._commit_load("lease").result(WAIT_S),
+    lambda client: client.missing_chunks(TRANSFER).result(WAIT_S),
+    lambda client: client.gather_block(TRANSFER.registration, [0], b""),
+    lambda client: client.store(TRANSFER).result(WAIT_S),
+    lambda client: client.load(TRANSFER, 0).result(WAIT_S),
+    lambda client: client.store_chunks(TRANSFER, [0], [b"kv"]).result(WAIT_S),
+    lambda client: client._receive_chunks(m.RetrievePlan(True, "lease"), []).result(WAIT_S),
     lambda client: client.request("REPORT_STATUS", m.Empty(), m.StatusReply),
 ]
 
@@ -176,7 +180,7 @@ def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
         def request(self, name: str, payload: Message, response: object, **_: object) -> m.LookupReply:
             return m.LookupReply(hit, "ticket", pending=name == "LOOKUP")
 
-        def lost(self, kind: str, error: Exception) -> None:
+        def lost(self, kind: str, code: str) -> None:
             assert kind == "lookups"
 
     class Hashes:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import Message, RetrievePlan, StorePlan
+from kvframework.api import Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging.server.refusals import Introduction
 from kvframework.wire import messages as m
@@ -26,6 +26,7 @@ from kvframework.wire.frames import (
 )
 from kvframework.wire.handshake import negotiate
 from kvframework.wire.indices import pack_indices, unpack_indices
+from kvframework.wire.messages import RetrievePlan, StorePlan
 from kvframework.wire.table import REQUESTS
 from tests.fuzz.bounds import bounded, check_words
 from tests.fuzz.effort import fuzzed

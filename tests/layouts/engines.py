@@ -10,7 +10,8 @@ import torch
 from kvf_cpu_gather.context import CpuGather
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
-from kvframework.api import CacheKey, Registration
+from kvframework.api import CacheKey, Registration, Transfer, check_skip
+from kvframework.client.transfers import checked_transfer
 from tests.plugins.arena_link import ArenaLink
 
 NAMES = ("layer", "plane", "block", "token", "head", "dim")
@@ -113,18 +114,22 @@ class Engine:
         self.desc = self.layout.object_desc(self.declared, self.chunk_size)
         self.link = self.link or ArenaLink(self.desc)
         self.transport = CpuGather(self.link)
-        self.transport.register(Registration(1, 0, bytes(16), self.declared, self.desc), self.layout)
-        self.per_chunk = [self.desc.chunk_tokens // group.block_size for group in self.declared.groups]
+        self.registration = Registration(1, 0, bytes(16), self.declared, self.desc)
+        self.transport.on_registered(self.registration, self.layout)
 
     def key(self, chunks: int) -> CacheKey:
         digests = b"".join(bytes([index + 1]) * 32 for index in range(chunks))
         return CacheKey("m", 1, 0, bytes(16), 0, chunks * self.desc.chunk_tokens, "r", digests=digests)
 
     def store(self, ids: Sequence[Sequence[int]], chunks: int):
-        return self.transport.submit_store("r", self.key(chunks), 1, self.kv, ids, None, self.per_chunk)
+        return self.transport.store(self._transfer(ids, chunks, storing=True))
 
     def load(self, ids: Sequence[Sequence[int]], chunks: int, skip: int = 0):
-        return self.transport.submit_retrieve("r", self.key(chunks), 1, self.kv, ids, None, self.per_chunk, skip)
+        check_skip(self.declared, skip)
+        return self.transport.load(self._transfer(ids, chunks, storing=False), skip)
+
+    def _transfer(self, ids: Sequence[Sequence[int]], chunks: int, *, storing: bool) -> Transfer:
+        return checked_transfer(self.registration, self.key(chunks), self.kv, ids, None, storing=storing)
 
     def blocks(self, group: int) -> torch.Tensor:
         """What the engine holds now, as bytes `[plane, layer, block, slot, head, dim bytes]`."""

@@ -137,7 +137,7 @@ def test_groups_of_opaque_blocks_with_windows_and_states():
     assert [group.shape for group in engine.desc.groups] == [(1, 1, 1, 84), (1, 1, 2, 20)]
     for number, tensor in enumerate(kv.values()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + number)
-    assert engine.store([[0, 1, 2, 3], [9, 8, 7, 6]]).detail.stored == 4
+    assert engine.store([[0, 1, 2, 3], [9, 8, 7, 6]]).result().stored == 4
     kept = {name: tensor.clone() for name, tensor in kv.items()}
     for tensor in kv.values():
         tensor.zero_()

@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 from kvf_layouts import PagedOptions  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import PagedRule  # noqa: E402
-from kvframework.api import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, touched_blocks, validate_layout  # noqa: E402
+from kvframework.api import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
+from kvframework.wire.blocks import touched_blocks  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -146,12 +147,17 @@ def test_a_server_refuses_declarations_that_cannot_be(group: LayerGroup) -> None
 def test_touched_blocks_by_example() -> None:
     ids = list(range(10, 22))  # three chunks of 16 tokens, blocks of 4
     full = LayerGroup(1, 4, 1, 1, "uint8")
-    assert touched_blocks(full, 16, ids, storing=True) == (ids, 4, 0)
+    assert touched_blocks(full, 16, ids, storing=True) == (ids, 4, 0, 21)
     window = LayerGroup(1, 4, 1, 1, "uint8", window=18)
-    assert touched_blocks(window, 16, ids, storing=True) == (ids, 4, 0)
+    assert touched_blocks(window, 16, ids, storing=True) == (ids, 4, 0, 21)
     assert touched_blocks(window, 16, [NO_BLOCK] * 5 + ids[5:], storing=True).first == 8
-    assert touched_blocks(window, 16, ids, storing=False) == (ids, 4, 7), "tokens 30 to 48: block 7 holds 28 to 31"
+    assert touched_blocks(window, 16, ids, storing=False) == (
+        [NO_BLOCK] * 7 + ids[7:],
+        4,
+        7,
+        21,
+    ), "tokens 30 to 48: block 7 holds 28 to 31"
     state = LayerGroup(1, 4, 1, 1, "uint8", state=True)
-    assert touched_blocks(state, 16, ids, storing=True) == ([13, 17, 21], 1, 0)
-    assert touched_blocks(state, 16, [NO_BLOCK] * 11 + [21], storing=True) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2)
-    assert touched_blocks(state, 16, ids, storing=False) == ([13, 17, 21], 1, 2)
+    assert touched_blocks(state, 16, ids, storing=True) == ([13, 17, 21], 1, 0, 21)
+    assert touched_blocks(state, 16, [NO_BLOCK] * 11 + [21], storing=True) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2, 21)
+    assert touched_blocks(state, 16, ids, storing=False) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2, 21)

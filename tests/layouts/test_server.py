@@ -12,7 +12,7 @@ from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvframework.api import NO_BLOCK, EngineView  # noqa: E402
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
-from kvframework.wire.messages import Clear  # noqa: E402
+from kvframework.wire.messages import Clear, Prepare, StorePlan  # noqa: E402
 from tests.layouts.engines import Group, as_bytes, hold  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 
@@ -143,7 +143,7 @@ def test_engines_of_other_layouts_share_objects(server: ServerProcess, client: K
             found = torch.stack([torch.stack(list(plane)) for plane in views]).contiguous().view(torch.uint8)
             assert torch.equal(found.flatten(2, 3)[:, :, :512], before), form.axes
             stored = other.worker.submit_store(other.request(tokens), 0, 512, other.ids(512))
-            assert stored.detail.present == 2, "nothing new: it is the same object"
+            assert stored.result().present == 2, "nothing new: it is the same object"
 
 
 @pytest.mark.parametrize("path", ["arena", "wire"])
@@ -156,14 +156,13 @@ def test_a_hit_needs_of_each_group_what_its_attention_needs(client: KVClient, pa
     ids[1] = [NO_BLOCK] * 20 + ids[1][20:]  # held: tokens 640 to 1024, so chunks 3 whole and 2 in part
     ids[2] = [NO_BLOCK] * 15 + ids[2][15:]
     future = engine.worker.submit_store(request, 0, 1024, ids)
-    assert future.result(30) is True
-    assert future.detail.stored == 4 + 1 + 1 + 4
+    assert future.result(30).stored == 4 + 1 + 1 + 4
     assert engine.hit(request) == 0, "the window of 300 reaches into chunk 2, which was not whole"
     again = engine.ids(1024)
     again[1] = [NO_BLOCK] * 16 + again[1][16:]
     again[2] = [NO_BLOCK] * 15 + again[2][15:]
     future = engine.worker.submit_store(request, 0, 1024, again)
-    assert (future.result(30), future.detail.stored) == (True, 1)
+    assert (future.result(30).ok, future.result().stored) == (True, 1)
     assert engine.hit(request) == 1024
     assert [engine.hit(request, end) for end in (256, 512, 768)] == [0, 0, 0], "no state at these ends"
 
@@ -172,7 +171,7 @@ def test_a_hit_needs_of_each_group_what_its_attention_needs(client: KVClient, pa
     # Only the window's blocks and the state's need be valid; the others may say anything.
     wanted[1] = [NO_BLOCK, 10**6, *[0] * 20, *wanted[1][22:]]
     wanted[2] = [12345] * 15 + wanted[2][15:]
-    assert other.worker.submit_retrieve(other.request(tokens, "q"), 0, 1024, wanted).result(30) is True
+    assert other.worker.submit_retrieve(other.request(tokens, "q"), 0, 1024, wanted).result(30).ok
     got, want = [other.blocks(group) for group in range(4)], [engine.blocks(group) for group in range(4)]
     assert torch.equal(got[0][:, :, :64], want[0][:, :, :64])
     assert torch.equal(got[1][:, :, 22:32], want[1][:, :, 22:32])
@@ -187,7 +186,7 @@ def test_a_failed_load_names_only_blocks_that_it_would_have_written(client: KVCl
     ids = engine.ids(512)
     ids[1] = [NO_BLOCK] * 6 + ids[1][6:]
     ids[2] = [10**6] * 7 + ids[2][7:]
-    assert engine.worker.submit_retrieve(engine.request(list(range(512))), 0, 512, ids).result(30) is False
+    assert not engine.worker.submit_retrieve(engine.request(list(range(512))), 0, 512, ids).result(30).ok
     assert engine.worker.get_finished() == (set(), {"r"})
     assert engine.worker.take_failed_blocks() == [set(range(32)), set(range(6, 16)), {7}, set(range(8))]
 
@@ -198,7 +197,7 @@ def test_what_has_left_every_window_may_be_evicted_and_the_hit_stays(server: Ser
     engine = Engine(client, 1, groups, 1024, seed=9)
     request = engine.request(list(range(1024)))
     future = engine.worker.submit_store(request, 0, 1024, engine.ids(1024))
-    assert (future.result(30), future.detail.stored) == (True, 8)
+    assert (future.result(30).ok, future.result().stored) == (True, 8)
     assert [engine.hit(request, end) for end in (256, 512, 768, 1024)] == [256, 512, 768, 1024]
     # L1 holds 16 objects. The hit of 1024 keeps using 4 + 1 of them; others push out the oldest of the rest.
     for number in range(3):
@@ -225,8 +224,8 @@ def test_full_attention_may_leave_out_nothing(client: KVClient) -> None:
     key = engine.worker.key(request, 0, 512)
     for first in ([1, 0, 0, 0], [0, 3, 0, 0], [0, -1, 0, 0], [0, 0]):
         with pytest.raises(BadRange, match="first_chunks"):
-            client.prepare_store(key, 1, first).result(30)
-    assert client.prepare_store(key, 1, [0, 2, 2, 0]).result(30).outcome.dropped == 0
+            client.request("PREPARE_STORE", Prepare(key, 1, tuple(first)), StorePlan)
+    assert client.request("PREPARE_STORE", Prepare(key, 1, (0, 2, 2, 0)), StorePlan).outcome.dropped == 0
 
 
 class PackedView(EngineView):

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api import Handler, Message, MessagingFuture, Reply, RequestSpec
+from kvframework.api import Future, Handler, Message, Promise, Reply, RequestSpec
 from kvframework.errors import BadRange, Cancelled
 from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.server.dispatch import Served
@@ -54,7 +54,7 @@ class Work:
 
     def __init__(self, boot_id: bytes) -> None:
         self.boot_id = boot_id
-        self.open: dict[str, MessagingFuture[Message]] = {}
+        self.open: dict[str, Future[Message]] = {}
         self.cancelled: list[str] = []
         self.begun: list[str] = []
         self.ended: list[ClientSession] = []
@@ -77,8 +77,8 @@ class Work:
         handlers.append(Handler(TABLE["test.ORDERED"], self._ordered, pooled=True, ordered=True))
         return {handler.spec.name: handler for handler in handlers}
 
-    def _defer(self, client: object, text: Text, buffers: object) -> MessagingFuture[Message]:
-        future: MessagingFuture[Message] = MessagingFuture(lambda: self.cancelled.append(text.text))
+    def _defer(self, client: object, text: Text, buffers: object) -> Future[Message]:
+        future: Promise[Message] = Promise(lambda: self.cancelled.append(text.text))
         self.open[text.text] = future
         return future
 
@@ -102,7 +102,7 @@ class Work:
         assert self.gate.wait(60)
         return Text(text.text + " " + threading.current_thread().name)
 
-    def _ordered(self, client: object, text: Text, buffers: object) -> Message | MessagingFuture[Message]:
+    def _ordered(self, client: object, text: Text, buffers: object) -> Message | Future[Message]:
         self.begun.append(text.text)
         if text.text.startswith("defer"):
             return self._defer(client, text, buffers)
@@ -171,7 +171,7 @@ def connected(endpoint: str, *, up: bool = True, **options: Any) -> Iterator[Con
         connection.close()
 
 
-def ask(connection: Connection, name: str, text: str = "", timeout: float = 5.0) -> MessagingFuture[Any]:
+def ask(connection: Connection, name: str, text: str = "", timeout: float = 5.0) -> Future[Any]:
     return connection.request(f"test.{name}", Text(text), timeout=timeout)
 
 

@@ -45,9 +45,14 @@ def test_buffers_travel_both_ways_and_come_as_views(lab: Lab) -> None:
             "test.BUFFERS", Text("t"), [b"", b"small", big, memoryview(big)[5:70_000]], timeout=5
         )
         future.result(20)
-        assert isinstance(future.detail, list)
-        assert [type(buffer) for buffer in future.detail] == [memoryview] * 4
-        assert [bytes(buffer) for buffer in future.detail] == [b"", b"small", bytes(big), bytes(big[5:70_000])]
+        assert isinstance(future.result().buffers, list)
+        assert [type(buffer) for buffer in future.result().buffers] == [memoryview] * 4
+        assert [bytes(buffer) for buffer in future.result().buffers] == [
+            b"",
+            b"small",
+            bytes(big),
+            bytes(big[5:70_000]),
+        ]
 
 
 def test_what_cannot_be_sent_fails_at_once_and_harms_nothing(lab: Lab) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from kvframework.api import (
     ArenaRange,
     CacheKey,
     EngineLink,
+    Future,
+    LoadOutcome,
+    LoadPlan,
     MemoryLayoutDesc,
-    MessagingFuture,
-    RetrievePlan,
+    Promise,
     StoreOutcome,
     StorePlan,
+    Transfer,
 )
-from kvframework.errors import KVFrameworkError
+from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 
 class ArenaLink(EngineLink):
     """Holds objects by chunk digest and layer group. `failing` maps a method to the error it fails with; calls
-    of `slow` methods are answered by what is in `pending`. `losses` is what the transport says that it lost."""
+    of `slow` methods are answered by what is in `pending`."""
 
     def __init__(self, desc: MemoryLayoutDesc, capacity: int = 1 << 20) -> None:
         self.desc = desc
@@ -29,23 +34,24 @@ class ArenaLink(EngineLink):
         self.failing: dict[str, KVFrameworkError] = {}
         self.slow: set[str] = set()
         self.pending: list[Callable[[], None]] = []
-        self.losses: list[tuple[str, str, int]] = []
         self.held = True
         self.written: list[ArenaRange] = []
         self._open: dict[str, dict[tuple[bytes, int], ArenaRange]] = {}
         self._end = 64
         self._leases = 0
 
-    def arena(self) -> memoryview | None:
-        return self.mapped
+    @property
+    def maps_arena(self) -> bool:
+        return self.mapped is not None
 
-    def prepare_store(self, key: CacheKey, instance_id: int, first_chunks=()) -> MessagingFuture[StorePlan]:
-        return self._answered("prepare_store", self._prepare_store, key, first_chunks)
+    def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
+        return self._answered("prepare_store", self._prepare_store, transfer, planned=True)
 
-    def _prepare_store(self, key: CacheKey, first_chunks) -> StorePlan:
+    def _prepare_store(self, transfer: Transfer) -> StorePlan:
+        assert self.mapped is not None
         new, present = {}, 0
-        for chunk, digest, group in self._wanted(key):
-            if first_chunks and chunk < first_chunks[group]:
+        for chunk, digest, group in self._wanted(transfer.key):
+            if chunk < transfer.first_chunks[group]:
                 continue
             if (digest, group) in self.objects:
                 present += 1
@@ -53,12 +59,21 @@ class ArenaLink(EngineLink):
             length = self.desc.groups[group].nbytes
             new[digest, group] = ArenaRange(chunk, group, self._end, length)
             self._end += -(-length // 64) * 64 + 64
-        if not new:
-            return StorePlan("", (), StoreOutcome(present=present))
-        return StorePlan(self._lease(new), tuple(new.values()), StoreOutcome(present=present))
+        lease, others = self._lease(new) if new else "", StoreOutcome(present=present)
 
-    def commit_store(self, lease: str) -> MessagingFuture[StoreOutcome]:
-        return self._answered("commit_store", self._commit_store, lease)
+        def failed(error) -> StoreOutcome:
+            self._abort_store(lease)
+            if isinstance(error, DeadlineExceeded):
+                return others + StoreOutcome(unknown=len(new), error=error.code)
+            return others + StoreOutcome(dropped=len(new), error=error.code)
+
+        return StorePlan(
+            self.mapped,
+            tuple(new.values()),
+            others,
+            commit=lambda: self._answered("commit_store", lambda: others + self._commit_store(lease), failed=failed),
+            abort=lambda: self._abort_store(lease),
+        )
 
     def _commit_store(self, lease: str) -> StoreOutcome:
         new = self._open.pop(lease)
@@ -66,35 +81,48 @@ class ArenaLink(EngineLink):
         self.written.extend(new.values())
         return StoreOutcome(stored=len(new))
 
-    def abort_store(self, lease: str) -> None:
-        self._called("abort_store")
+    def _abort_store(self, lease: str) -> None:
+        self.calls.append("abort_store")
+        self._open.pop(lease, None)
+
+    def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
+        return self._answered("prepare_load", self._prepare_load, transfer, planned=True)
+
+    def _prepare_load(self, transfer: Transfer) -> LoadPlan:
+        wanted = list(self._wanted(transfer.key))
+        ranges, lease = {}, ""
+        if all((digest, group) in self.objects for _, digest, group in wanted):
+            ranges = {
+                (digest, group): ArenaRange(chunk, group, place.offset, place.length)
+                for chunk, digest, group in wanted
+                for place in [self.objects[digest, group]]
+            }
+            lease = self._lease(ranges)
+
+        def abort() -> None:
+            self.calls.append("abort_load")
+            self._open.pop(lease, None)
+
+        return LoadPlan(
+            self.mapped if self.mapped is not None else memoryview(b""),
+            tuple(ranges.values()),
+            reason="" if ranges else "missing",
+            commit=lambda: self._answered("commit_load", self._commit_load, lease, failed=LoadOutcome.failed),
+            abort=abort,
+            receive=lambda _positions: pytest.fail("nothing goes over the wire here"),
+        )
+
+    def _commit_load(self, lease: str) -> LoadOutcome:
         del self._open[lease]
+        return LoadOutcome(self.held, "" if self.held else "the pins lapsed")
 
-    def prepare_retrieve(self, key: CacheKey, instance_id: int) -> MessagingFuture[RetrievePlan]:
-        return self._answered("prepare_retrieve", self._prepare_retrieve, key)
-
-    def _prepare_retrieve(self, key: CacheKey) -> RetrievePlan:
-        wanted = list(self._wanted(key))
-        if any((digest, group) not in self.objects for _, digest, group in wanted):
-            return RetrievePlan(hit=False, reason="missing")
-        ranges = {
-            (digest, group): ArenaRange(chunk, group, place.offset, place.length)
-            for chunk, digest, group in wanted
-            for place in [self.objects[digest, group]]
-        }
-        return RetrievePlan(True, self._lease(ranges), tuple(ranges.values()))
-
-    def commit_retrieve(self, lease: str) -> MessagingFuture[bool]:
-        return self._answered("commit_retrieve", self._commit_retrieve, lease)
-
-    def _commit_retrieve(self, lease: str) -> bool:
-        del self._open[lease]
-        return self.held
-
-    def gather_block(self, instance_id, blocks, event):
+    def gather_block(self, registration, blocks, event):
         raise AssertionError("an engine-driven transport gathers by itself")
 
-    def submit(self, kind, key, instance_id, block_ids, event, skip_first_n_tokens):
+    def store(self, transfer, *, event=b"", stream_hook=None):
+        raise AssertionError("an engine-driven transport asks for no server-driven copy")
+
+    def load(self, transfer, skip_tokens, *, event=b"", stream_hook=None):
         raise AssertionError("an engine-driven transport asks for no server-driven copy")
 
     @property
@@ -118,17 +146,24 @@ class ArenaLink(EngineLink):
         self._open[str(self._leases)] = ranges
         return str(self._leases)
 
-    def _answered(self, name: str, answer, *arguments) -> MessagingFuture:
-        """Resolved, or pending until the test calls what `pending` has."""
-        future = MessagingFuture()
+    def _answered(self, name: str, answer, *arguments, failed=None, planned: bool = False) -> Future:
+        """Resolved, or pending until the test calls what `pending` has. `failed` says what it has after an error;
+        `planned`: what comes after a cancel is given back."""
+        future = Promise(lambda: future.set_exception(Cancelled("cancelled")) and None) if planned else Promise()
 
         def resolve() -> None:
             try:
                 if name in self.failing:
                     raise self.failing[name]
-                future.set_result(answer(*arguments))
+                result = answer(*arguments)
             except KVFrameworkError as error:
-                future.set_exception(error)
+                if failed is None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(failed(error))
+                return
+            if not future.set_result(result):
+                result.abort()
 
         self.calls.append(name)
         if name in self.slow:
@@ -136,11 +171,3 @@ class ArenaLink(EngineLink):
         else:
             resolve()
         return future
-
-    def lost(self, kind, error, nbytes=0):
-        self.losses.append((kind, getattr(error, "code", ""), nbytes))
-
-    def _called(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.failing:
-            raise self.failing[name]

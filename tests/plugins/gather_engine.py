@@ -9,6 +9,7 @@ from kvf_cpu_gather.context import CpuGather
 from kvf_cpu_gather.kernel import CopyKernel, load_kernel
 from kvf_layouts.paged import PagedLayout
 from kvframework.api import CacheKey, Registration
+from kvframework.client.transfers import checked_transfer
 from tests.plugins.arena_link import ArenaLink
 
 BLOCK, CHUNK, HEADS, DIM, BLOCKS, LAYERS = 4, 8, 2, 3, 12, 2
@@ -56,19 +57,17 @@ class Engine:
         self.link = link or ArenaLink(self.desc)
         self.registration = Registration(1, 0, bytes(16), declared, self.desc)
         self.transport = CpuGather(self.link, path, copying_by[0])
-        self.transport.register(self.registration, self.layout)
+        self.transport.on_registered(self.registration, self.layout)
 
     def store(self, ids=IDS, cache_key=None, event=None):
-        return self.transport.submit_store("r", cache_key or key(), 1, self.kv_caches, ids, event, self.per_chunk)
+        return self.transport.store(self.transfer(ids, cache_key, event, storing=True))
 
-    def retrieve(self, ids=IDS, cache_key=None, skip=0, event=None):
-        return self.transport.submit_retrieve(
-            "r", cache_key or key(), 1, self.kv_caches, ids, event, self.per_chunk, skip
-        )
+    def load(self, ids=IDS, cache_key=None, skip=0, event=None):
+        return self.transport.load(self.transfer(ids, cache_key, event, storing=False), skip)
 
-    @property
-    def per_chunk(self):
-        return [self.desc.chunk_tokens // group.block_size for group in self.registration.layout.groups]
+    def transfer(self, ids, cache_key, event, *, storing):
+        """As the core makes it."""
+        return checked_transfer(self.registration, cache_key or key(), self.kv_caches, ids, event, storing=storing)
 
     def tokens(self, ids):
         """[planes, layers, tokens, heads, dim] of these blocks, as bytes-comparable integers."""

@@ -17,7 +17,8 @@ from kvf_cpu_gather import copying, engine_memory  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
-from kvframework.api import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc, Registration  # noqa: E402
+from kvframework.api import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc, Registration, StoreOutcome  # noqa: E402
+from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402
 from tests.plugins.gather_engine import (  # noqa: E402
@@ -46,14 +47,13 @@ def test_what_is_stored_is_canonical_and_comes_back(axes, dtype):
     engine = Engine(axes, dtype)
     future = engine.store()
     assert future.query()
-    assert future.result() is True
-    assert future.detail.stored == 2
+    assert future.result().stored == 2
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
     assert engine.link.object_bytes(digest(1)) == engine.tokens([7, 8]).numpy().tobytes()
 
     other = Engine(NHD, dtype, seed=2, link=engine.link)
     untouched = other.tokens([0, 1, 2, 5, 6, 7, 8, 9]).clone()
-    assert other.retrieve([[3, 4, 11, 10]]).result() is True
+    assert other.load([[3, 4, 11, 10]]).result().ok
     assert torch.equal(other.tokens([3, 4, 11, 10]), engine.tokens(IDS[0]))
     assert torch.equal(other.tokens([0, 1, 2, 5, 6, 7, 8, 9]), untouched)
     assert engine.link.open_leases == 0
@@ -66,11 +66,11 @@ def test_only_what_the_server_lacks_is_written():
     for tensor in engine.kv_caches.values():
         tensor.add_(1.0)
     future = engine.store()
-    assert (future.detail.stored, future.detail.present) == (1, 1)
+    assert (future.result().stored, future.result().present) == (1, 1)
     assert len(engine.link.written) == 2
     assert engine.link.object_bytes(digest(0)) == before
     again = engine.store()
-    assert (again.result(), again.detail.present, again.detail.stored) == (True, 2, 0)
+    assert again.result() == StoreOutcome(present=2)
     assert engine.link.calls[-1] == "prepare_store"
 
 
@@ -102,7 +102,7 @@ def test_gather_then_scatter_is_the_identity_and_skipped_slots_stay(source, targ
     assert engine.store([source], cache_key).result()
     other = Engine(axes[1], seed=2, link=engine.link)
     before, before_rest = other.tokens(target).clone(), other.tokens(rest).clone()
-    assert other.retrieve([target], cache_key, skip=skip).result()
+    assert other.load([target], cache_key, skip=skip).result()
     after, want = other.tokens(target), engine.tokens(source)
     assert torch.equal(after[:, :, :skip], before[:, :, :skip])
     assert torch.equal(after[:, :, skip:], want[:, :, skip:])
@@ -113,7 +113,7 @@ def test_a_later_part_of_a_request_is_its_own_chunks():
     engine = Engine()
     engine.store()
     other = Engine(seed=2, link=engine.link)
-    assert other.retrieve([[0, 1]], key(CHUNK, 2 * CHUNK)).result()
+    assert other.load([[0, 1]], key(CHUNK, 2 * CHUNK)).result()
     assert torch.equal(other.tokens([0, 1]), engine.tokens([7, 8]))
 
 
@@ -125,8 +125,10 @@ def test_a_dynamic_cache_and_paged_memory_share_objects():
     declared = layout.describe(pair, block_size=BLOCK)
     assert layout.object_desc(declared, CHUNK) == engine.desc
     transport = CpuGather(engine.link)
-    transport.register(Registration(2, 0, bytes(16), declared, engine.desc), layout)
-    assert transport.submit_retrieve("r", key(), 2, pair, [range(4)], None, [2]).result()
+    registration = Registration(2, 0, bytes(16), declared, engine.desc)
+    transport.on_registered(registration, layout)
+    transfer = checked_transfer(registration, key(), pair, [range(4)], None, storing=False)
+    assert transport.load(transfer, 0).result().ok
     want = engine.tokens(IDS[0]).view(torch.float32).view(2, LAYERS, 16, HEADS, DIM)
     for layer in range(LAYERS):
         for plane in (0, 1):
@@ -159,12 +161,13 @@ def test_groups_with_their_own_block_sizes_and_compression():
     desc = layout.object_desc(declared, CHUNK)
     link = ArenaLink(desc)
     transport = CpuGather(link)
-    transport.register(Registration(1, 0, bytes(16), declared, desc), layout)
+    registration = Registration(1, 0, bytes(16), declared, desc)
+    transport.on_registered(registration, layout)
     ids = [[4, 0, 1, 2], [3, 1]]
-    future = transport.submit_store("r", key(), 1, tensors, ids, None, [2, 1])
-    assert future.detail.stored == 4
+    future = transport.store(checked_transfer(registration, key(), tensors, ids, None, storing=True))
+    assert future.result().stored == 4
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    assert transport.submit_retrieve("r", key(), 1, target, ids, None, [2, 1], 5).result()
+    assert transport.load(checked_transfer(registration, key(), target, ids, None, storing=False), 5).result().ok
     assert torch.equal(target["full"][[1, 2]], tensors["full"][[1, 2]])
     assert not target["full"][4].any()
     assert not target["full"][0, 0].any()
@@ -185,7 +188,7 @@ def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     assert engine.store().result()
     assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
     other = Engine(NHD, seed=2, link=engine.link)
-    assert other.retrieve([[3, 9, 11, 10]], skip=5).result()
+    assert other.load([[3, 9, 11, 10]], skip=5).result()
     assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
     assert len(waits) == 1
 
@@ -196,7 +199,7 @@ def test_stable_memory_is_seen_once(monkeypatch):
     monkeypatch.setattr(engine.layout, "block_views", lambda *args: seen.append(1) or views(*args))
     for _ in range(3):
         assert engine.store().result()
-        assert engine.retrieve().result()
+        assert engine.load().result()
     assert len(seen) == 1
 
 
@@ -218,7 +221,7 @@ def test_memory_that_has_changed_is_seen_anew(change):
     engine = Engine(link=None)
     assert engine.store().result()
     other = Engine(seed=2, link=engine.link)
-    assert other.retrieve().result()  # what it remembers from now on is where its tensors lie
+    assert other.load().result()  # what it remembers from now on is where its tensors lie
     former = {name: tensor.clone() for name, tensor in other.kv_caches.items()}
     first = other.kv_caches["l0"]
     if change == "another tensor":
@@ -228,7 +231,7 @@ def test_memory_that_has_changed_is_seen_anew(change):
     else:
         other.kv_caches = dict(zip(["l0", "l1"], reversed(other.kv_caches.values()), strict=True))
     ids = [3, 9, 11, 10]
-    assert other.retrieve([ids]).result()
+    assert other.load([ids]).result()
     views = other.layout.block_views(other.registration.layout, other.kv_caches)[0]
     stored = engine.tokens(IDS[0]).view(torch.float32)
     for plane in (0, 1):
@@ -280,12 +283,12 @@ def test_tensors_of_every_autograd_mode():
     engine = Engine(kv_caches=leaves)
     assert engine.store().result()
     other = Engine(kv_caches=inference, link=engine.link)
-    assert other.retrieve().result()
+    assert other.load().result()
     assert torch.equal(other.tokens(IDS[0]), engine.tokens(IDS[0]))
     with torch.inference_mode():
-        assert other.retrieve([[1, 3, 5, 7]]).result()
+        assert other.load([[1, 3, 5, 7]]).result()
     with torch.no_grad():
-        assert engine.retrieve([[1, 3, 5, 7]]).result()
+        assert engine.load([[1, 3, 5, 7]]).result()
     assert torch.equal(other.tokens([1, 3, 5, 7]), engine.tokens([1, 3, 5, 7]))
 
 

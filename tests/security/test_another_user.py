@@ -80,7 +80,7 @@ def test_the_kernel_tells_the_server_who_connects(server: ServerProcess) -> None
     assert refused(server) > before
     with KVClient(server.endpoint) as client:
         assert client.wait_up(20)
-        assert client.arena() is not None
+        assert client.maps_arena
 
 
 def refused(server: ServerProcess) -> int:

@@ -9,7 +9,7 @@ import pytest
 from kvframework import errors
 from kvframework.api import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.api.driver import Allocation
-from kvframework.devices.handles import LentAllocation, LentView, read_handles
+from kvframework.devices.handles import ExportedAllocation, ExportedView, read_handles
 from kvframework.wire import messages as m
 from tests.cli.command import run
 from tests.support.server_process import ServerProcess
@@ -71,8 +71,8 @@ def test_a_device_has_a_name_that_can_be_shown(name: str) -> None:
     def handles(device: str) -> list[bytes]:
         import msgspec
 
-        view = LentView(0, 0, 1, (512, 32, 32, 4))
-        return [msgspec.msgpack.encode(each) for each in (LentAllocation(Allocation(device, b"h", 512)), view)]
+        view = ExportedView(0, 0, 1, (512, 32, 32, 4))
+        return [msgspec.msgpack.encode(each) for each in (ExportedAllocation(Allocation(device, b"h", 512)), view)]
 
     assert read_handles(handles("GPU-1"), layout, desc).device == "GPU-1"
     with pytest.raises(errors.RequestError, match="no proper name"):

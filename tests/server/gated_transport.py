@@ -6,12 +6,14 @@ import threading
 from collections.abc import Sequence
 
 from kvframework.api import (
+    ClientInfo,
     CopyJob,
     EngineLink,
+    Future,
     KVLayout,
     MemoryLayoutDesc,
-    MessagingFuture,
     NoOptions,
+    Promise,
     ServerContext,
     ServerTransport,
     TransferContext,
@@ -30,7 +32,9 @@ class GatedTransport(ServerTransport):
         self.fail = False
         self.copies = 0
 
-    def open(self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]) -> ServerContext:
+    def open(
+        self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
+    ) -> ServerContext:
         if len(handles) != 1:
             raise RequestError(f"{len(handles)} handles", available="one path")
         return _FileContext(self, handles[0].decode(), desc.groups[0].nbytes)
@@ -46,8 +50,8 @@ class _FileContext(ServerContext):
         self._object_bytes = object_bytes
         self._threads: list[threading.Thread] = []
 
-    def copy(self, job: CopyJob) -> MessagingFuture[bool]:
-        future: MessagingFuture[bool] = MessagingFuture()
+    def copy(self, job: CopyJob) -> Future[bool]:
+        future: Promise[bool] = Promise()
         thread = threading.Thread(target=self._work, args=(job, future))
         self._threads.append(thread)
         thread.start()
@@ -57,14 +61,14 @@ class _FileContext(ServerContext):
         """Copies in flight see their cancel flag at the next fragment."""
         self._threads.clear()
 
-    def _work(self, job: CopyJob, future: MessagingFuture[bool]) -> None:
+    def _work(self, job: CopyJob, future: Promise[bool]) -> None:
         try:
             future.set_result(self._fragments(job))
         except RuntimeError as error:
             future.set_exception(error)
 
     def _fragments(self, job: CopyJob) -> bool:
-        per_chunk = job.blocks_in_chunk[0]
+        per_chunk = job.blocks[0].per_object
         block_bytes = self._object_bytes // per_chunk
         with open(self._path, "r+b") as memory:
             for place in job.ranges:
@@ -75,7 +79,7 @@ class _FileContext(ServerContext):
                         return False
                     if self._owner.fail:
                         raise RuntimeError("the copy engine failed")
-                    block = job.block_ids[0][place.chunk * per_chunk + index]
+                    block = job.blocks[0].ids[place.chunk * per_chunk + index]
                     at = place.offset + index * block_bytes
                     memory.seek(block * block_bytes)
                     if job.is_store:
@@ -103,7 +107,7 @@ class GatedPlugin:
                 name="gated",
                 summary="copies through a file, fragment by fragment",
                 create=_no_engine_half,
-                create_server=lambda _options: self.transport,
+                create_server=lambda _options, _arena_fd: self.transport,
                 is_gpu=True,
             )
         ]

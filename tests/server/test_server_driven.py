@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, StoreOutcome, canonical_desc, compute_namespace
+from kvframework.api import KVLayout, LayerGroup, Registration, StoreOutcome, canonical_desc, compute_namespace
+from kvframework.client.transfers import checked_transfer
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.server.gated_transport import GatedPlugin
@@ -191,10 +192,12 @@ def test_bad_groups_skips_and_paths_are_refused(client: WireClient) -> None:
         client.call("REGISTER_KV_CACHE", m.RegisterKvCache(5, "tiny", 1, 0, NAMESPACE, "gated", LAYOUT))
 
 
-def test_a_transfer_that_is_refused_has_its_cause_and_a_store_its_outcome(server: Server) -> None:
+def test_a_transfer_that_is_refused_says_why(server: Server) -> None:
     key = key_for(m.Registered(NAMESPACE, canonical_desc(LAYOUT, 256)), TOKENS)
+    registration = Registration(99, 0, NAMESPACE, LAYOUT, canonical_desc(LAYOUT, 256))
+    code = errors.NotRegistered.code
     with server.engine_client() as client:
-        for kind, outcome in (("STORE", StoreOutcome(dropped=2)), ("RETRIEVE", None)):
-            future = client.submit(kind, key, 99, [range(32)], b"", 0)
-            assert (future.result(20), future.detail) == (False, outcome)
-            assert isinstance(future.cause, errors.NotRegistered)
+        transfer = checked_transfer(registration, key, {}, [range(32)], None, storing=True)
+        assert client.store(transfer).result(20) == StoreOutcome(dropped=2, error=code)
+        loaded = client.load(transfer, 0).result(20)
+        assert (loaded.ok, loaded.error) == (False, code)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvframework.api import CacheKey, RequestSpec, RetrievePlan, StorePlan
+from kvframework.api import CacheKey, RequestSpec
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m
@@ -132,12 +132,12 @@ class WireClient:
         )
         return registered
 
-    def prepare_store(self, key: CacheKey, instance_id: int = 1) -> StorePlan:
-        plan: StorePlan = self.call("PREPARE_STORE", m.Prepare(key, instance_id))
+    def prepare_store(self, key: CacheKey, instance_id: int = 1) -> m.StorePlan:
+        plan: m.StorePlan = self.call("PREPARE_STORE", m.Prepare(key, instance_id))
         return plan
 
-    def prepare_retrieve(self, key: CacheKey, instance_id: int = 1) -> RetrievePlan:
-        plan: RetrievePlan = self.call("PREPARE_RETRIEVE", m.Prepare(key, instance_id))
+    def prepare_retrieve(self, key: CacheKey, instance_id: int = 1) -> m.RetrievePlan:
+        plan: m.RetrievePlan = self.call("PREPARE_RETRIEVE", m.Prepare(key, instance_id))
         return plan
 
     def store(self, key: CacheKey, fill: bytes, instance_id: int = 1) -> m.Committed | None:
@@ -149,7 +149,7 @@ class WireClient:
         committed: m.Committed = self.call("COMMIT_STORE", m.LeaseRef(plan.lease))
         return committed
 
-    def write(self, plan: StorePlan, fill: bytes) -> None:
+    def write(self, plan: m.StorePlan, fill: bytes) -> None:
         assert self.arena is not None
         for place in plan.ranges:
             self.arena[place.offset : place.offset + place.length] = (fill * place.length)[: place.length]

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import CacheKey, StorePlan
+from kvframework.api import CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
+from kvframework.wire.messages import StorePlan
 from tests.support.wire_client import WireClient, key_for
 
 CHUNK = 256

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvframework.api import Handler, Message, MessagingFuture, NoOptions, Reply, RequestSpec, RequestsProvider, hookimpl
+from kvframework.api import Future, Handler, Message, NoOptions, Promise, Reply, RequestSpec, RequestsProvider, hookimpl
 from kvframework.errors import BadRange
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Pong
@@ -45,8 +45,8 @@ def _recurses(*_: object) -> Message:
     return _recurses()
 
 
-def _fails_later(*_: object) -> MessagingFuture[Message]:
-    return MessagingFuture.failed(ZeroDivisionError("a secret"))
+def _fails_later(*_: object) -> Future[Message]:
+    return Future.failed(ZeroDivisionError("a secret"))
 
 
 def begun(until: Path) -> Path:
@@ -81,7 +81,7 @@ HANDLERS = [
     _handler("NO_TEXT", lambda *_: Answer("\ud800")),
     _handler("TOO_LARGE", lambda *_: Answer("x" * MAX_PAYLOAD_BYTES)),
     _handler("BAD_BUFFER", lambda *_: Reply(Answer(), [memoryview(bytearray(200_000))[::2]])),
-    _handler("NEVER", lambda *_: MessagingFuture(), SHORT_S),
+    _handler("NEVER", lambda *_: Promise(), SHORT_S),
     _handler("SLOW", _blocks, SHORT_S, pooled=True),
     _handler("WEDGES", _blocks),
 ]

@@ -137,7 +137,7 @@ def test_an_engine_that_ends_after_it_has_cancelled(
                 with pytest.raises(TimeoutError):
                     future.result(0.2)
                 cancelling.close()
-                assert future.result(PATIENCE_S) is False
+                assert not future.result(PATIENCE_S).ok
                 wait_until(lambda: instances(client) == {BYSTANDER}, PATIENCE_S, "the end of the session")
                 works(bystander)
             wait_until(lambda: held_by(status_of(client)) == (0, 0), PATIENCE_S, "the end of its reservation")

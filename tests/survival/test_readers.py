@@ -42,7 +42,7 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
             assert reader.stdout.readline() == "copying\n"
             reader.send_signal(signal.SIGSTOP)
             wait_until(lambda: watcher.status()["l1"]["pins"] == 0, PATIENCE_S, "the lapse of the pins")
-            assert other.store(other.request([7] * 1024, "foreign"), BLOCKS), other.last.detail
+            assert other.store(other.request([7] * 1024, "foreign"), BLOCKS), other.last.result()
             assert other.scheduler.lookup(other.request(TOKENS)).hit_tokens == 0
             reader.send_signal(signal.SIGCONT)
             reader.stdin.write("\n")

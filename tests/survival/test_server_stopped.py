@@ -54,7 +54,7 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 @pytest.fixture
 def engine(client: KVClient) -> Iterator[Engine]:
     made = Engine(client, revision=str(next(REVISIONS)))  # what another one stored is not its own
-    assert made.worker.submit_store(made.request(TOKENS), 0, 512, HERE).result(30) is True
+    assert made.worker.submit_store(made.request(TOKENS), 0, 512, HERE).result(30).ok
     yield made
     made.worker.close()
 
@@ -150,10 +150,10 @@ def works_again(server: ServerProcess, client: KVClient, engine: Engine) -> None
     assert found.hit_tokens == 512
     for tensor in engine.kv.values():
         tensor[:, THERE[0]] = 0
-    assert engine.worker.submit_retrieve(request, 0, 512, THERE).result(30) is True
+    assert engine.worker.submit_retrieve(request, 0, 512, THERE).result(30).ok
     for tensor in engine.kv.values():
         assert torch.equal(tensor[:, THERE[0]], tensor[:, HERE[0]])
-    assert engine.worker.submit_store(engine.request([8] * 512), 0, 512, HERE).result(30) is True
+    assert engine.worker.submit_store(engine.request([8] * 512), 0, 512, HERE).result(30).ok
     engine.scheduler.free(found)
     with server.client() as watcher:
         wait_until(lambda: held(watcher) == {}, what="what was given up")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kvframework.api import CacheKey
+from kvframework.api import CacheKey, Transfer
 from kvframework.client import CanonicalInstance, KVClient, register_canonical
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
@@ -55,6 +55,10 @@ def registered(client: KVClient, instance_id: int) -> CanonicalInstance:
     )
 
 
+def transfer_of(known: CanonicalInstance, tokens: list[int]) -> Transfer:
+    return known.transfer(key_of(known, tokens))
+
+
 def key_of(known: CanonicalInstance, tokens: list[int], worker_id: int | None = 0) -> CacheKey:
     packed = array.array("I", tokens).tobytes()
     return CacheKey("tiny", 1, worker_id, known.namespace, 0, len(tokens), "r", tokens=packed)
@@ -62,9 +66,7 @@ def key_of(known: CanonicalInstance, tokens: list[int], worker_id: int | None = 
 
 def keep(client: KVClient, known: CanonicalInstance, instance_id: int) -> None:
     """Stores what all turns look up. The bytes do not matter here."""
-    plan = client.prepare_store(key_of(known, KEPT), instance_id).result()
-    if plan.lease:
-        assert client.commit_store(plan.lease).result().ok
+    assert client.prepare_store(transfer_of(known, KEPT)).result().commit().result().ok
 
 
 def sessions(endpoint: str, _rig: str) -> Turn:
@@ -76,8 +78,8 @@ def sessions(endpoint: str, _rig: str) -> Turn:
         keep(keeper, own, 0)
         with connected(endpoint) as client:
             known = registered(client, number)
-            assert client.prepare_store(key_of(known, [number] * 512), number).result().lease
-            assert client.prepare_retrieve(key_of(known, KEPT), number).result().hit
+            assert client.prepare_store(transfer_of(known, [number] * 512)).result().ranges
+            assert client.prepare_load(transfer_of(known, KEPT)).result().hit
             assert client.request("LOOKUP", m.Lookup(key_of(known, KEPT, None)), m.LookupReply).hit_tokens == 512
 
     return turn
@@ -145,10 +147,10 @@ def aborted(endpoint: str, _rig: str) -> Turn:
         client.send("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
 
     def turn(number: int) -> None:
-        client.abort_store(client.prepare_store(key_of(known, [number] * 1024), 0).result().lease)
-        withdrawn = client.prepare_store(key_of(known, [number] * 512), 0).result()
+        client.prepare_store(transfer_of(known, [number] * 1024)).result().abort()
+        withdrawn = client.prepare_store(transfer_of(known, [number] * 512)).result()
         client.request("END_SESSION", m.EndSession(), m.SessionEnded)
-        client.abort_store(withdrawn.lease)
+        withdrawn.abort()
         client.request("CLEAR", m.Clear(), m.Cleared)
         # L2 has it. Cancelled at any point of the load, or when that has ended.
         found = client.request("LOOKUP", lookup, m.LookupReply)

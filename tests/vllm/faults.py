@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvf_vllm.connector import KvFrameworkConnector
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, LoadOutcome
 from kvframework.client import KVClient
 from tests.vllm.engine import SERVER_PID, STEPS
 
@@ -49,17 +49,17 @@ class ServerDiesDuringLoad(Watched):
     """When the bytes have been copied, and before the server says that they were right."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        commit = KVClient.commit_retrieve
+        commit = KVClient._commit_load
 
-        def killed_first(client: KVClient, lease: str) -> MessagingFuture[bool]:
+        def killed_first(client: KVClient, lease: str) -> Future[LoadOutcome]:
             _kill_server()
             return commit(client, lease)
 
-        KVClient.commit_retrieve = killed_first  # type: ignore[method-assign]
+        KVClient._commit_load = killed_first  # type: ignore[method-assign]
         try:
             super().start_load_kv(forward_context, **kwargs)
         finally:
-            KVClient.commit_retrieve = commit  # type: ignore[method-assign]
+            KVClient._commit_load = commit  # type: ignore[method-assign]
 
 
 class RaisesOncePromised(Watched):

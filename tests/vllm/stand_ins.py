@@ -11,7 +11,7 @@ from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
-from kvframework.api import DIGEST_BYTES, MessagingFuture
+from kvframework.api import DIGEST_BYTES, Future, LoadOutcome
 from kvframework.client import LookupResult, RequestHashes
 
 BLOCK = 4
@@ -145,17 +145,17 @@ def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
 class FakeInstance:
     """A worker's registration; `answer` makes the future of each transfer."""
 
-    def __init__(self, answer: Callable[[], MessagingFuture[bool]] = lambda: MessagingFuture.resolved(True)) -> None:
+    def __init__(self, answer: Callable[[], Future[Any]] = lambda: Future.resolved(LoadOutcome(True))) -> None:
         self.served: Served | None = SERVED
         self.answer = answer
         self.loads: list[LoadOp] = []
         self.stores: list[StoreOp] = []
 
-    def load(self, op: LoadOp) -> MessagingFuture[bool]:
+    def load(self, op: LoadOp) -> Future[Any]:
         self.loads.append(op)
         return self.answer()
 
-    def store(self, op: StoreOp) -> MessagingFuture[bool]:
+    def store(self, op: StoreOp) -> Future[Any]:
         self.stores.append(op)
         return self.answer()
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvf_vllm.steps import LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.worker import WorkerSide
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, LoadOutcome, Promise
 from kvframework.errors import BadBlockIds
 from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance
 
@@ -20,19 +20,19 @@ def store(number: int = 0, request_id: str = "a", start: int = 0) -> StoreOp:
     return StoreOp(number, request_id, start, start + 8, b"", "", [[5, 6]])
 
 
-def answers(*results: bool | MessagingFuture[bool]) -> FakeInstance:
+def answers(*results: bool | Future[LoadOutcome]) -> FakeInstance:
     """An instance whose transfers end so, in order."""
-    left = [each if isinstance(each, MessagingFuture) else MessagingFuture.resolved(each) for each in results]
+    left = [each if isinstance(each, Future) else Future.resolved(LoadOutcome(each)) for each in results]
     return FakeInstance(lambda: left.pop(0))
 
 
 def test_a_load_between_steps_is_told_once_it_has_ended() -> None:
-    future: MessagingFuture[bool] = MessagingFuture()
+    future: Promise[LoadOutcome] = Promise()
     worker = WorkerSide(answers(future), block_size=BLOCK)
     worker.load(StepPlan(loads=[LOAD]))
     assert worker.finished_loads() == (set(), set())
     assert worker.take_report().loaded == {}
-    future.set_result(True)
+    future.set_result(LoadOutcome(True))
     assert worker.finished_loads() == ({"a"}, set())
     assert worker.take_report().loaded == {"a": 1}
     assert worker.finished_loads() == (set(), set())
@@ -59,9 +59,9 @@ def test_with_several_groups_a_failed_load_is_told_by_its_request() -> None:
 
 
 def test_a_synchronous_load_is_over_when_the_step_begins() -> None:
-    future: MessagingFuture[bool] = MessagingFuture()
+    future: Promise[LoadOutcome] = Promise()
     worker = WorkerSide(answers(future), is_async=False, block_size=BLOCK)
-    threading.Timer(0.05, lambda: future.set_result(True)).start()
+    threading.Timer(0.05, lambda: future.set_result(LoadOutcome(True))).start()
     worker.load(StepPlan(loads=[LOAD]))
     assert future.query()
     assert worker.finished_loads() == (set(), set())
@@ -93,15 +93,15 @@ def test_a_load_between_steps_that_fails_spoils_nothing() -> None:
 
 def test_a_store_is_ended_before_its_blocks_are_written() -> None:
     cancelled = threading.Event()
-    future: MessagingFuture[bool] = MessagingFuture(cancelled.set)
-    other: MessagingFuture[bool] = MessagingFuture(pytest.fail)
+    future: Promise[LoadOutcome] = Promise(cancelled.set)
+    other: Promise[LoadOutcome] = Promise(pytest.fail)
     worker = WorkerSide(answers(future, other), block_size=BLOCK)
     worker.store(StepPlan(stores=[store(0), store(1)]))
     assert worker.take_report().ended == {}
 
     def server() -> None:
         cancelled.wait(60)
-        future.set_result(False)
+        future.set_result(LoadOutcome(False))
 
     thread = threading.Thread(target=server)
     thread.start()
@@ -114,7 +114,7 @@ def test_a_store_is_ended_before_its_blocks_are_written() -> None:
 
 
 def test_a_transfer_that_cannot_even_start_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse() -> MessagingFuture[bool]:
+    def refuse() -> Future[LoadOutcome]:
         raise BadBlockIds("block 9 of 4")
 
     worker = WorkerSide(FakeInstance(refuse), block_size=BLOCK)
@@ -147,7 +147,7 @@ def test_a_load_that_the_scheduler_could_not_name_fails(is_async: bool) -> None:
     assert not instance.loads
 
 
-class Surprising(MessagingFuture[bool]):
+class Surprising(Future[LoadOutcome]):
     """Of a plugin that breaks its contract."""
 
     def cancel(self) -> bool:
@@ -159,9 +159,9 @@ class Surprising(MessagingFuture[bool]):
 
 def test_a_future_that_raises_is_a_failed_transfer() -> None:
     future = Surprising()
-    worker = WorkerSide(answers(future, MessagingFuture.resolved(True)), block_size=BLOCK)
+    worker = WorkerSide(answers(future, Future.resolved(True)), block_size=BLOCK)
     worker.load(StepPlan(loads=[LOAD, replace(LOAD, request_id="b")]))
-    future.set_result(True)
+    future.set_result(LoadOutcome(True))
     assert worker.finished_loads() == ({"a", "b"}, set())
     assert worker.take_failed_blocks() == {2, 3, 4}
     storing = Surprising()

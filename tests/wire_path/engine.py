@@ -38,11 +38,11 @@ class Engine:
 
     def store(self, request: RequestHashes, blocks: list[int]) -> bool:
         self.last = self.worker.submit_store(request, 0, len(blocks) * BLOCK, [blocks])
-        return self.last.result(PATIENCE_S)
+        return self.last.result(PATIENCE_S).ok
 
     def retrieve(self, request: RequestHashes, blocks: list[int], skip: int = 0) -> bool:
         future = self.worker.submit_retrieve(request, 0, len(blocks) * BLOCK, [blocks], skip_first_n_tokens=skip)
-        return future.result(PATIENCE_S)
+        return future.result(PATIENCE_S).ok
 
     def tokens(self, blocks: list[int]) -> torch.Tensor:
         """[layers, planes, tokens, heads, dim] of the blocks."""

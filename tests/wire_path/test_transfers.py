@@ -36,10 +36,10 @@ def client(server: RemoteServer) -> Iterator[KVClient]:
 
 def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteServer, client: KVClient) -> None:
     assert client.hello.liveness == ""
-    assert client.arena() is None
+    assert not client.maps_arena
     first = Engine(client)
     assert first.store(first.request(TOKENS), BLOCKS)
-    assert first.last.detail == StoreOutcome(stored=2)
+    assert first.last.result() == StoreOutcome(stored=2)
     with server.connect(name="client") as another:
         second = Engine(another, 2)
         result = second.scheduler.lookup(second.request(TOKENS))
@@ -74,9 +74,9 @@ def test_only_what_is_missing_travels(server: RemoteServer, client: KVClient) ->
     before = engine.tokens(BLOCKS[:16])
     engine.kv["layer0"].add_(1.0)
     assert engine.store(engine.request(TOKENS), BLOCKS)
-    assert engine.last.detail == StoreOutcome(stored=1, present=1)
+    assert engine.last.result() == StoreOutcome(stored=1, present=1)
     assert engine.store(engine.request(TOKENS), BLOCKS)
-    assert engine.last.detail == StoreOutcome(present=2)
+    assert engine.last.result() == StoreOutcome(present=2)
     assert engine.retrieve(engine.request(TOKENS), OTHERS)
     assert torch.equal(engine.tokens(OTHERS[:16]), before)
     assert torch.equal(engine.tokens(OTHERS[16:]), engine.tokens(BLOCKS[16:]))
@@ -98,7 +98,7 @@ def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pyte
     tokens, blocks = list(range(16 * CHUNK)), list(range(256))
     target = list(range(511, 255, -1))
     assert engine.store(engine.request(tokens), blocks)
-    assert engine.last.detail == StoreOutcome(stored=16)
+    assert engine.last.result() == StoreOutcome(stored=16)
     untouched = engine.tokens(target)
     assert engine.retrieve(engine.request(tokens), target, skip=16 * CHUNK)
     assert torch.equal(engine.tokens(target), untouched)
@@ -114,7 +114,7 @@ def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.Mon
         assert engine.store(old, BLOCKS)
         request = engine.request(list(range(10 * CHUNK)))
         assert engine.store(request, list(range(160))) is False
-        outcome = engine.last.detail
+        outcome = engine.last.result()
         assert isinstance(outcome, StoreOutcome)
         assert (outcome.stored, outcome.dropped) == (4, 6)
         assert engine.scheduler.lookup(request).hit_tokens == 4 * CHUNK

@@ -11,11 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kvframework.api import CacheKey
+from kvframework.api import CacheKey, Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.client import why_down
 from kvframework.wire import messages as m
+from kvframework.wire.non_gpu import non_gpu_layout
 from tests.wire_versions.other_release import become
 
 PAYLOAD = m.RegisterNonGpuContextPayload(1, "m", 1, 16, 2, 8, "float32", False)
@@ -55,6 +57,7 @@ class Engine:
         self._request = RequestHashes(self._client.hasher, reply.desc.chunk_tokens, request_id="r")
         self._request.extend(TOKENS)
         self._namespace = reply.namespace
+        self._registration = Registration(1, 0, reply.namespace, non_gpu_layout(PAYLOAD), reply.desc)
         self._scheduler = self._scheduler or SchedulerAdapter(
             self._client, model_name="m", namespace=reply.namespace, chunk_tokens=reply.desc.chunk_tokens
         )
@@ -63,12 +66,10 @@ class Engine:
         assert self._request is not None
         end = self._request.hashed_tokens
         key = CacheKey("m", 1, 0, self._namespace, 0, end, "r", digests=self._request.digests(end))
-        plan = self._client.prepare_store(key, 1).result()
-        arena = self._client.arena()
-        if plan.lease and arena is not None:
+        with self._client.prepare_store(bare_transfer(self._registration, key)).result() as plan:
             for place in plan.ranges:
-                arena[place.offset : place.offset + place.length] = b"k" * place.length
-            self._client.commit_store(plan.lease).result()
+                plan.arena[place.offset : place.offset + place.length] = b"k" * place.length
+            plan.commit().result()
 
 
 def main(endpoint: str) -> None:

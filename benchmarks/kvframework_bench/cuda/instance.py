@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from kvframework.api import DIGEST_BYTES, MessagingFuture, StoreOutcome
+from kvframework.api import DIGEST_BYTES, Future, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.wire import messages as m
@@ -137,23 +137,22 @@ class DeviceInstance:
         self._await_stored(future, chunks)
         return Timing(submitted - started, time.perf_counter() - started)
 
-    def _submit_store(self, request: RequestHashes, blocks: list[list[int]], chunks: int) -> MessagingFuture[bool]:
+    def _submit_store(self, request: RequestHashes, blocks: list[list[int]], chunks: int) -> Future[StoreOutcome]:
         return self._worker.submit_store(request, 0, chunks * CHUNK_TOKENS, blocks)
 
-    def _submit_retrieve(self, blocks: list[list[int]], chunks: int) -> MessagingFuture[bool]:
+    def _submit_retrieve(self, blocks: list[list[int]], chunks: int) -> Future[LoadOutcome]:
         return self._worker.submit_retrieve(self._request, 0, chunks * CHUNK_TOKENS, blocks)
 
-    def _await_stored(self, future: MessagingFuture[bool], chunks: int) -> None:
-        ok = future.result(_TIMEOUT_S)
+    def _await_stored(self, future: Future[StoreOutcome], chunks: int) -> None:
+        outcome = future.result(_TIMEOUT_S)
         self._worker.get_finished()
-        outcome = future.detail
-        if not ok or not isinstance(outcome, StoreOutcome) or outcome.stored != chunks:
-            raise BenchFailed(f"a store of {chunks} chunks ended with {ok}: {outcome}")
+        if not outcome.ok or outcome.stored != chunks:
+            raise BenchFailed(f"a store of {chunks} chunks ended with {outcome}")
 
-    def _await_retrieved(self, future: MessagingFuture[bool]) -> None:
-        ok = future.result(_TIMEOUT_S)
+    def _await_retrieved(self, future: Future[LoadOutcome]) -> None:
+        outcome = future.result(_TIMEOUT_S)
         self._worker.get_finished()
-        if not ok:
+        if not outcome.ok:
             raise BenchFailed("a retrieve of what was stored is a miss", hint="the log above says why")
 
     def _blocks(self, ids: Sequence[int], chunks: int) -> list[list[int]]:

@@ -15,10 +15,13 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
+from kvframework.api import Registration
 from kvframework.client import KVClient
+from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
+from kvframework.wire.non_gpu import non_gpu_layout
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.scale.client import Clear, Command, Fill, Report, Run, Start
 from kvframework_bench.scale.workload import Prompts, contents, shape
@@ -34,12 +37,12 @@ class Requests:
     ) -> None:
         self._client = client
         self._dealer = dealer
-        self._instance_id = instance_id
-        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape(instance_id), m.Registered)
-        arena = client.arena()
-        if arena is None:
+        told = shape(instance_id)
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", told, m.Registered)
+        if not client.maps_arena:
             raise BenchFailed("the server's arena is not mapped here")
-        self._arena = arena
+        layout = non_gpu_layout(told)
+        self._registration = Registration(instance_id, 0, registered.namespace, layout, registered.desc)
         self._prompts = Prompts(seed, chunks, registered.namespace)
         self.object_bytes = registered.desc.nbytes
         lookup = m.Lookup(self._prompts.key(self._prompts.digests(0), rank=None))
@@ -81,12 +84,12 @@ class Requests:
         """PREPARE_STORE, the bytes, COMMIT_STORE."""
         digests = self._prompts.digests(number)
         objects = contents(digests, self.object_bytes)
-        key = self._prompts.key(digests, rank=0)
+        transfer = bare_transfer(self._registration, self._prompts.key(digests, rank=0))
         started = time.perf_counter()
-        plan = self._client.prepare_store(key, self._instance_id).result()
-        for place, data in zip(plan.ranges, objects, strict=False):
-            self._arena[place.offset : place.offset + place.length] = data
-        outcome = self._client.commit_store(plan.lease).result() if plan.lease else plan.outcome
+        with self._client.prepare_store(transfer).result() as plan:
+            for place, data in zip(plan.ranges, objects, strict=False):
+                plan.arena[place.offset : place.offset + place.length] = data
+            outcome = plan.commit().result()
         seconds = time.perf_counter() - started
         if may_be_there and outcome.present == self._prompts.chunks:
             return seconds
@@ -98,16 +101,16 @@ class Requests:
         """PREPARE_RETRIEVE, all bytes read and compared, COMMIT_RETRIEVE. Raises `WrongBytes`."""
         digests = self._prompts.digests(number)
         objects = contents(digests, self.object_bytes)
-        key = self._prompts.key(digests, rank=0)
+        transfer = bare_transfer(self._registration, self._prompts.key(digests, rank=0))
         started = time.perf_counter()
-        plan = self._client.prepare_retrieve(key, self._instance_id).result()
-        same = len(plan.ranges) == len(objects) and all(
-            bytes(self._arena[place.offset : place.offset + place.length]) == data
-            for place, data in zip(plan.ranges, objects, strict=True)
-        )
-        held = plan.hit and self._client.commit_retrieve(plan.lease).result()
+        with self._client.prepare_load(transfer).result() as plan:
+            same = len(plan.ranges) == len(objects) and all(
+                bytes(plan.arena[place.offset : place.offset + place.length]) == data
+                for place, data in zip(plan.ranges, objects, strict=True)
+            )
+            loaded = plan.commit().result()
         seconds = time.perf_counter() - started
-        if not held:
+        if not loaded.ok:
             raise BenchFailed("a retrieve of what was stored is a miss")
         if not same:
             raise WrongBytes("what came back is not what was stored", hint="no figures are reported")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvframework.api import MessagingFuture, StoreOutcome
+from kvframework.api import Future, StoreOutcome
 from kvframework.client import WorkerAdapter
 from kvframework_bench.console import no_progress
 from kvframework_bench.cuda.device import Device
@@ -103,12 +103,12 @@ def _one_wrong_bit() -> None:
 
 
 def _a_miss() -> None:
-    WorkerAdapter.submit_retrieve = lambda *_a, **_k: MessagingFuture.resolved(False)  # type: ignore[method-assign]
+    WorkerAdapter.submit_retrieve = lambda *_a, **_k: Future.resolved(False)  # type: ignore[method-assign]
 
 
 def _a_drop() -> None:
     dropped = StoreOutcome(stored=0, present=1)
-    WorkerAdapter.submit_store = lambda *_a, **_k: MessagingFuture.resolved(True, dropped)  # type: ignore[method-assign]
+    WorkerAdapter.submit_store = lambda *_a, **_k: Future.resolved(True, dropped)  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {"": lambda: None, "wrong bit": _one_wrong_bit, "miss": _a_miss, "drop": _a_drop}

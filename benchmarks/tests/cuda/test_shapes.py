@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from kvf_layouts.paged import PagedLayout
-from kvframework.api import ArenaRange, CopyPlanner, PlacedView
+from kvframework.api import ArenaRange, GroupBlocks
+from kvframework.devices.planning import CopyPlanner, PlacedView
 from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework_bench.cuda.workload import CHUNK_TOKENS, FULL, QUICK, SHAPES, CudaShape, fragment_shape
 
@@ -37,7 +38,9 @@ def planned(shape: CudaShape) -> tuple[set[int], int, int]:
     ]
     planner = CopyPlanner(declared.groups, desc, views)
     every_other = list(range(0, blocks, 2))
-    batches = planner.plan([ArenaRange(0, 0, 0, desc.nbytes)], [every_other], [shape.blocks(1)])
+    batches = planner.plan(
+        [ArenaRange(0, 0, 0, desc.nbytes)], [GroupBlocks(every_other, shape.blocks(1), 0, max(every_other))]
+    )
     return {batch.run for batch in batches}, sum(batch.nbytes for batch in batches), desc.nbytes
 
 

@@ -59,8 +59,8 @@ def test_contexts_with_and_without_flash_attention_share_objects(client: KVClien
     request = RequestHashes(client.hasher, CHUNK, request_id="one")
     request.extend(range(2 * CHUNK))
     source, target = [7, 1, 2, 9, 4, 5, 0, 3], [8, 9, 10, 11, 12, 13, 14, 15]
-    assert workers[0].submit_store(request, 0, 2 * CHUNK, [source]).result(PATIENCE_S) is True
-    assert workers[1].submit_retrieve(request, 0, 2 * CHUNK, [target]).result(PATIENCE_S) is True
+    assert workers[0].submit_store(request, 0, 2 * CHUNK, [source]).result(PATIENCE_S).ok
+    assert workers[1].submit_retrieve(request, 0, 2 * CHUNK, [target]).result(PATIENCE_S).ok
     for stored, loaded in zip(caches[0].values(), caches[1].values(), strict=True):
         for here, there in zip(source, target, strict=True):
             cells, found = slice(here * BLOCK, (here + 1) * BLOCK), slice(there * BLOCK, (there + 1) * BLOCK)

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.api import Buffer, Future, Message, RequestSpec
 from kvframework.errors import KVFrameworkError, OutOfResources, ServerFull, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
+from kvframework.messaging.client.pending import Answer
 from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
 
 # The control socket monitors whether the server lives; a PING would wait behind the bulk.
@@ -34,9 +35,7 @@ class BulkSocket:
         self._link: Link | None = None
         self._closed = False
 
-    def submit(
-        self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float
-    ) -> MessagingFuture[Message]:
+    def submit(self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float) -> Future[Answer]:
         """Submit like `Link.submit`, after a handshake if there is no socket. Never raises."""
         try:
             link = self._opened()
@@ -44,12 +43,12 @@ class BulkSocket:
             # These errors would refuse a new session too.
             if not isinstance(error, (ServerGone, ServerFull, OutOfResources)):
                 self._control.close()  # the session refuses another socket: only a new session can help
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         except Exception as error:
             out = as_out_of_resources(error)
             if out is None:
                 raise
-            return MessagingFuture.failed(out)
+            return Future.failed(out)
         return link.submit(spec, payload, buffers, timeout)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.api import Buffer, Future, Message, RequestSpec
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,
@@ -33,7 +33,7 @@ from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
-from kvframework.messaging.client.pending import RequestFuture
+from kvframework.messaging.client.pending import Answer, RequestFuture
 from kvframework.messaging.client.why_down import WhyDown
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.frames_io import Socket
@@ -128,19 +128,19 @@ class Connection:
 
     @property
     def last_error(self) -> Exception | None:
-        """Of the last attempt to connect, or why the connection ended; None while it is up."""
+        """The error of the last attempt to connect, or the reason for the connection's end; None while it is up."""
         return self._why.error
 
     @property
     def why_down(self) -> Exception | None:
-        """The most telling of what is known, see `WhyDown`."""
+        """The most specific known reason, see `WhyDown`."""
         return self._why.most_telling
 
-    def hold(self) -> int | None:
+    def liveness_fd(self) -> int | None:
         """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
         TCP). The caller closes it. Must be called from within `on_up`."""
         link = self._link
-        return link.hold() if link is not None else None
+        return link.liveness_fd() if link is not None else None
 
     def request(
         self,
@@ -152,10 +152,10 @@ class Connection:
         urgent: bool = False,
         silence_s: float = 0.0,
         on_late: Callable[[Message], None] | None = None,
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         """Send a request and return its future; never blocks and never raises.
 
-        The future resolves to the response, with the response's buffers as its `detail`, or fails: with the error that
+        The future resolves to the response and its buffers, or fails: with the error that
         the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
         answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
         the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
@@ -167,7 +167,7 @@ class Connection:
         try:
             spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
         except KVFrameworkError as error:
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         return link.submit(spec, payload, buffers, timeout, on_late)
 
     def ask(
@@ -193,13 +193,13 @@ class Connection:
         turn: float,
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         """Send a request and wait for at most `turn` seconds, as `ask` does: most often the returned future is
         resolved. Also sent while the server has been silent for less than `timeout`. Never raises."""
         try:
             spec, link = self._spec(name), self._usable(urgent, timeout)
         except KVFrameworkError as error:
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         return link.begin(spec, payload, timeout, turn, on_late)
 
     def reachable(self, silence_s: float) -> bool:
@@ -213,7 +213,7 @@ class Connection:
 
     def bulk_request(
         self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         """Send a request like `request`, over the session's second socket, which is reserved for big frames. Blocks for
         a handshake when there is none yet. After a timeout on it all its requests in flight fail, and only those.
 
@@ -222,22 +222,22 @@ class Connection:
         try:
             spec = self._spec(name, buffers)
         except KVFrameworkError as error:
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         bulk = self._bulk
         if bulk is None or self.state == "down":
-            return MessagingFuture.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))
+            return Future.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))
         return bulk.submit(spec, payload, buffers, timeout)
 
-    def cancel(self, future: MessagingFuture[Message]) -> MessagingFuture[Message]:
+    def cancel(self, future: Future[Answer]) -> Future[Answer]:
         """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
 
         The returned future resolves to `CancelReply` once the server no longer touches anything for the request, or
         fails with `ServerGone` if the connection of the request has ended.
         """
         if not isinstance(future, RequestFuture):  # it never left this process
-            return MessagingFuture.resolved(CancelReply(found=False))
+            return Future.resolved(Answer(CancelReply(found=False)))
         if os.getpid() != self._pid:
-            return MessagingFuture.failed(ServerGone("the connection belongs to the parent process"))
+            return Future.failed(ServerGone("the connection belongs to the parent process"))
         return future.cancelled()
 
     def close(self) -> None:
@@ -396,6 +396,6 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Keeps and logs what an attempt failed with. For how long to pause at most, in seconds."""
+        """Record and log the error of an attempt; return the longest pause before the next one, in seconds."""
         self._why.note(error, quiet=self._closing.is_set())
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S

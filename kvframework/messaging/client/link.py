@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.api import Buffer, Future, Message, RequestSpec
 from kvframework.errors import (
     HelloRequired,
     InvalidPayload,
@@ -33,7 +33,7 @@ from kvframework.messaging import frames_io
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
-from kvframework.messaging.client.pending import LateAnswers, Outgoing, Pending
+from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
 from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.wakeup import Wakeup
@@ -46,7 +46,7 @@ logger.addFilter(LogLimit())
 
 _MESSAGES_PER_ROUND = 64
 _LAST_RESORT_S = 1.0  # for a thread that is about to resolve a future, and is being held up
-_AFTER_THE_SERVER_S = 1.0  # the server's own deadline speaks first
+_AFTER_THE_SERVER_S = 1.0  # the server's own deadline passes first
 _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
@@ -107,7 +107,7 @@ class Link:
 
     @property
     def suspect(self) -> bool:
-        """Whether the server has left something unanswered."""
+        """Whether the server has left a request unanswered."""
         return self._silence.suspect
 
     def start(self) -> None:
@@ -132,15 +132,15 @@ class Link:
         buffers: Sequence[Buffer],
         timeout: float,
         on_late: Callable[[Message], None] | None = None,
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         """Send a request, from any thread, without blocking. A request that cannot be sent yields a failed future."""
         try:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         with self._lock:
             if self._closed:
-                return MessagingFuture.failed(self.gone())
+                return Future.failed(self.gone())
             self._outbox.append(item)
         self._wakeup.signal()
         return item.future
@@ -153,7 +153,7 @@ class Link:
         item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:
-            return item.future.result(_LAST_RESORT_S)
+            return item.future.result(_LAST_RESORT_S).payload
         finally:
             # An error's traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
             del item
@@ -165,7 +165,7 @@ class Link:
         timeout: float,
         turn: float,
         on_late: Callable[[Message], None] | None = None,
-    ) -> MessagingFuture[Message]:
+    ) -> Future[Answer]:
         """Like `ask` for at most `turn` seconds; a future that is still pending then continues as that of `submit`.
         Does not wait while the server takes longer than such a turn, nor in callbacks of futures."""
         if turn <= 0 or self.suspect or not self._prompt or self.runs_here():
@@ -173,7 +173,7 @@ class Link:
         try:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
         except KVFrameworkError as error:
-            return MessagingFuture.failed(error)
+            return Future.failed(error)
         self._wait_here(item, min(item.deadline, self._clock() + turn))
         return item.future
 
@@ -181,12 +181,12 @@ class Link:
         """See `Silence.seconds`."""
         return self._silence.seconds()
 
-    def cancel(self, request_id: int) -> MessagingFuture[Message]:
+    def cancel(self, request_id: int) -> Future[Answer]:
         """Send CANCEL; its answer comes once the server no longer touches anything for that request."""
         return self.submit(_CANCEL, Cancel(request_id), (), _CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
-    def hold(self) -> int | None:
-        """See `Connection.hold`."""
+    def liveness_fd(self) -> int | None:
+        """See `Connection.liveness_fd`."""
         return self._liveness.duplicate() if self._liveness is not None else None
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
@@ -261,7 +261,7 @@ class Link:
                     if self._pending:
                         self._wakeup.signal()  # no thread receives the answers that others wait for
             else:
-                item.future.wait(until - self._clock())
+                item.future.rest(until - self._clock())
                 if self._clock() >= until:
                     self._receive()
             if self._clock() >= until:
@@ -282,7 +282,7 @@ class Link:
             self._silence.begin(item.deadline - item.timeout)
             self._wakeup.signal()
         else:
-            item.future.wait(_LAST_RESORT_S)  # another thread is about to resolve it
+            item.future.rest(_LAST_RESORT_S)  # another thread is about to resolve it
         item.resolve(item.unanswered())
 
     # in any thread
@@ -382,7 +382,7 @@ class Link:
 
     def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
         try:
-            item.resolve(item.answer(envelope), envelope.buffers)
+            item.resolve(item.answer(envelope))
         except KVFrameworkError as error:
             if isinstance(error, HelloRequired):
                 self._stop(error)  # before the caller, who may retry at once, gets the error

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvframework.api import Buffer, Message, MessagingFuture, RequestSpec
+from kvframework.api import Buffer, Future, Message, Promise, RequestSpec
 from kvframework.errors import DeadlineExceeded, InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging import frames_io
 from kvframework.messaging.deadlines import Deadlines
@@ -21,10 +21,17 @@ logger = logging.getLogger(__name__)
 _MAX_LATE = 4096
 
 # Sends the CANCEL of a request id; returns the future of its answer.
-SendCancel = Callable[[int], MessagingFuture[Message]]
+SendCancel = Callable[[int], "Future[Answer]"]
 
 
-class RequestFuture(MessagingFuture[Message]):
+class Answer(NamedTuple):
+    """What the server answered: the response, and the raw buffers behind it."""
+
+    payload: Message
+    buffers: Sequence[memoryview] = ()
+
+
+class RequestFuture(Promise[Answer]):
     """The future of a request that was sent. `cancel()` asks the server, which answers the request as always."""
 
     __slots__ = ("_send_cancel", "request_id", "resting")
@@ -39,15 +46,15 @@ class RequestFuture(MessagingFuture[Message]):
         if not self.query():
             self._send_cancel(self.request_id)
 
-    def cancelled(self) -> MessagingFuture[Message]:
+    def cancelled(self) -> Future[Answer]:
         """Send CANCEL and return the future of its answer, which comes once the server no longer touches anything for
         the request."""
         return self._send_cancel(self.request_id)
 
-    def wait(self, timeout: float) -> None:
+    def rest(self, timeout: float) -> None:
         """Wait until it is resolved, at most `timeout` seconds."""
         self.resting = True
-        self._done.wait(max(timeout, 0.0))
+        self.wait(max(timeout, 0.0))
         self.resting = False
 
 
@@ -83,22 +90,23 @@ class Outgoing(NamedTuple):
         future = RequestFuture(send_cancel, request_id)
         return cls(request_id, frames, spec, future, timeout, time.monotonic() + timeout, on_late)
 
-    def answer(self, envelope: Envelope) -> Message:
+    def answer(self, envelope: Envelope) -> Answer:
         """Return the server's response. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for a
         reply that does not answer this request."""
         if envelope.type == ERROR_TYPE:
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
             raise ProtocolError(f"the server answered with {envelope.type!r}", where=self.spec.name)
-        return decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
+        payload = decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
+        return Answer(payload, envelope.buffers)
 
-    def resolve(self, outcome: Message | KVFrameworkError, detail: object = None) -> None:
+    def resolve(self, outcome: Answer | KVFrameworkError) -> None:
         """Resolve the future, in the calling thread. A callback that fails is logged."""
         try:
             if isinstance(outcome, KVFrameworkError):
                 self.future.set_exception(outcome)
             else:
-                self.future.set_result(outcome, detail)
+                self.future.set_result(outcome)
         except Exception:
             logger.exception("a callback of a %s future failed", self.spec.name)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any
 
-from kvframework.api import Handler, HandlerResult, Message, MessagingFuture
+from kvframework.api import Future, Handler, HandlerResult, Message, Promise
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.messages import CancelReply
 
@@ -56,9 +56,9 @@ class Call:
         self.buffers = buffers
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.started = self.answered = self.done = self.cancelled = False
-        self.job: Future[None] | None = None
-        self.future: MessagingFuture[Message] | None = None
-        self.waiters: list[MessagingFuture[Message]] = []
+        self.job: futures.Future[None] | None = None
+        self.future: Future[Message] | None = None
+        self.waiters: list[Promise[Message]] = []
 
     def run(self) -> HandlerResult | BaseException:
         """Call the handler; return its result or the exception that it raised. Called once, in the serving or in a pool
@@ -88,7 +88,7 @@ class Call:
             waiter.set_result(CancelReply(found=True))
 
 
-def outcome_of(future: MessagingFuture[Message]) -> HandlerResult | BaseException:
+def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
     """Return the content of a resolved future."""
     error = future.exception()
     return error if error is not None else future.result(0)

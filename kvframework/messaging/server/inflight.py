@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvframework.api import ClientInfo, Handler, HandlerResult, Message, MessagingFuture, Reply
+from kvframework.api import ClientInfo, Future, Handler, HandlerResult, Message, Promise, Reply
 from kvframework.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -168,7 +168,7 @@ class InFlight:
 
     def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
         """Process a handler's result or exception, or the result of its future."""
-        if isinstance(result, MessagingFuture):
+        if isinstance(result, Future):
             if not result.query():
                 self._wait_for(call, result)
                 return
@@ -179,7 +179,7 @@ class InFlight:
             self._answer(call, result)
         self._finish(call)
 
-    def _wait_for(self, call: Call, future: MessagingFuture[Message]) -> None:
+    def _wait_for(self, call: Call, future: Future[Message]) -> None:
         self._track(call)
         call.job, call.future = None, future
         future.add_done_callback(lambda resolved: self._hand_over(call, outcome_of(resolved)))
@@ -225,7 +225,7 @@ class InFlight:
             return self._cancel_other.call(client, cancel, ())
         if target is None:
             return CancelReply(found=False)
-        waiter: MessagingFuture[Message] = MessagingFuture()
+        waiter: Promise[Message] = Promise()
         target.waiters.append(waiter)
         self._cancel(target)
         return waiter
@@ -263,6 +263,6 @@ class InFlight:
             return HandlerFailed(what, where=spec.name)
         try:
             self._replies.send(call.identity, call.request_id, spec.name, payload, buffers)
-        except Exception as error:  # noqa: BLE001  any error of encoding; the caller logs and answers it
+        except Exception as error:  # noqa: BLE001 - any error of encoding; the caller logs and answers it
             return error
         return None

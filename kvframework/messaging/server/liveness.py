@@ -6,7 +6,7 @@ blocks.
 
 A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
 also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
-(client/arena.py), so nothing writes there any more.
+(client/arena.py), so nothing writes there afterwards.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class LivenessServer:
         self._hang_up(entry.sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
-        # A copier may hold a copy (`ClientSession.hold`): epoll would still watch the closed socket, and take its
-        # events for those of the connection that gets its number next.
+        # A copier may hold a copy (`ClientSession.liveness_fd`): epoll would still watch the closed socket, and take
+        # its events for those of the connection that gets its number next.
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock)
         sock.close()

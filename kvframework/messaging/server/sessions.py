@@ -40,7 +40,7 @@ class ClientSession(ClientInfo):
     identities: set[bytes] = field(default_factory=set, repr=False)
     liveness: socket.socket | None = field(default=None, repr=False)
 
-    def hold(self) -> int | None:
+    def liveness_fd(self) -> int | None:
         if self.liveness is None or not self.local or self.liveness.fileno() < 0:
             return None
         return os.dup(self.liveness.fileno())

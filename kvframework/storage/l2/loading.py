@@ -127,7 +127,7 @@ class Loader:
                 continue
             lost = yield from self._load_from(task, source[batch[0]], still, pins)
             if lost:
-                # Objects that were useful only together with the lost ones need not be loaded any more.
+                # Objects that were useful only together with the lost ones need not be loaded.
                 for index in lost:
                     available[index] = False
                 worth = set(task.select(available))

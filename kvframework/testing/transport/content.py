@@ -27,16 +27,16 @@ class Content(TransportKit):
         engine = make_engine(CASES[case])
         request = engine.request()
         stored = engine.store(request, engine.source())
-        assert stored.result(PATIENCE_S) is True
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        assert stored.result(PATIENCE_S).ok
+        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         assert engine.differences() == []
 
     def test_another_instance_loads_what_was_stored(self, make_engine: MakeEngine, case: str) -> None:
         one, other = make_engine(CASES[case]), make_engine(CASES[case])
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S) is True
-        assert other.load(request, other.target()).result(PATIENCE_S) is True
+        assert one.store(request, one.source()).result(PATIENCE_S).ok
+        assert other.load(request, other.target()).result(PATIENCE_S).ok
         other.expect_loaded(one.model, one.source(), other.target())
         assert other.differences() == []
         assert one.differences() == [], "a store changes nothing"
@@ -46,11 +46,11 @@ class Content(TransportKit):
         whole = max(group.block_size for group in groups) if any(group.opaque for group in groups) else 1
         engine = make_engine(groups)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         # The longest first, so that no load finds what it skips written already.
         for skip in (3 * CHUNK - 1, CHUNK + 6, CHUNK, 7, 1):
             skip -= skip % whole
-            assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S) is True
+            assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S).ok
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
             assert engine.differences() == [], f"{skip} tokens were skipped"
 
@@ -69,11 +69,11 @@ class Content(TransportKit):
 
         one = make_engine([replace(NHD[0], axes=("plane", "block", "token", "head", "dim"))])
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S) is True
+        assert one.store(request, one.source()).result(PATIENCE_S).ok
         for axes in (("block", "head", "token", "dim"), ("layer", "block", "dim", "plane", "head", "token")):
             other = make_engine([replace(NHD[0], axes=axes)])
             assert other.registration.namespace == one.registration.namespace
-            assert other.load(request, other.target()).result(PATIENCE_S) is True
+            assert other.load(request, other.target()).result(PATIENCE_S).ok
             other.expect_loaded(one.model, one.source(), other.target())
             assert other.differences() == []
 
@@ -81,14 +81,14 @@ class Content(TransportKit):
         engine = make_engine(NHD)
         request = engine.request()
         middle = engine.source(CHUNK, 2 * CHUNK)
-        assert engine.store(request, middle, CHUNK, 2 * CHUNK).result(PATIENCE_S) is True
+        assert engine.store(request, middle, CHUNK, 2 * CHUNK).result(PATIENCE_S).ok
         before = engine.snapshot()
         engine.overwrite()
         whole = engine.store(request, engine.source())
-        assert whole.result(PATIENCE_S) is True
-        assert whole.detail == StoreOutcome(stored=2, present=1)
+        assert whole.result(PATIENCE_S).ok
+        assert whole.result() == StoreOutcome(stored=2, present=1)
         after = engine.snapshot()
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
         engine.expect_loaded(after, engine.source(), engine.target())
         engine.expect_loaded(before, middle, engine.target(CHUNK, 2 * CHUNK))
         assert engine.differences() == []
@@ -96,18 +96,18 @@ class Content(TransportKit):
     def test_a_part_of_what_is_stored_is_loaded(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         end = 2 * CHUNK
-        assert engine.load(request, engine.target(CHUNK, end), CHUNK, end).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target(CHUNK, end), CHUNK, end).result(PATIENCE_S).ok
         engine.expect_loaded(engine.snapshot(), engine.source(CHUNK, end), engine.target(CHUNK, end))
         assert engine.differences() == []
 
     def test_a_load_of_what_is_not_there_touches_nothing(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is False
-        assert engine.store(request, engine.source(0, CHUNK), 0, CHUNK).result(PATIENCE_S) is True
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is False, "two chunks are missing"
+        assert not engine.load(request, engine.target()).result(PATIENCE_S).ok
+        assert engine.store(request, engine.source(0, CHUNK), 0, CHUNK).result(PATIENCE_S).ok
+        assert not engine.load(request, engine.target()).result(PATIENCE_S).ok, "two chunks are missing"
         assert engine.differences() == []
 
     def test_blocks_that_a_window_gave_away_are_left_out(self, make_engine: MakeEngine) -> None:
@@ -117,8 +117,8 @@ class Content(TransportKit):
         ids[1] = [NO_BLOCK] * 5 + ids[1][5:]
         ids[2] = [NO_BLOCK] * 2 + ids[2][2:]
         stored = engine.store(request, ids)
-        assert stored.result(PATIENCE_S) is True
-        assert stored.detail == StoreOutcome(stored=3 + 1 + 1 + 3)
+        assert stored.result(PATIENCE_S).ok
+        assert stored.result() == StoreOutcome(stored=3 + 1 + 1 + 3)
 
     def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
         engine = make_engine(CASES["state"])
@@ -152,10 +152,10 @@ class Content(TransportKit):
             for engine, request in ((engine, requests[at][turn]) for at, engine in enumerate(engines))
         ]
         assert all(future.result(PATIENCE_S) for future in futures)
-        futures = [
+        loads = [
             engine.load(requests[at][turn], engine.target()) for turn in range(4) for at, engine in enumerate(engines)
         ]
-        assert all(future.result(PATIENCE_S) for future in futures)
+        assert all(load.result(PATIENCE_S) for load in loads)
         for engine in engines:
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
             assert engine.differences() == []

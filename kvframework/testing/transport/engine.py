@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from kvframework.api import BlockIds, MessagingFuture
+from kvframework.api import BlockIds, Future, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.registry import PluginRegistry
 from kvframework.testing.transport.cases import CHUNK, GroupCase, MemoryModel, Name, loaded_slots
@@ -89,7 +89,7 @@ class KitEngine:
 
     def store(
         self, request: RequestHashes, blocks: BlockIds, start: int = 0, end: int | None = None, event: object = None
-    ) -> MessagingFuture[bool]:
+    ) -> Future[StoreOutcome]:
         event = self.rig.event() if event is None else event
         return self.worker.submit_store(request, start, self._end(end), blocks, event=event)  # type: ignore[arg-type]
 
@@ -102,7 +102,7 @@ class KitEngine:
         *,
         skip: int = 0,
         event: object = None,
-    ) -> MessagingFuture[bool]:
+    ) -> Future[LoadOutcome]:
         return self.worker.submit_retrieve(
             request,
             start,

@@ -33,7 +33,7 @@ def _do(engine: KitEngine, words: list[object]) -> object:
         origin = int(str(words[1]))
         engine.expect_loaded(engine.model_of(origin), engine.source(seed=origin), engine.target())
         return engine.differences()
-    return _submit(engine, str(words[0]), int(str(words[1]))).result(PATIENCE_S)
+    return _submit(engine, str(words[0]), int(str(words[1]))).result(PATIENCE_S).ok
 
 
 def _submit(engine: KitEngine, what: str, seed: int):  # type: ignore[no-untyped-def]

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.devices import DeviceTransfer, engine_half
-from kvframework.devices.handles import LentAllocation, lend
+from kvframework.devices import engine_half
+from kvframework.devices.engine_half import DeviceTransfer
+from kvframework.devices.handles import ExportedAllocation, export_memory
 from kvframework.errors import KVFrameworkError
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
@@ -31,7 +32,7 @@ class Faults(TransportKit):
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.fail_copy)
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is False
+        assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
         assert engine.hit(request) == 0, "nothing of it is published"
         assert _copiers(client, rig) == copiers, "the copier ended: raise DeviceError for one operation that failed"
         _works(engine)
@@ -44,7 +45,7 @@ class Faults(TransportKit):
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.poison)
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is False
+        assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
         wait_until(
             lambda: engine.store(engine.request(), engine.source()).result(PATIENCE_S),
             "a store after the poisoning: raise DeviceLost once nothing works any more",
@@ -56,10 +57,10 @@ class Faults(TransportKit):
 
     def test_what_is_no_event_is_not_taken_for_none(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
-        self._lends(engine)
+        self._exports(engine)
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
-        assert stored is False, "the copy came too early: raise DeviceError for what is no event of the device"
+        assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
         assert engine.hit(request) == 0
         _works(engine)
 
@@ -68,16 +69,16 @@ class Faults(TransportKit):
     ) -> None:
         """A client may say anything, and a copy beyond the end would harm others."""
         engine = make_engine(NHD)
-        self._lends(engine)
+        self._exports(engine)
         engine.close()
         with monkeypatch.context() as patch:
-            patch.setattr(engine_half, "lend", _lying)
+            patch.setattr(engine_half, "export_memory", _lying)
             with pytest.raises(KVFrameworkError):
                 engine.worker.register_kv_caches(engine.caches, block_size=NHD[0].block_size)
         engine.worker.register_kv_caches(engine.caches, block_size=NHD[0].block_size)
         _works(engine)
 
-    def _lends(self, engine: KitEngine) -> None:
+    def _exports(self, engine: KitEngine) -> None:
         instance = engine.worker._instance
         assert instance is not None
         if not isinstance(instance.transfer, DeviceTransfer):
@@ -85,18 +86,18 @@ class Faults(TransportKit):
 
 
 def _lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
-    """As `lend`, but every allocation is told to be larger than it is by far."""
-    device, handles = lend(*arguments)
+    """As `export_memory`, but every allocation is said to be larger than it is by far."""
+    device, handles = export_memory(*arguments)
     return device, tuple(map(_enlarged, handles))
 
 
 def _enlarged(handle: bytes) -> bytes:
     try:
-        lent = msgspec.msgpack.decode(handle, type=LentAllocation)
+        exported = msgspec.msgpack.decode(handle, type=ExportedAllocation)
     except msgspec.ValidationError:
         return handle
-    larger = msgspec.structs.replace(lent.allocation, nbytes=lent.allocation.nbytes + (1 << 40))
-    return msgspec.msgpack.encode(LentAllocation(larger))
+    larger = msgspec.structs.replace(exported.allocation, nbytes=exported.allocation.nbytes + (1 << 40))
+    return msgspec.msgpack.encode(ExportedAllocation(larger))
 
 
 def _injected(fault: Callable[[], None]) -> None:
@@ -108,8 +109,8 @@ def _injected(fault: Callable[[], None]) -> None:
 
 def _works(engine: KitEngine) -> None:
     request = engine.request()
-    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
     assert engine.differences() == []
 

@@ -51,7 +51,7 @@ class Life(TransportKit):
         before, events = rig.open_elsewhere(), rig.events()
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         engine.close()
         assert rig.open_elsewhere() == before, "unregistering is answered once the memory is closed"
         assert rig.events() == events, "every event is closed and destroyed with its instance"
@@ -61,11 +61,11 @@ class Life(TransportKit):
         before = rig.open_elsewhere()
         one = make_engine(NHD)
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S) is True
+        assert one.store(request, one.source()).result(PATIENCE_S).ok
         stored = one.snapshot()
         one.close()
         other = make_engine(NHD)
-        assert other.load(request, other.target()).result(PATIENCE_S) is True
+        assert other.load(request, other.target()).result(PATIENCE_S).ok
         other.expect_loaded(stored, one.source(), other.target())
         assert other.differences() == []
         other.close()
@@ -101,7 +101,7 @@ class Life(TransportKit):
         wait_until(lambda: rig.open_elsewhere() == open_before, "the end of its mappings")
         request = bystander.request(seed)
         assert bystander.hit(request) == (0 if what == "store" else 3 * 16)
-        assert bystander.store(bystander.request(), bystander.source()).result(PATIENCE_S) is True
+        assert bystander.store(bystander.request(), bystander.source()).result(PATIENCE_S).ok
         assert bystander.differences() == []
 
     def test_a_server_killed_in_mid_copy_is_a_miss(self, spec: RigSpec, rig: TransportRig) -> None:
@@ -114,7 +114,7 @@ class Life(TransportKit):
                 with client_of(rig, endpoint) as client:
                     engine = KitEngine(rig, client, 1, NHD, seed=1)
                     request = engine.request(1)
-                    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
                     self._kill_in_mid_load(rig, server, engine)
                     server.close()
                     # The blocks may hold anything now, but nobody writes to them any more.
@@ -124,10 +124,10 @@ class Life(TransportKit):
                         lambda: client.usable and _instances(client) == {1}, "the registration at the new server"
                     )
                     assert engine.differences() == []
-                    assert engine.load(request, engine.target()).result(PATIENCE_S) is False, "a new server is empty"
-                    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                    assert not engine.load(request, engine.target()).result(PATIENCE_S).ok, "a new server is empty"
+                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
                     stored = engine.snapshot()
-                    assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+                    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
                     engine.expect_loaded(stored, engine.source(), engine.target())
                     assert engine.differences() == []
                     engine.close()
@@ -136,10 +136,10 @@ class Life(TransportKit):
 
     def _kill_in_mid_load(self, rig: TransportRig, server: ServerProgram, engine) -> None:  # type: ignore[no-untyped-def]
         with self.holding(rig) as held:
-            answered: list[object] = []
+            answered: list[bool] = []
 
             def load() -> None:
-                answered.append(engine.load(engine.request(1), engine.target()).result(PATIENCE_S))
+                answered.append(engine.load(engine.request(1), engine.target()).result(PATIENCE_S).ok)
 
             loading = threading.Thread(target=load)
             loading.start()

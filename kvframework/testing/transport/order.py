@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, StoreOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S, wait_until
@@ -23,8 +23,8 @@ class Order(TransportKit):
         engine = make_engine(NHD)
         request = engine.request()
         event = engine.overwrite(later=True)
-        assert engine.store(request, engine.source(), event=event).result(PATIENCE_S) is True
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source(), event=event).result(PATIENCE_S).ok
+        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         assert engine.differences() == []
 
@@ -32,10 +32,10 @@ class Order(TransportKit):
         """The blocks are still written by work that the engine had queued: the load is not to be overwritten by it."""
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         stored = engine.snapshot()
         event = engine.overwrite(later=True)
-        assert engine.load(request, engine.target(), event=event).result(PATIENCE_S) is True
+        assert engine.load(request, engine.target(), event=event).result(PATIENCE_S).ok
         engine.expect_loaded(stored, engine.source(), engine.target())
         assert engine.differences() == []
 
@@ -43,10 +43,10 @@ class Order(TransportKit):
         engine = make_engine(NHD)
         for _ in range(3):
             request = engine.request()
-            assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+            assert engine.store(request, engine.source()).result(PATIENCE_S).ok
             stored = engine.snapshot()
             engine.overwrite()
-            assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+            assert engine.load(request, engine.target()).result(PATIENCE_S).ok
             engine.expect_loaded(stored, engine.source(), engine.target())
             assert engine.differences() == []
 
@@ -61,13 +61,13 @@ class Order(TransportKit):
                 future.result(0.2)
             assert engine.hit(request) == 0, "nothing is published before it is there"
             held.leave()
-            assert future.result(PATIENCE_S) is True
+            assert future.result(PATIENCE_S).ok
 
     def test_a_submit_does_not_wait_for_copies(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         self.needs_asynchronous(rig)
         engine = make_engine(NHD)
         requests = [engine.request() for turn in range(8)]
-        assert engine.store(requests[0], engine.source()).result(PATIENCE_S) is True
+        assert engine.store(requests[0], engine.source()).result(PATIENCE_S).ok
         with self.holding(rig) as held:
             first = engine.store(requests[1], engine.source())
             wait_until(rig.held, "a copy that is held")
@@ -92,12 +92,12 @@ class Order(TransportKit):
             with pytest.raises(TimeoutError):
                 future.result(0.2)
             held.leave()
-            assert future.result(PATIENCE_S) is False
+            assert not future.result(PATIENCE_S).ok
         # From here on the blocks are the engine's again, at once.
         engine.overwrite()
         assert engine.hit(request) == 0
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
-        assert engine.load(request, engine.target()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         assert engine.differences() == []
 
@@ -107,7 +107,7 @@ class Order(TransportKit):
         self.needs_asynchronous(rig)
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         with self.holding(rig) as held:
             future = engine.load(request, engine.target())
             wait_until(rig.held, "a copy that is held")
@@ -115,11 +115,11 @@ class Order(TransportKit):
             with pytest.raises(TimeoutError):
                 future.result(0.2)
             held.leave()
-            assert future.result(PATIENCE_S) is False
+            assert not future.result(PATIENCE_S).ok
         engine.overwrite()
         # A load behind it has come past everything that could still be under way.
         other = engine.request()
-        assert engine.store(other, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(other, engine.source()).result(PATIENCE_S).ok
         assert engine.differences() == []
 
     def test_a_waiting_transfer_is_cancelled(self, rig: TransportRig, make_engine: MakeEngine) -> None:
@@ -129,7 +129,7 @@ class Order(TransportKit):
         event = engine.overwrite(later=True)
         future = engine.store(request, engine.source(), event=event)
         future.cancel()
-        assert future.result(PATIENCE_S) is False
+        assert not future.result(PATIENCE_S).ok
         assert engine.hit(request) == 0
         assert engine.differences() == []
 
@@ -137,7 +137,7 @@ class Order(TransportKit):
         self.needs_asynchronous(rig)
         engine = make_engine(NHD)
         request = engine.request()
-        futures: list[MessagingFuture[bool]] = []
+        futures: list[Future[StoreOutcome]] = []
         with self.entered(rig.holding_writes()) as held:
             event = engine.overwrite(later=True)
             submitting = threading.Thread(
@@ -151,14 +151,14 @@ class Order(TransportKit):
             submitting.join(PATIENCE_S)
         assert returned, "a submit returned only after the engine's work was done"
         assert under_way == [True], "a store was answered before its event was reached"
-        assert futures[0].result(PATIENCE_S) is True
+        assert futures[0].result(PATIENCE_S).ok
         assert engine.differences() == []
 
     def test_a_transfer_does_not_wait_for_another_ones_event(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         self.needs_asynchronous(rig)
         engine, other = make_engine(NHD), make_engine(NHD)
         reached = engine.overwrite(later=True)
-        assert engine.store(engine.request(), engine.source(), event=reached).result(PATIENCE_S) is True
+        assert engine.store(engine.request(), engine.source(), event=reached).result(PATIENCE_S).ok
         with self.entered(rig.holding_writes()) as held:
             event = other.overwrite(later=True)
             waiting = engine.store(engine.request(), engine.source(), event=event)
@@ -168,9 +168,9 @@ class Order(TransportKit):
             except TimeoutError:
                 stored = None
             held.leave()
-            assert stored is True, "a transfer whose event is reached stood behind one whose event is not"
-            assert waiting.result(PATIENCE_S) is True
-            assert ready.result(PATIENCE_S) is True
+            assert stored is not None, "a transfer whose event is reached stood behind one whose event is not"
+            assert waiting.result(PATIENCE_S).ok
+            assert ready.result(PATIENCE_S).ok
 
     def test_what_waits_is_cancelled_while_another_copy_stands_still(
         self, rig: TransportRig, make_engine: MakeEngine
@@ -190,5 +190,5 @@ class Order(TransportKit):
                 answered = None
             writes.leave()
             copies.leave()
-            assert answered is False, "the copier did not answer while a copy was under way"
-            assert standing.result(PATIENCE_S) is True
+            assert answered is not None, "the copier did not answer while a copy was under way"
+            assert standing.result(PATIENCE_S).ok

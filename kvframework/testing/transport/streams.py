@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import MessagingFuture
+from kvframework.api import Future, LoadOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.kit import Entered, MakeEngine, TransportKit
@@ -32,7 +32,7 @@ class Streams(TransportKit):
         stream = self._stream(rig, which)
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         with self.holding(rig) as held:
             future = engine.load(request, engine.target())
             wait_until(rig.held, "a copy that is held")
@@ -43,7 +43,7 @@ class Streams(TransportKit):
                 assert not any(_happened(reads)), "a read came before the load that its stream waits for"
                 time.sleep(0.005)
             held.leave()
-            assert future.result(PATIENCE_S) is True
+            assert future.result(PATIENCE_S).ok
         self._goes_on(reads)
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         assert [read() for read in reads] == [bytes(engine.model.images[name]) for name in engine.tensors]
@@ -55,7 +55,7 @@ class Streams(TransportKit):
         # The load waits for an event of other memory: nothing but the load stands before what is read here.
         engine, other = make_engine(NHD), make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
         if how == "fails":
             self._fail_next_copy(rig)
         with self.entered(rig.holding_writes()) as held:
@@ -67,7 +67,7 @@ class Streams(TransportKit):
             if how == "is cancelled":
                 future.cancel()
             held.leave()
-            assert future.result(PATIENCE_S) is False
+            assert not future.result(PATIENCE_S).ok
         self._goes_on(reads)
 
     def test_a_stream_goes_on_when_its_server_is_killed(self, spec: RigSpec, rig: TransportRig) -> None:
@@ -79,14 +79,14 @@ class Streams(TransportKit):
                 with client_of(rig, endpoint) as client:
                     engine = KitEngine(rig, client, 1, NHD, seed=1)
                     request = engine.request(1)
-                    assert engine.store(request, engine.source()).result(PATIENCE_S) is True
+                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
                     with self.holding(rig) as held:
                         future = engine.load(request, engine.target())
                         wait_until(rig.held, "a copy that is held")
                         self._wait(future, stream, held)
                         reads = _read_later(engine, stream)
                         server.process.send_signal(signal.SIGKILL)
-                        assert future.result(PATIENCE_S) is False
+                        assert not future.result(PATIENCE_S).ok
                         self._goes_on(reads)
                     engine.close()
             finally:
@@ -100,7 +100,7 @@ class Streams(TransportKit):
             pytest.skip(str(reason))
         return stream if which == "its own" else None
 
-    def _wait(self, future: MessagingFuture[bool], stream: object | None, held: Entered) -> None:
+    def _wait(self, future: Future[LoadOutcome], stream: object | None, held: Entered) -> None:
         """In this thread, since it may be that thread's stream. What is held is let go if it does not come back."""
         watchdog = threading.Timer(self.patience_s, held.leave)
         watchdog.start()

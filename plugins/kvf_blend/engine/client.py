@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvf_blend import messages as m
 from kvf_blend.errors import BadSegments
 from kvf_blend.rotary import Rotary
-from kvframework.api import Message, RequestSpec
+from kvframework.api import Message, RequestSpec, error_code
 from kvframework.client import KVClient, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered
 
@@ -138,7 +138,7 @@ class BlendClient:
             except KVFrameworkError as error:
                 failed = error
                 break
-        self._client.lost("lookups", failed)
+        self._client.lost("lookups", error_code(failed))
         log.warning("%s failed, taken as a miss: %s", spec.name, failed)
         return miss
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
 from kvf_blend.server.choice import Choice, Question
 from kvf_blend.server.objects import Objects
-from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, MessagingFuture
+from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, Promise
 from kvframework.errors import Cancelled, DeadlineExceeded
 
 # Objects may leave L1 between the check and the pin.
@@ -99,7 +99,7 @@ class Lookup:
             self._cancelled = True
             task.cancel()
 
-        future: MessagingFuture[Message] = MessagingFuture(cancel)
+        future: Promise[Message] = Promise(cancel)
         task.add_done_callback(lambda: self._loaded(future))
         return future
 
@@ -108,7 +108,7 @@ class Lookup:
         chosen = set(self._question.choose(self._objects.whole(digests, available)).digests())
         return self._objects.indices(index for index, digest in enumerate(digests) if digest in chosen)
 
-    def _loaded(self, future: MessagingFuture[Message]) -> None:
+    def _loaded(self, future: Promise[Message]) -> None:
         """Answers after the load has ended, while the load still pins its objects."""
         self._loads.end(self._client)
         try:

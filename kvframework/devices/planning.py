@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from kvframework.api.driver import CopyBatch, Step
-from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
-from kvframework.api.transport import ArenaRange
-from kvframework.api.types import BlockIds, dtype_bytes
-from kvframework.errors import RequestError
+from kvframework.api import (
+    NO_BLOCK,
+    ArenaRange,
+    CopyBatch,
+    GroupBlocks,
+    LayerGroup,
+    MemoryLayoutDesc,
+    Step,
+    dtype_bytes,
+)
 
 
 class PlacedView(NamedTuple):
@@ -55,23 +60,19 @@ class CopyPlanner:
     ) -> None:
         self._groups = groups
         self._desc = desc
-        self._blocks = [min(view.blocks for plane in planes for view in plane) for planes in views]
         self._lanes = [_lanes(planes, desc.groups[index].nbytes) for index, planes in enumerate(views)]
         self._sizes = [_size(group) for group in groups]
         self._merged = merged
 
     def plan(
-        self, ranges: Sequence[ArenaRange], block_ids: BlockIds, blocks_in_chunk: Sequence[int], skip_tokens: int = 0
+        self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0
     ) -> list[CopyBatch]:
-        """What a `CopyJob` moves. `NO_BLOCK` and what lies in the first `skip_tokens` tokens are left out.
-
-        Raises `RequestError` for ranges and ids that do not fit the registration.
-        """
-        self._check(ranges, block_ids, blocks_in_chunk)
+        """What a `CopyJob` moves. `NO_BLOCK` and what lies in the first `skip_tokens` tokens are left out. Ranges and
+        blocks fit the registration: the core has checked them."""
         places: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         for place in ranges:
-            group, count = self._groups[place.group], blocks_in_chunk[place.group]
-            ids = block_ids[place.group][place.chunk * count : (place.chunk + 1) * count]
+            group, count = self._groups[place.group], blocks[place.group].per_object
+            ids = blocks[place.group].ids[place.chunk * count : (place.chunk + 1) * count]
             skip = 0 if group.state else max(skip_tokens - place.chunk * self._desc.chunk_tokens, 0)
             whole, rest = divmod(skip // group.slot_tokens, group.slots)
             size, offset = self._sizes[place.group], place.offset
@@ -100,25 +101,6 @@ class CopyPlanner:
             offsets = array.array("Q", [offset + skipped for _, offset in places])
             batches.append(CopyBatch(lanes.addresses, lanes.offsets, addresses, offsets, steps, run))
         return batches
-
-    def _check(self, ranges: Sequence[ArenaRange], block_ids: BlockIds, blocks_in_chunk: Sequence[int]) -> None:
-        expected = [group.object_blocks(self._desc.chunk_tokens) for group in self._groups]
-        if list(blocks_in_chunk) != expected or len(block_ids) != len(expected):
-            raise RequestError(f"{list(blocks_in_chunk)} blocks in a chunk", available=f"{expected}")
-        for index, ids in enumerate(block_ids):
-            # Seen at once for most, without a look at each.
-            if (
-                ids
-                and (min(ids) < 0 or max(ids) >= self._blocks[index])
-                and any(each != NO_BLOCK and not 0 <= each < self._blocks[index] for each in ids)
-            ):
-                raise RequestError(f"a block id of layer group {index} is not below {self._blocks[index]}")
-        for place in ranges:
-            known = 0 <= place.group < len(expected)
-            if not known or not 0 <= place.chunk < len(block_ids[place.group]) // expected[place.group]:
-                raise RequestError(f"{place} is in none of the chunks")
-            if place.length != self._desc.groups[place.group].nbytes:
-                raise RequestError(f"{place}: an object has {self._desc.groups[place.group].nbytes} bytes")
 
 
 def _lanes(planes: Sequence[Sequence[PlacedView]], object_bytes: int) -> list[_Lanes]:

@@ -1,0 +1,96 @@
+"""The one check of a transfer's arguments in an engine, for all transports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvframework.api import (
+    ArenaRange,
+    BlockIds,
+    CacheKey,
+    GroupBlocks,
+    LayerTensors,
+    Registration,
+    Transfer,
+    check_skip,
+)
+from kvframework.errors import BadRange, ProtocolError
+from kvframework.wire.blocks import checked_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_tokens(registration: Registration, start: int, end: int) -> None:
+    """Raises `BadRange` if tokens `[start, end)` are no whole chunks."""
+    chunk = registration.desc.chunk_tokens
+    if not 0 <= start < end or start % chunk or end % chunk:
+        raise BadRange(f"tokens {start} to {end}", available=f"whole chunks of {chunk} tokens")
+
+
+def check_skipped(registration: Registration, tokens: int, skip_tokens: int) -> None:
+    """Raises `BadRange` unless a load of `tokens` tokens can leave out so many."""
+    if not 0 <= skip_tokens <= tokens:
+        raise BadRange(f"skip_first_n_tokens is {skip_tokens}", available=f"0 to {tokens} tokens")
+    check_skip(registration.layout, skip_tokens)
+
+
+def checked_transfer(
+    registration: Registration,
+    key: CacheKey,
+    kv_caches: Mapping[str, LayerTensors],
+    block_ids: BlockIds,
+    event: torch.Event | None,
+    *,
+    storing: bool,
+) -> Transfer:
+    """The transfer of the key's tokens, which are whole chunks. Raises `BadBlockIds`."""
+    blocks = checked_blocks(
+        registration.layout,
+        registration.desc.chunk_tokens,
+        key.end - key.start,
+        block_ids,
+        storing=storing,
+        bounded=False,
+    )
+    return Transfer(key, registration, kv_caches, block_ids, blocks, event)
+
+
+def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:
+    """The transfer of a client without blocks, which writes and reads whole objects by itself."""
+    chunk = registration.desc.chunk_tokens
+    blocks = tuple(GroupBlocks((), group.object_blocks(chunk), 0, -1) for group in registration.layout.groups)
+    return Transfer(key, registration, {}, (), blocks)
+
+
+def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: int | None) -> None:
+    """Raises `ProtocolError` for a range that the server cannot mean: of no object that the engine holds, of another
+    size, or outside of the arena (None: the bytes come over the wire)."""
+    chunks, groups = transfer.chunks, transfer.registration.desc.groups
+    for place in ranges:
+        group = place.group
+        if not (0 <= group < len(groups) and 0 <= place.chunk < chunks):
+            raise ProtocolError(f"the server names {place}", available=f"{chunks} chunks of {len(groups)} groups")
+        if place.length != groups[group].nbytes:
+            raise ProtocolError(f"the server names {place}", available=f"{groups[group].nbytes} bytes an object")
+        if arena_bytes is not None and not 0 <= place.offset <= arena_bytes - place.length:
+            raise ProtocolError(f"the server names {place}", available=f"an arena of {arena_bytes} bytes")
+
+
+def check_held(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
+    """Raises `ProtocolError` if a store is asked for an object that the engine does not hold."""
+    firsts = transfer.first_chunks
+    for place in ranges:
+        if place.chunk < firsts[place.group]:
+            raise ProtocolError(f"the server asks for {place}, which is not held")
+
+
+def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
+    """Raises `ProtocolError` if a chunk is missing that must be loaded: each under full attention, those that a window
+    reaches, the last one of a state."""
+    given = {(place.chunk, place.group) for place in ranges}
+    for group, first in enumerate(transfer.first_chunks):
+        missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
+        if missing:
+            raise ProtocolError(f"the server names no object for chunks {missing} of layer group {group}")

@@ -1,0 +1,72 @@
+"""The rule which blocks of a transfer are touched, and the check of their ids, for both sides. Pure.
+
+An engine gives block ids for all tokens of a range in every layer group. Of a window only its last blocks hold anything
+that counts, of a state the last one of a chunk; engines have long given the others away.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+
+from kvframework.api import NO_BLOCK, BlockIds, GroupBlocks, KVLayout, LayerGroup
+from kvframework.errors import BadBlockIds
+
+
+def checked_blocks(
+    layout: KVLayout, chunk_tokens: int, tokens: int, block_ids: BlockIds, *, storing: bool, bounded: bool
+) -> tuple[GroupBlocks, ...]:
+    """The blocks that a store or load of `tokens` tokens (whole chunks) touches, per layer group.
+
+    `bounded`: a layer group whose number of blocks is unknown has none; else any id will do there. Raises `BadBlockIds`
+    for another number of lists or ids than the tokens have, and for a touched id that is no block. Blocks that the
+    transfer does not touch may be any.
+    """
+    if len(block_ids) != len(layout.groups):
+        raise BadBlockIds(
+            f"{len(block_ids)} lists of block ids", available=f"{len(layout.groups)}, one per layer group"
+        )
+    result = []
+    for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
+        expected = tokens // group.block_size
+        if len(ids) != expected:
+            raise BadBlockIds(f"{len(ids)} block ids", where=_place(index), available=f"{expected} for these tokens")
+        touched = touched_blocks(group, chunk_tokens, _as_ints(ids, index), storing=storing)
+        blocks = layout.blocks_of(index)
+        if touched.highest >= blocks and (blocks or (bounded and touched.highest >= 0)):
+            raise BadBlockIds(f"block id {touched.highest}", where=_place(index), available=f"0 to {blocks - 1}")
+        result.append(touched)
+    return tuple(result)
+
+
+def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, storing: bool) -> GroupBlocks:
+    """What a store or load of whole chunks touches of one layer group; `ids` are all block ids of its range.
+
+    A load writes what lies in the window at its end. A store of a window or state leaves out the chunks up to the last
+    one that has a `NO_BLOCK`.
+    """
+    per_object = chunk_tokens // group.block_size
+    if group.state:
+        ids, per_object = ids[per_object - 1 :: per_object], 1
+    if not (group.window or group.state):
+        return GroupBlocks(ids, per_object, 0, max(ids, default=-1))
+    if storing:
+        absent = max((index for index, each in enumerate(ids) if each == NO_BLOCK), default=-1)
+        first = 0 if absent < 0 else (absent // per_object + 1) * per_object
+    else:
+        tokens = len(ids) * (chunk_tokens // per_object)
+        first = len(ids) - 1 if group.state else group.first_loaded_block(tokens)
+    used = ids[first:]
+    return GroupBlocks([*[NO_BLOCK] * first, *used] if first else ids, per_object, first, max(used, default=-1))
+
+
+def _as_ints(ids: Sequence[int], group: int) -> list[int]:
+    """A copy: the engine's list is its own."""
+    try:
+        return array.array("I", ids).tolist()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadBlockIds(f"block ids are no unsigned 32-bit integers: {error}", where=_place(group)) from None
+
+
+def _place(group: int) -> str:
+    return f"layer group {group}"

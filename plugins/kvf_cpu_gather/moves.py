@@ -1,0 +1,77 @@
+"""The moves of one transfer's objects between the engine's blocks and memory. Engine side, no server calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvf_cpu_gather.copying import Piece
+from kvf_cpu_gather.engine_memory import EngineMemory, memory_of
+from kvf_cpu_gather.kernel import CopyKernel
+from kvframework.api import ArenaRange, Buffer, GroupBlocks, GroupDesc, MemoryLayoutDesc, Registration, Transfer
+from kvframework.errors import BadBlockIds
+
+if TYPE_CHECKING:
+    from kvf_cpu_gather.copying import GroupViews
+
+
+class Moves:
+    """Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do not have: what a registration
+    without a number of blocks leaves open."""
+
+    def __init__(self, transfer: Transfer, memory: EngineMemory) -> None:
+        for index, (blocks, count) in enumerate(zip(transfer.blocks, memory.block_counts, strict=True)):
+            if blocks.highest >= count:
+                raise BadBlockIds(
+                    f"block id {blocks.highest}", where=f"layer group {index}", available=f"0 to {count - 1}"
+                )
+        self.memory = memory
+        self._chunk_tokens = transfer.registration.desc.chunk_tokens
+        self._copies = memory.copies(transfer.blocks)
+
+    def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
+        """Fills the ranges of `memory` from the engine's blocks."""
+        self._copies.gather(self._pieces(memory, places))
+
+    def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
+        """Writes the ranges of `memory` into the engine's blocks: what lies in a group's window and not in the first
+        `skip_tokens` tokens. A state is written whole."""
+        self._copies.scatter(self._pieces(memory, places), skip_tokens)
+
+    def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
+        """`scatter` of objects that came one by one, each whole in a buffer of its own."""
+        pieces = [
+            piece
+            for memory, place in parts
+            for piece in self._pieces(memory, [ArenaRange(place.chunk, place.group, 0, place.length)])
+        ]
+        self._copies.scatter(pieces, skip_tokens)
+
+    def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
+        """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""
+        return (place.chunk + 1) * self._chunk_tokens > skip_tokens
+
+    def _pieces(self, memory: Buffer, places: Sequence[ArenaRange]) -> list[Piece]:
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        return [Piece(place, whole[place.offset : place.offset + place.length]) for place in places]
+
+
+def gather_blocks(
+    registration: Registration, views: Sequence[GroupViews], blocks: Sequence[int], kernel: CopyKernel | None
+) -> list[bytes]:
+    """One block of each layer group as the bytes of its canonical form `[planes, layers, slots per block, hidden]`, by
+    the copies that stores make."""
+    gathered = []
+    for group, view, desc, block in zip(
+        registration.layout.groups, views, registration.desc.groups, blocks, strict=True
+    ):
+        planes, layers, _, hidden = desc.shape
+        one = GroupDesc((planes, layers, group.slots, hidden), desc.dtype)
+        memory = torch.empty(one.nbytes, dtype=torch.uint8)
+        seen = memory_of(kernel, [group], MemoryLayoutDesc(group.block_size, (one,)), [view])
+        copies = seen.copies([GroupBlocks([block], 1, 0, block)])
+        copies.gather([Piece(ArenaRange(0, 0, 0, one.nbytes), memory)])
+        gathered.append(bytes(memory.tolist()))
+    return gathered
