@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from kvframework.api import (
-    AnyTransportProvider,
-    CodecProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Options,
-    Provider,
-    RequestsProvider,
-    TierProvider,
-)
-from kvframework.api.codec import NO_CODEC
+from kvframework.api.codec import NO_CODEC, CodecProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import Options
+from kvframework.api.plugin import Provider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry.registry import PluginRegistry

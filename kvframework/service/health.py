@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.logs.limit import one_line
 from kvframework.wire.client_deadlines import HINT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.api import CacheKey, ClientInfo
+from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.errors import TransportMismatch
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key

@@ -8,16 +8,9 @@ from functools import cached_property
 from itertools import chain, cycle, product, repeat
 from typing import TypeVar, cast
 
-from kvframework.api import (
-    DIGEST_BYTES,
-    NAMESPACE_BYTES,
-    TOKEN_BYTES,
-    CacheKey,
-    KeyHasher,
-    MemoryLayoutDesc,
-    PackedKey,
-)
-from kvframework.api.keys import key_prefix, salt_digest
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
+from kvframework.api.keys import NAMESPACE_BYTES, CacheKey, PackedKey, key_prefix, salt_digest
+from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, window_chunks
 

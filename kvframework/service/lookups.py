@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvframework.api import CacheKey, ClientInfo, Handler
+from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.storage.lookup_tickets import Answer, LookupTickets, Wanted

@@ -17,7 +17,9 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api import ClientInfo, Future, Handler, Message, Promise, Reply, StoreOutcome
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, Message, Reply
+from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.engine_driven import outcome_of
 from kvframework.service.instance_keys import InstanceKeys

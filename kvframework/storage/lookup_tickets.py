@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvframework.api import PackedKey, PrefetchTask
+from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE

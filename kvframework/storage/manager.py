@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
-from kvframework.api import EvictionPolicy, Memory, MemoryLayoutDesc, PackedKey, Select
+from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.memory import Memory
+from kvframework.api.requests import Select
 from kvframework.bounded import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject

@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import Memory, MemoryProvider, TableContext
+from kvframework.api.memory import Memory, MemoryProvider, TableContext
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table

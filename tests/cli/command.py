@@ -81,7 +81,9 @@ def install_config_plugins(site: Path) -> None:
         import enum
         from typing import Annotated
         from msgspec import Meta
-        from kvframework.api import ByteSize, MemoryProvider, Options, Secret, TierProvider, hookimpl
+        from kvframework.api.memory import MemoryProvider, hookimpl
+        from kvframework.api.options import ByteSize, Options, Secret
+        from kvframework.api.tier import TierProvider
         class Mode(enum.Enum):
             fast = "fast"
         class Memory(Options, frozen=True):

@@ -10,7 +10,7 @@ from itertools import cycle
 
 import pytest
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 from kvframework.testing import CodecConformance
 from kvframework.testing.codec.kit import MakeCodec
 

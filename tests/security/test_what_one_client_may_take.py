@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.storage.l1.tickets import MAX_LOADS
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-from kvframework.api import Buffer, Future, Message, RequestSpec
+from kvframework.api.futures import Future
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,

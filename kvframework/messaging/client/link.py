@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvframework.api import Buffer, Future, Message, RequestSpec
+from kvframework.api.futures import Future
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import (
     HelloRequired,
     InvalidPayload,

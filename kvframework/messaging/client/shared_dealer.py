@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 from kvframework.messaging import frames_io
 from kvframework.messaging.wakeup import Wakeup
 

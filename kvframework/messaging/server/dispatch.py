@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import Buffer, Handler, RequestSpec
+from kvframework.api.requests import Buffer, Handler, RequestSpec
 from kvframework.errors import (
     HelloRequired,
     InvalidPayload,

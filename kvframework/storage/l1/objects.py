@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from kvframework.api import EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.rows import ObjectRows
 

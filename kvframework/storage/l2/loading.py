@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvframework.api import PackedKey, PrefetchTask, Select
+from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.l1 import L1

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvframework.api import Outcome, PackedKey, Tier, TierUsage
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker

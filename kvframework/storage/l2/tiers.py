@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.bounded import call_within
 from kvframework.errors import TierError
 from kvframework.storage.l2.l1 import L1

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 
 # Keys that left L1 after one use, remembered so that another store counts as the second use.
 MAX_GHOSTS = 1 << 14

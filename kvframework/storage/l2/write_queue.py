@@ -12,7 +12,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.write_policy import WritePolicy
 
 BATCH_OBJECTS = 16

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, FAILED, FOUND, STORED, TierKit
 

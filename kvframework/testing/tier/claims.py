@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.api import Tier
-from kvframework.api.tier import OPTIONAL_METHODS
+from kvframework.api.tier import OPTIONAL_METHODS, Tier
 from kvframework.testing.tier.kit import TierKit
 
 

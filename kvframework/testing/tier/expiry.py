@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
 
 

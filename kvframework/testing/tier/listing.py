@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from kvframework.api import PackedKey, Tier, TierEntry
+from kvframework.api.tier import PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, STORED, TierKit
 
