@@ -82,8 +82,7 @@ def test_a_store_survives_a_pause_and_the_engine_goes_on_meanwhile(
             time.sleep(PAUSE_S)
         finally:
             server.sigcont()
-        assert future.result(PATIENCE_S).ok
-        assert future.detail == StoreOutcome(stored=2)
+        assert future.result(PATIENCE_S) == StoreOutcome(stored=2)
         wait_until(lambda: engine.client.usable, PATIENCE_S)
         assert engine.scheduler.lookup(request).hit_tokens == 512
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.api import KVLayout, LayerGroup, Registration, StoreOutcome, canonical_desc, compute_namespace
+from kvframework.client import KVClient
 from kvframework.client.transfers import checked_transfer
 from kvframework.server import Server
 from kvframework.wire import messages as m
@@ -196,7 +197,8 @@ def test_a_transfer_that_is_refused_says_why(server: Server) -> None:
     key = key_for(m.Registered(NAMESPACE, canonical_desc(LAYOUT, 256)), TOKENS)
     registration = Registration(99, 0, NAMESPACE, LAYOUT, canonical_desc(LAYOUT, 256))
     code = errors.NotRegistered.code
-    with server.engine_client() as client:
+    with KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
         transfer = checked_transfer(registration, key, {}, [range(32)], None, storing=True)
         assert client.store(transfer).result(20) == StoreOutcome(dropped=2, error=code)
         loaded = client.load(transfer, 0).result(20)
