@@ -1,7 +1,7 @@
 """The way from the answer to a request to what its caller asked for. Runs in the thread that resolves the future.
 
-Errors lose their traceback: its frames refer to the future, and so to themselves. Until the cycle was collected it would
-keep the engine's tensors, and the arena mapped.
+Errors lose their traceback: its frames refer to the future, and so to themselves. Until the cycle was collected it
+would keep the engine's tensors, and the arena mapped.
 """
 
 from __future__ import annotations
