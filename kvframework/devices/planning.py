@@ -21,6 +21,8 @@ from kvframework.api.types import dtype_bytes
 
 __all__ = ["CopyPlanner", "PlacedView"]
 
+__all__ = ["CopyPlanner", "PlacedView"]
+
 
 class PlacedView(NamedTuple):
     """One plane of one layer as `[blocks, slots, heads, dim]`: where it begins, how many blocks it has, and its strides
