@@ -5,7 +5,7 @@ Every hook takes no argument, is collect-all and returns a list of provider desc
 object) with hook implementations, named by entry points of the group `kvframework.v1`: one entry point per provider,
 called `<kind>.<name>`, for example in a plugin's pyproject.toml:
 
-[project.entry-points."kvframework.v1"]
+    [project.entry-points."kvframework.v1"]
     "tier.mystore" = "kvf_mystore"
 """
 

@@ -1,4 +1,8 @@
-"""The way from the answer to a request to what its caller asked for. Runs in the thread that resolves the future."""
+"""The way from the answer to a request to what its caller asked for. Runs in the thread that resolves the future.
+
+Errors lose their traceback: its frames refer to the future, and so to themselves. Until the cycle was collected it
+would keep the engine's tensors, and the arena mapped.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
         try:
             result = result_of(reply.result(0))
         except KVFrameworkError as failure:
-            future.set_exception(failure)
+            future.set_exception(failure.with_traceback(None))
             return
         future.set_result(result)
 
@@ -53,7 +57,7 @@ def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Call
         try:
             result = result_of(reply.result(0))
         except KVFrameworkError as failure:
-            result = failed(failure)
+            result = failed(failure.with_traceback(None))
         future.set_result(result)
 
     sent.add_done_callback(answered)
@@ -78,7 +82,7 @@ def granted(sent: Future[Answer], plan_of: Callable[[Answer], R], give_back: Cal
         try:
             plan = plan_of(reply.result(0))
         except KVFrameworkError as failure:
-            future.set_exception(failure)
+            future.set_exception(failure.with_traceback(None))
             return
         if not future.set_result(plan):
             give_back(plan)

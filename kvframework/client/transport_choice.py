@@ -31,7 +31,7 @@ def choose_transport(
 
     `register` raises `DeviceError` or `BadLayout` where an accelerator's memory cannot be exported, or the server
     cannot open it. Of one that was named that is raised; "auto" says so in the log and takes the next. What is given up
-    is closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the last one.
+    is closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only one.
     """
     refused: list[str] = []
     last: BadLayout | None = None
@@ -50,7 +50,7 @@ def choose_transport(
             raise
         else:
             return
-    if last is not None:
+    if last is not None and len(refused) == 1:
         raise last
     raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
 

@@ -30,6 +30,7 @@ class Moves:
                     f"block id {blocks.highest}", where=f"layer group {index}", available=f"0 to {count - 1}"
                 )
         self.memory = memory
+        self._tokens = transfer.tokens
         self._chunk_tokens = transfer.registration.desc.chunk_tokens
         self._copies = memory.copies(transfer.blocks)
 
@@ -39,8 +40,8 @@ class Moves:
 
     def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
         """Writes the ranges of `memory` into the engine's blocks: what lies in a group's window and not in the first
-        `skip_tokens` tokens. A state is written whole."""
-        self._copies.scatter(self._pieces(memory, places), skip_tokens)
+        `skip_tokens` tokens. A state is written whole, unless all is skipped."""
+        self._scatter(self._pieces(memory, places), skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
         """`scatter` of objects that came one by one, each whole in a buffer of its own."""
@@ -49,7 +50,11 @@ class Moves:
             for memory, place in parts
             for piece in self._pieces(memory, [ArenaRange(place.chunk, place.group, 0, place.length)])
         ]
-        self._copies.scatter(pieces, skip_tokens)
+        self._scatter(pieces, skip_tokens)
+
+    def _scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        if skip_tokens < self._tokens:
+            self._copies.scatter(pieces, skip_tokens)
 
     def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
         """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""

@@ -162,8 +162,8 @@ def test_no_release_that_fails_keeps_another_stream_waiting(how: str, pending: P
 
 def test_each_stream_is_let_go_once_whoever_is_first() -> None:
     for _ in range(200):
-        streams, pending = Streams(), Promise[bool]()
-        pending.hold = streams.hold
+        streams = Streams()
+        pending = Promise[bool](stream_hook=streams.hold)
         seen = pending.to_cuda_future()
         early = [f"early {number}" for number in range(20)]
         for stream in early:
@@ -187,13 +187,10 @@ def test_each_stream_is_let_go_once_whoever_is_first() -> None:
 
 @pytest.mark.parametrize("why", ["no device", "cannot hold"])
 def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str, streams: Streams) -> None:
-    future: Promise[bool] = Promise()
-
     def refuse(stream: object | None) -> Callable[[], None]:
         raise DeviceError("no such thing here")
 
-    if why == "cannot hold":
-        future.hold = refuse
+    future: Promise[bool] = Promise(stream_hook=refuse if why == "cannot hold" else None)
     waiting, later = [threading.Thread(target=future.to_cuda_future().wait, daemon=True) for _ in range(2)]
     waiting.start()
     waiting.join(0.1)
@@ -211,13 +208,11 @@ def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
     why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     futures._tell_once.cache_clear()
-    future: Promise[bool] = Promise()
 
     def refuse(stream: object | None) -> Callable[[], None]:
         raise DeviceError("no such thing here")
 
-    if why == "cannot hold":
-        future.hold = refuse
+    future: Promise[bool] = Promise(stream_hook=refuse if why == "cannot hold" else None)
     together = threading.Barrier(16)
 
     def wait() -> None:

@@ -70,7 +70,7 @@ class Engine:
         """Whether all layers hold what is theirs afterwards; fails for another's."""
         for memory in self.kv.values():
             memory.fill_(-1.0)
-        loaded = self.worker.submit_retrieve(self.request, 0, 256, self.ids).result(0)
+        loaded = self.worker.submit_retrieve(self.request, 0, 256, self.ids).result(0).ok
         for name, memory in self.kv.items():
             assert memory.eq(_number(name) if loaded else -1.0).all(), f"another layer's KV in {name}"
         return loaded

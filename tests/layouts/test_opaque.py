@@ -14,7 +14,9 @@ from kvf_layouts.opaque import OpaqueLayout  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import OpaqueRule  # noqa: E402
 from kvframework.api.keys import CacheKey, compute_namespace  # noqa: E402
-from kvframework.api.transport import Registration  # noqa: E402
+from kvframework.api.layout import check_skip  # noqa: E402
+from kvframework.api.transfer import Registration  # noqa: E402
+from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402
 
@@ -30,16 +32,19 @@ class Engine:
         self.desc = layout.object_desc(self.declared, CHUNK)
         self.link = link or ArenaLink(self.desc)
         self.transport = CpuGather(self.link)
-        self.transport.register(Registration(1, 0, bytes(16), self.declared, self.desc), layout)
+        self.registration = Registration(1, 0, bytes(16), self.declared, self.desc)
+        self.transport.on_registered(self.registration, layout)
 
     def key(self):
         return CacheKey("m", 1, 0, bytes(16), 0, 2 * CHUNK, "r", digests=b"\1" * 32 + b"\2" * 32)
 
     def store(self, ids):
-        return self.transport.submit_store("r", self.key(), 1, self.kv, ids, None, [2] * len(self.desc.groups))
+        return self.transport.store(checked_transfer(self.registration, self.key(), self.kv, ids, None, storing=True))
 
     def load(self, ids, skip=0):
-        return self.transport.submit_retrieve("r", self.key(), 1, self.kv, ids, None, [2] * len(self.desc.groups), skip)
+        check_skip(self.declared, skip)
+        transfer = checked_transfer(self.registration, self.key(), self.kv, ids, None, storing=False)
+        return self.transport.load(transfer, skip)
 
 
 def cpu_packed(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

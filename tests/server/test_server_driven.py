@@ -11,7 +11,8 @@ import pytest
 from kvframework import errors
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
-from kvframework.api.transport import Registration, StoreOutcome
+from kvframework.api.transfer import Registration, StoreOutcome
+from kvframework.client import KVClient
 from kvframework.client.transfers import checked_transfer
 from kvframework.server import Server
 from kvframework.wire import messages as m
@@ -198,7 +199,8 @@ def test_a_transfer_that_is_refused_says_why(server: Server) -> None:
     key = key_for(m.Registered(NAMESPACE, canonical_desc(LAYOUT, 256)), TOKENS)
     registration = Registration(99, 0, NAMESPACE, LAYOUT, canonical_desc(LAYOUT, 256))
     code = errors.NotRegistered.code
-    with server.engine_client() as client:
+    with KVClient(server.endpoint, deadline_scale=20.0) as client:
+        assert client.wait_up(20)
         transfer = checked_transfer(registration, key, {}, [range(32)], None, storing=True)
         assert client.store(transfer).result(20) == StoreOutcome(dropped=2, error=code)
         loaded = client.load(transfer, 0).result(20)

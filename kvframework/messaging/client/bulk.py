@@ -44,7 +44,7 @@ class BulkSocket:
             # These errors would refuse a new session too.
             if not isinstance(error, (ServerGone, ServerFull, OutOfResources)):
                 self._control.close()  # the session refuses another socket: only a new session can help
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         except Exception as error:
             out = as_out_of_resources(error)
             if out is None:

@@ -168,7 +168,7 @@ class Connection:
         try:
             spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
         except KVFrameworkError as error:
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         return link.submit(spec, payload, buffers, timeout, on_late)
 
     def ask(
@@ -201,7 +201,7 @@ class Connection:
         try:
             spec, link = self._spec(name), self._usable(urgent, timeout)
         except KVFrameworkError as error:
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         return link.begin(spec, payload, timeout, turn, on_late)
 
     def reachable(self, silence_s: float) -> bool:
@@ -224,7 +224,7 @@ class Connection:
         try:
             spec = self._spec(name, buffers)
         except KVFrameworkError as error:
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         bulk = self._bulk
         if bulk is None or self.state == "down":
             return Future.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))

@@ -138,7 +138,7 @@ class Link:
         try:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         with self._lock:
             if self._closed:
                 return Future.failed(self.gone())
@@ -174,7 +174,7 @@ class Link:
         try:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
         except KVFrameworkError as error:
-            return Future.failed(error)
+            return Future.failed(error.with_traceback(None))
         self._wait_here(item, min(item.deadline, self._clock() + turn))
         return item.future
 
