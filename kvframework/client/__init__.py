@@ -1,4 +1,5 @@
-"""The engine side: what an engine integration imports. Knows no engine and no server part."""
+"""The engine side: the modules that an engine integration imports. Independent of any engine and of the server's
+parts."""
 
 from kvframework.client.canonical import CanonicalInstance, register_canonical
 from kvframework.client.connection import KVClient

@@ -1,4 +1,4 @@
-"""Owns an engine process's mapping of the server's arena."""
+"""An engine process's mapping of the server's arena."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvframework.messaging.fork import close_after_fork
 
 
 class MappedArena:
-    """Maps a memfd that came over the liveness socket; takes both descriptors over.
+    """The mapping of a memfd that came over the liveness socket. Owns both descriptors.
 
-    Nobody unmaps it: whoever copies holds `view` (a tensor made from it does), and the mapping goes with the last of
-    them. As long as it stands, `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take this
-    process for dead and hand a range to another while it is still written here.
+    There is no call to unmap it: each copy holds a reference to `view` (a tensor made from it does), and the mapping
+    ends with the last one. Until then `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take
+    this process for dead and give a range to another client while it is still written here.
 
     Forked children do not inherit the memory, so that the end of this process is the end of all its writes.
     """
@@ -33,14 +33,15 @@ class MappedArena:
         mapped.madvise(mmap.MADV_DONTFORK)
         self._end = weakref.finalize(mapped, os.close, alive_fd) if alive_fd is not None else None
         if self._end is not None:
-            # At the process's end the kernel closes it, after the last thread that could write is gone.
+            # At the process's end the kernel closes it, after the last thread that could write has ended.
             self._end.atexit = False
         self._map = mapped
         self.view = memoryview(mapped)
         close_after_fork(self)
 
     def close_in_child(self) -> None:
-        """In a forked child the addresses belong to others by now: they must never be unmapped there."""
+        """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
+        never be unmapped there."""
         if self._end is not None and self._end.detach() and self._alive_fd is not None:
             os.close(self._alive_fd)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))

@@ -1,6 +1,6 @@
-"""Owns the canary: at registration the engine writes a pattern through its own view, the transport gathers it, and both
-are compared, so that swapped planes, layers, heads or tokens are caught before a wrong byte is stored. Engine side.
-"""
+"""The canary of a declared layout: at registration the engine writes a pattern through its own view, the transport
+gathers it, and both are compared, so that swapped planes, layers, heads or tokens are caught before a wrong byte is
+stored. Engine side."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _SEED = 0x6B7666
 def check_by_writing(
     transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
 ) -> None:
-    """Writes a pattern into the spare blocks, compares what the transport gathers, and puts back what was there.
+    """Write a pattern into the spare blocks, compare it with the bytes that the transport gathers, and restore the
+    blocks.
 
-    Raises `BadLayout` with what was expected and found. Blocking; nobody else may use the spare blocks meanwhile.
+    Raises `BadLayout` with the expected and the found values. Blocking; nothing else may use the spare blocks
+    meanwhile.
     """
     import torch
 
@@ -42,7 +44,8 @@ def check_by_writing(
 def check_by_reading(
     transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
 ) -> None:
-    """The same with what lies in the blocks now, for an engine that is at work (after a reconnect)."""
+    """Compare the current content of the blocks instead, for an engine that is at work (after a reconnect). Raises and
+    blocks as `check_by_writing` does."""
     import torch
 
     with torch.inference_mode():
@@ -58,7 +61,8 @@ def check_by_reading(
 
 
 def pattern(group_index: int, group: LayerGroup, device: torch.device | None = None) -> list[list[torch.Tensor]]:
-    """Pseudo-random finite values as `[plane][layer]`, each `[slots, heads, head_dim]`: no two places look alike."""
+    """Return pseudo-random finite values as `[plane][layer]`, each `[slots, heads, head_dim]`: no two places look
+    alike."""
     import torch
 
     generator = torch.Generator().manual_seed(_SEED + group_index)
@@ -94,7 +98,8 @@ def _compare(
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """What is wrong, in the words of the declaration; both are bytes `[planes, layers, slots, heads, dim * size]`."""
+    """Return the difference in the words of the declaration; both are bytes `[planes, layers, slots, heads, dim *
+    size]`."""
     import torch
 
     planes, layers, slots, heads, _ = expected.shape

@@ -1,6 +1,6 @@
 """The registration of an engine that holds canonical objects itself, by eight numbers and names: no tensors, no torch.
 
-What it stores and loads goes through `KVClient.prepare_store` and its siblings, into and out of the mapped arena.
+Its stores and loads use `KVClient.prepare_store` and its siblings, into and out of the mapped arena.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvframework.wire.non_gpu import non_gpu_layout
 
 @dataclass(frozen=True)
 class CanonicalInstance:
-    """What the server knows the instance by: the namespace of its objects, and their shape, dtype and chunk."""
+    """A registered instance as the server knows it: the namespace of its objects, and their shape, dtype and chunk."""
 
     registration: Registration
 
@@ -35,8 +35,8 @@ class CanonicalInstance:
         return self.registration.desc
 
     def transfer(self, key: CacheKey) -> Transfer:
-        """The transfer of the key's tokens, for `KVClient.prepare_store` and `prepare_load`: it has no blocks, the
-        caller writes and reads whole objects itself."""
+        """Return the transfer of the key's tokens, for `KVClient.prepare_store` and `prepare_load`: it has no blocks,
+        the caller writes and reads whole objects itself. Raises `BadRange`."""
         return bare_transfer(self.registration, key)
 
 
@@ -52,12 +52,12 @@ def register_canonical(
     use_mla: bool = False,
     world_size: int = 1,
 ) -> CanonicalInstance:
-    """Registers one layer group whose objects are `[planes, layers, tokens, hidden]`, all ranks of `world_size` alike.
+    """Register one layer group whose objects are `[planes, layers, tokens, hidden]`, all ranks of `world_size` alike.
 
     `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
-    and V; `dtype` is a name such as "bfloat16". It ends with the client, and is not renewed after a reconnect.
-    Blocking. Raises `BadLayout`, `BadDtype`, `AlreadyRegistered`, `TransportMismatch` if the server has no
-    engine-driven transport, and what `KVClient.request` does.
+    and V; `dtype` is a name such as "bfloat16". The registration ends with the client, and is not renewed after a
+    reconnect. Blocking. Raises `BadLayout`, `BadDtype`, `AlreadyRegistered`, `TransportMismatch` if the server has no
+    engine-driven transport, and the errors of `KVClient.request`.
     """
     payload = m.RegisterNonGpuContextPayload(
         instance_id=instance_id,

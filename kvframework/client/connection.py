@@ -1,8 +1,7 @@
-"""Owns one engine process's connection to the server: handshake, arena mapping, reconnects, and the calls of
-transports.
+"""One engine process's connection to the server: handshake, arena mapping, reconnects, and the calls of transports.
 
-The connection's own threads do the I/O. Calls here come from engine threads: how long each waits, and goes on behind
-that thread, is the table in `wire/client_deadlines.py`.
+The connection's own threads do the I/O. Calls here come from engine threads: `wire/client_deadlines.py` has the table
+of how long each waits, and how long it goes on without that thread.
 """
 
 from __future__ import annotations
@@ -68,15 +67,15 @@ _PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were 
 
 
 class KVClient(EngineLink):
-    """A client session. Thread-safe. Starts to connect at once, and again by itself whenever the server has ended.
+    """A client session. Thread-safe. Starts connecting at once, and reconnects by itself whenever the server has ended.
 
     `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `deadline_scale` makes
-    deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the table then.
-    After a lookup's deadline lookups fail at once until the server answers a PING, other calls once it was silent for
-    as long as they wait.
-    `curve` are the key files for a tcp:// endpoint; None: those of $KVFRAMEWORK_CURVE_SECRET (this client's secret key)
-    and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if set. `requests` are those of plugins, which `request`
-    then knows beside the core's. Raises `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
+    deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the resulting
+    table. After a lookup's deadline, lookups fail at once until the server answers a PING; other calls do so once the
+    server was silent for as long as they wait. `curve` are the key files for a tcp:// endpoint; None: those of
+    $KVFRAMEWORK_CURVE_SECRET (this client's secret key) and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if
+    set. `requests` are specs of plugins' requests, which `request` then accepts beside the core's. Raises
+    `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
     """
 
     def __init__(
@@ -124,7 +123,8 @@ class KVClient(EngineLink):
 
     @property
     def plugins(self) -> PluginRegistry:
-        """Those of this process; without `plugins` they are looked for at the first use, which reads files."""
+        """The plugins of this process; without `plugins` in the constructor they are discovered at the first use, which
+        reads files."""
         with self._finding_plugins:
             if self._plugins is None:
                 self._plugins = PluginRegistry()
@@ -136,19 +136,19 @@ class KVClient(EngineLink):
 
     @property
     def chunk_size(self) -> int:
-        """The server's configured chunk size. Raises `ServerGone` if there never was a connection."""
+        """The server's configured chunk size, in tokens. Raises `ServerGone` if there never was a connection."""
         return self.hello.chunk_size
 
     @property
     def hasher(self) -> KeyHasher:
-        """The hasher that the server named, loaded here. Raises `ServerGone` like `chunk_size`."""
+        """The hasher that the server named, loaded in this process. Raises `ServerGone` like `chunk_size`."""
         if self.hello and self._hasher:
             return self._hasher
         raise ServerGone("not connected yet")
 
     @property
     def hello(self) -> m.HelloReply:
-        """What the server said at the last handshake; waits for the first one, at most the connect timeout."""
+        """The server's reply at the last handshake; waits for the first one, at most the connect timeout."""
         if self._reply is None and not self.wait_up(self._connect_timeout_s):
             self.raise_down()
         if self._reply is None:
@@ -156,11 +156,11 @@ class KVClient(EngineLink):
         return self._reply
 
     def wait_up(self, timeout: float) -> bool:
-        """Waits until calls may be made; False after `timeout` seconds."""
+        """Wait until calls are possible; False after `timeout` seconds."""
         return self._connection.wait_up(timeout)
 
     def raise_down(self) -> None:
-        """Raises why there is no connection: the server's refusal, or `ServerGone`."""
+        """Raise the reason why there is no connection: the server's refusal, or `ServerGone`."""
         error = self._connection.why_down
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
@@ -171,13 +171,13 @@ class KVClient(EngineLink):
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:
-        """Calls back after every further handshake, in the connection's supervisor thread, before calls may be made by
-        others: to register again."""
+        """Register a callback for every further handshake: it runs in the connection's supervisor thread, before other
+        threads may make calls, in order to register again."""
         with self._lock:
             self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
-        """Ends `when_up` for a callback."""
+        """Remove a callback of `when_up`."""
         with self._lock, contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
@@ -191,10 +191,10 @@ class KVClient(EngineLink):
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """One request, waiting for its answer; `timeout` None: as the table says. Raises typed errors,
+        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. Raises typed errors,
         `DeadlineExceeded` and `ServerGone`.
 
-        `on_late` is called, in the connection's thread, with an answer that comes after the wait was given up.
+        `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
         """
         wait = self.deadlines.of(name) if timeout is None else timeout
         answer = self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=_of_type(response, on_late))
@@ -209,29 +209,29 @@ class KVClient(EngineLink):
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> Future[M]:
-        """`request` for an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by then,
-        or later, by the request's own deadline. Never raises."""
+        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by
+        then, or later, by the request's own deadline. Never raises."""
         sent = self._begin(name, payload, urgent=urgent, on_late=_of_type(response, on_late))
         return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def ping(self, timeout: float | None = None) -> float:
-        """The seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
+        """Return the seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
         started = time.perf_counter()
         self.request("NOOP", m.Empty(), m.Empty, timeout=timeout)
         return time.perf_counter() - started
 
     def chunk_tokens(self, namespace: bytes) -> int:
-        """The tokens of a chunk of a namespace that is registered, by this client or another. Blocking. Raises
-        `RequestError` for a namespace that is not, and what `request` does."""
+        """Return the tokens of a chunk of a registered namespace, of this client or another. Blocking. Raises
+        `RequestError` for a namespace that is not registered, and the errors of `request`."""
         return self.request("GET_CHUNK_SIZE", m.GetChunkSize(namespace), m.ChunkSize).chunk_size
 
     def reachable(self, request: str) -> bool:
-        """Whether `begin` would send this request: connected, and the server silent for less than its deadline. Never
-        blocks."""
+        """Return whether `begin` would send this request: connected, and the server silent for less than its deadline.
+        Never blocks."""
         return self._connection.reachable(self.deadlines.of(request))
 
     def close(self) -> None:
-        """Says goodbye by closing the liveness socket: all that this process holds ends. Idempotent."""
+        """Close the liveness socket, which ends all that the server holds for this process. Idempotent."""
         self._connection.close()
         self._down()
 
@@ -339,20 +339,20 @@ class KVClient(EngineLink):
 
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
         payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
-        # Urgent: also asked from within a reconnect.
+        # Urgent, since a reconnect asks this too.
         return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
 
-    # what adapters tell, and what stands behind the links
+    # reports of adapters, and the mechanism behind the links
 
     def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
-        """Counts a lookup, load or store that failed for want of an answer, or by an error of this code: the server's
-        status shows it. `nbytes` is what it was to move. Never blocks."""
+        """Count a lookup, load or store that failed without an answer, or with an error of this code: the server's
+        status shows it. `nbytes` is its size. Never blocks."""
         if code == ServerGone.code and self._connection.state == "suspect":
-            code = DeadlineExceeded.code  # it is there, and does not answer
+            code = DeadlineExceeded.code  # the server is there, and does not answer
         self._connection.losses.add(kind, code, nbytes)
 
     def send(self, name: str, payload: Message) -> None:
-        """One request whose answer is of no interest. Never blocks, never raises."""
+        """Send a request without interest in its answer. Never blocks, never raises."""
         self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def _begin(
@@ -372,13 +372,14 @@ class KVClient(EngineLink):
         return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))
 
     def _check_same(self, arena: MappedArena | None) -> None:
-        """Ranges mean nothing in another server's memory. Raises `ServerGone` if it is not `arena` any more."""
+        """Raise `ServerGone` unless the mapped arena is still `arena`: ranges mean nothing in another server's
+        memory."""
         if self._arena is not arena:
             raise ServerGone("the server was restarted in between")
 
     def _commit_store(self, lease: str, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
         def failed(error: BaseException) -> StoreOutcome:
-            # Behind the COMMIT: nothing stays reserved, whatever became of that.
+            # After the COMMIT: nothing stays reserved, whatever its outcome.
             self._abort_store(lease)
             if isinstance(error, DeadlineExceeded):
                 return others + StoreOutcome(unknown=objects, error=error.code)
@@ -452,7 +453,7 @@ class KVClient(EngineLink):
             result = failed(error)
             if isinstance(error, DeadlineExceeded):
                 self._when_untouched(sent, lambda: future.set_result(result))
-                # Last, since it may raise what a device's driver does.
+                # Last, since it may raise an error of the device's driver.
                 future.expire_holds()
             else:
                 future.set_result(result)
@@ -461,8 +462,8 @@ class KVClient(EngineLink):
         return future
 
     def _when_untouched(self, sent: Future[Answer], then: Callable[[], object]) -> None:
-        """Nobody answered in time, but the server may still touch the blocks: cancels, and calls `then` once it does
-        not, or is gone. In the connection's I/O thread."""
+        """After a deadline the server may still touch the blocks: cancel the request, and call `then` once the server
+        no longer touches them, or has ended. Runs in the connection's I/O thread."""
 
         def answered(cancel: Future[Answer]) -> None:
             if isinstance(cancel.exception(), DeadlineExceeded):
@@ -486,7 +487,7 @@ class KVClient(EngineLink):
             for callback in callbacks:
                 callback()
         except BaseException:
-            # A mapping left standing would keep this session alive on the server.
+            # A remaining mapping would keep this session alive on the server.
             self._arena = None
             raise
 
@@ -499,11 +500,12 @@ class KVClient(EngineLink):
         return MappedArena(arena_fd, alive_fd)
 
     def _down(self) -> None:
-        # Whoever copies at this moment still holds the view; the mapping goes with the last of them.
+        # A copy in progress still holds the view; the mapping ends with the last one.
         self._arena = None
 
     def _check(self, reply: m.HelloReply) -> None:
-        """Another server at the same place must cut and hash as the first did: what engines hold depends on it."""
+        """Raise unless another server at the same place cuts and hashes as the first did: the engine's own state
+        depends on it."""
         before = self._reply
         if before and (before.chunk_size, before.hasher_fingerprint) != (reply.chunk_size, reply.hasher_fingerprint):
             raise VersionMismatch(
@@ -533,7 +535,7 @@ def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
 
 
 def _of_type(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:
-    """`on_late` for answers of the right type only."""
+    """Return `on_late` restricted to answers of the right type."""
     if on_late is None:
         return None
 

@@ -1,4 +1,4 @@
-"""Owns which CURVE keys a client uses: those given, else those that the environment names; none for a local server."""
+"""The choice of a client's CURVE keys: those given, else those that the environment names; none for a local server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
 
 
 def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] = os.environ) -> LoadedKeys | None:
-    """What a connection to `endpoint` proves itself with. Blocking. Raises `EndpointError` and `CurveKeyError`."""
+    """Return the keys for a connection to `endpoint`. Blocking. Raises `EndpointError` and `CurveKeyError`."""
     if parse_endpoint(endpoint, where="endpoint").kind == "ipc":
         return None
     if given is not None:

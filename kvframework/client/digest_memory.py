@@ -1,8 +1,7 @@
 """The memory of file digests: one private JSON file in the user's cache directory, shared by processes.
 
-It is a cache of what can be computed again: whatever is wrong with it costs a line in the log and reading the files.
-The file is replaced whole, so that no reader sees half of one, and written under a lock, so that no writer's results
-are lost.
+It is only a cache: a problem with it costs a line in the log and reading the files. The file is replaced whole, so that
+no reader sees half of one, and written under a lock, so that no writer's results are lost.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _MAX_BYTES = 4 << 20
 # was changed less than this before it was read may be changed again without getting another time.
 REST_S = 3.0
 _POLL_S = 0.1
-# How long another process's reading is waited for before this one reads by itself.
+# The longest wait for another process's reading before this process reads by itself.
 _PATIENCE_S = 900.0
 _UNFINISHED_S = 3600.0
 
 
 class FileState(NamedTuple):
-    """What changes when a file's content does. `place` names the resolved path; times are nanoseconds.
+    """The state of a file that changes with its content. `place` names the resolved path; times are nanoseconds.
 
     The ctime cannot be set back as the mtime can. Writes through a shared mapping change the times later than the
     content, and not at all on tmpfs: they are not seen.
@@ -52,14 +51,14 @@ class FileState(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> FileState:
-        """Raises `OSError`."""
+        """Return the state of the file. Raises `OSError`."""
         real = os.path.realpath(path)
         found = os.stat(real)
         place = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
         return FileState(place, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def rested(self, now: float) -> bool:
-        """Whether any change after `now` (seconds since the epoch) gives the file other times than it has."""
+        """Return whether any change after `now` (seconds since the epoch) gives the file different times."""
         return now - max(self.mtime_ns, self.ctime_ns) / 1e9 > REST_S
 
 
@@ -78,14 +77,16 @@ class _Content(msgspec.Struct, frozen=True):
 
 
 class DigestMemory:
-    """`directory` is made private if it is not there; None remembers nothing."""
+    """The memory in `directory`, which is made private if it does not exist; without a directory (None) nothing is
+    remembered."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
 
     @staticmethod
     def of_user() -> DigestMemory:
-        """In `$XDG_CACHE_HOME/kvframework`, by default `~/.cache/kvframework`; none if there is no home."""
+        """Return the memory in `$XDG_CACHE_HOME/kvframework`, by default `~/.cache/kvframework`; without a home, one
+        that remembers nothing."""
         given = os.environ.get("XDG_CACHE_HOME", "")
         try:
             base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -94,7 +95,7 @@ class DigestMemory:
         return DigestMemory(base / "kvframework")
 
     def load(self) -> dict[FileState, str]:
-        """All that is remembered; nothing, and a line in the log, if the file is damaged or is not private."""
+        """Return all remembered digests; none, with a line in the log, if the file is damaged or not private."""
         if self._directory is None:
             return {}
         path = self._directory / FILE_NAME
@@ -117,8 +118,8 @@ class DigestMemory:
         return {FileState(*msgspec.structs.astuple(each)[:5]): each.digest for each in content.entries}
 
     def remember(self, digests: Mapping[FileState, str]) -> None:
-        """Adds to what is remembered, of each file the newest state; the oldest entries go when there are too many.
-        Call it under `lock`. A failure costs a line in the log."""
+        """Add digests, for each file its newest state; the oldest entries are dropped when there are too many. Call it
+        under `lock`. A failure costs a line in the log."""
         if self._directory is None or not digests:
             return
         places = {state.place for state in digests}
@@ -142,8 +143,9 @@ class DigestMemory:
 
     @contextlib.contextmanager
     def lock(self, until: Callable[[], bool]) -> Iterator[None]:
-        """Held by one process at a time, and given up by the kernel when that ends. Waits for it until `until` is true,
-        for 15 minutes at most; goes on without it then, and where a directory cannot be locked."""
+        """Hold the lock, which one process at a time has and the kernel releases at that process's end. Waits for it
+        until `until` is true, for 15 minutes at most; continues without it then, and where a directory cannot be
+        locked."""
         descriptor = self._open_lock()
         try:
             if descriptor is not None:
@@ -186,7 +188,7 @@ def _wait(descriptor: int, until: Callable[[], bool]) -> None:
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """What writers left that were killed."""
+    """Remove the unfinished files of writers that were killed."""
     for path in directory.glob(f"{FILE_NAME}.*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _UNFINISHED_S:
@@ -194,6 +196,6 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _check_private(found: os.stat_result) -> None:
-    """Raises `OSError` for what others may write: they could give one content the name of another."""
+    """Raise `OSError` for a file that other users may write: they could give one content the name of another."""
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise OSError("others than this user may write it")

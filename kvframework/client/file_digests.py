@@ -1,7 +1,7 @@
 """Names of files by all of their bytes: XXH3-128, computed once a file and remembered for every process of the user.
 
-Engine side. Files are read in threads, by one process at a time; others wait for what it finds. XXH3 tells contents
-apart that differ by accident, which is what checkpoints do; it is no protection from somebody who crafts a collision.
+Engine side. Files are read in threads, by one process at a time; others wait for its result. XXH3 distinguishes
+contents that differ by accident, as checkpoints do; it does not protect from a crafted collision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
 _THREADS = 8
-# A file that is replaced while it is read is read again; one that never rests is given up.
+# A file that is replaced during the read is read again; after this many attempts it fails.
 _ATTEMPTS = 3
 
 
@@ -35,12 +35,12 @@ class FileDigest(NamedTuple):
 
 
 def digest_files(paths: Iterable[Path], memory: DigestMemory | None = None) -> dict[Path, FileDigest]:
-    """The digest of each file, in the order given; links are followed.
+    """Return the digest of each file, in the order given; links are followed.
 
     Blocks until every file that is not remembered has been read whole (8 MiB of memory for each of up to 8 threads), or
-    another process has. What is remembered lies in `memory`, by default that of the user, and is taken only while path,
-    inode, size, mtime and ctime are those of then. Raises `OSError` for a file that cannot be read, or is written all
-    the time.
+    another process has. Remembered digests are in `memory`, by default that of the user, and are valid only while path,
+    inode, size, mtime and ctime are unchanged. Raises `OSError` for a file that cannot be read, or is written all the
+    time.
     """
     memory = memory if memory is not None else DigestMemory.of_user()
     wanted = list(paths)
@@ -67,7 +67,7 @@ def _remembered(paths: Sequence[Path], memory: DigestMemory) -> dict[Path, FileD
 
 
 def _read_all(paths: Sequence[Path], memory: DigestMemory) -> dict[Path, FileDigest]:
-    """Reads the files, the largest first, and remembers those that had rested before."""
+    """Read the files, the largest first, and remember those that had rested before."""
     by_size = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
     progress = Progress(
         log, f"reading {len(by_size)} files to name their content", sum(path.stat().st_size for path in by_size)
@@ -80,7 +80,8 @@ def _read_all(paths: Sequence[Path], memory: DigestMemory) -> dict[Path, FileDig
 
 
 def _read(path: Path, progress: Progress) -> tuple[FileState, str, float]:
-    """The state in which the whole file was read, its digest, and when reading began (seconds since the epoch)."""
+    """Return the state in which the whole file was read, its digest, and the time at which reading began (seconds since
+    the epoch)."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for _ in range(_ATTEMPTS):
         started, before = time.time(), FileState.of(path)

@@ -11,7 +11,7 @@ from kvframework.errors import BadRange, RequestError
 
 
 class RequestHashes:
-    """Chained chunk digests of one request's tokens, grown as tokens come. For one thread at a time.
+    """Chained chunk digests of one request's tokens, extended as tokens arrive. For one thread at a time.
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras.
     """
@@ -26,22 +26,22 @@ class RequestHashes:
         self._digests = bytearray(digests)
         self._rest = array.array("I")
         self._made_elsewhere = len(digests) // DIGEST_BYTES
-        # By chunk: what is folded in, or will be once the chunk is whole.
+        # The bytes folded in, by chunk; also those of chunks that are not whole yet.
         self._extras: dict[int, bytes] = {}
 
     @property
     def hashed_tokens(self) -> int:
-        """Tokens in whole chunks, so far."""
+        """The number of tokens in whole chunks so far."""
         return len(self._digests) // DIGEST_BYTES * self.chunk_tokens
 
     def extend(self, token_ids: Sequence[int], extras: Mapping[int, bytes] | None = None) -> None:
-        """Adds tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
+        """Append tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
         embedding digests).
 
-        An extra is given before its chunk's last token, or with it; what has come is kept until then, and may be given
-        again, also afterwards and for chunks that another process has hashed. An error leaves all as it was:
-        `RequestError` for an extra that comes too late, that is another than its chunk already has, or that belongs to
-        no chunk; `OverflowError` for an id that is no u32; what the hasher raises.
+        An extra must be given before its chunk's last token, or with it; it is kept until then, and may be repeated,
+        also later and for chunks that another process has hashed. An error changes nothing: `RequestError` for an extra
+        that is too late, differs from the one its chunk already has, or belongs to no chunk; `OverflowError` for an id
+        that is no u32; any error of the hasher.
         """
         added = self._checked(extras or {})
         tokens = self._rest[:]
@@ -54,7 +54,7 @@ class RequestHashes:
         self._rest = tokens[whole:]
 
     def digests(self, end: int) -> bytes:
-        """Packed digests of the chunks before `end` tokens. Raises `BadRange` if `end` is no boundary or not
+        """Return the packed digests of the chunks before `end` tokens. Raises `BadRange` if `end` is no boundary or not
         hashed."""
         if end % self.chunk_tokens or not 0 <= end <= self.hashed_tokens:
             raise BadRange(
@@ -65,7 +65,7 @@ class RequestHashes:
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
 
     def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Those that are new."""
+        """Return the extras that are new."""
         hashed = len(self._digests) // DIGEST_BYTES
         added = {}
         for index, extra in extras.items():

@@ -1,7 +1,7 @@
-"""Owns how KV is called by the user's own names, by one rule for all engines: so engines of different kinds find what
-the others have stored. Pure; runs once a model, in the engine process.
+"""The identity of KV by the user's own names, by one rule for all engines: so engines of different kinds find each
+other's objects. Pure; runs once a model, in the engine process.
 
-Each engine can also name its KV by itself, by what only it knows of its weights; such names never equal these.
+Each engine can also name its KV by itself, from its own knowledge of its weights; such names never equal these.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 
 from kvframework.errors import RequestError
 
-# What may differ between two engines, or two loads, of the same model. The dtype is named by itself: an engine may
-# compute in another one than its configuration says.
+# The settings that may differ between two engines, or two loads, of the same model. The dtype is named by itself: an
+# engine may compute in a dtype other than its configuration's.
 _NOT_KV = frozenset(
     {"architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
 )
 
 
 class KvIdentity(NamedTuple):
-    """Goes into the namespace, see `kvframework.api.keys.compute_namespace`."""
+    """The identity of KV within the namespace, see `kvframework.api.keys.compute_namespace`."""
 
     model_name: str
     revision: str
@@ -38,12 +38,12 @@ def named_identity(
     quantization: str = "",
     settings: Mapping[str, object] | None = None,
 ) -> KvIdentity:
-    """What the KV of a model is called whose user has named the model and its weights.
+    """Return the identity of a model's KV for a user who has named the model and its weights.
 
-    The user promises that equal names mean equal weights, adapters and the like included. What an engine can know
-    better counts besides: `config`, the model's configuration in the words of transformers (rope scaling is in it),
-    `dtype`, in which the engine computes, `quantization`, "" for none, and `settings` of the engine that change KV,
-    except those that are off (None, False, "", 0).
+    The user promises that equal names mean equal weights, adapters and the like included. The engine's own knowledge is
+    added: `config`, the model's configuration in the words of transformers (rope scaling is in it), `dtype`, in which
+    the engine computes, `quantization`, "" for none, and `settings` of the engine that change KV, except those that are
+    off (None, False, "", 0).
 
     Raises `RequestError` for an empty name.
     """
@@ -62,7 +62,7 @@ def named_identity(
 
 
 def _kv_part(config: object) -> object:
-    """A configuration without what does not change KV, at any depth."""
+    """Return a configuration without the settings that do not change KV, at any depth."""
     if isinstance(config, Mapping):
         return {
             str(key): _kv_part(value)

@@ -1,4 +1,4 @@
-"""Progress of a long read, in the log: at its beginning, every ten seconds, and with its rate at the end."""
+"""Progress of a long read in the log: at its beginning, every ten seconds, and with its rate at the end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import threading
 import time
 
 _EVERY_S = 10.0
-# Less is over before anybody wonders.
+# A smaller read ends before a user wonders.
 _WORTH_TELLING = 256 << 20
 
 
 class Progress:
-    """Counts bytes of `total`, from any thread. Never blocks but for the log."""
+    """A counter of bytes out of `total`, for any thread. Never blocks but for the log."""
 
     def __init__(self, log: logging.Logger, what: str, total: int) -> None:
         self._log = log

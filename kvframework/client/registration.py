@@ -1,7 +1,6 @@
-"""Owns how an instance registers, again after every restart of the server: from the engine's tensors to a layout, a
-namespace, a transport and the request. Engine side; the first registration in the engine's thread, further ones in the
-connection's supervisor thread.
-"""
+"""The registration of an instance, repeated after every restart of the server: from the engine's tensors to a layout, a
+namespace, a transport and the request. Engine side; the first registration runs in the engine's thread, further ones in
+the connection's supervisor thread."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 
 @dataclass(frozen=True)
 class InstanceIdentity:
-    """What names an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: whatever
-    may make the KV of two engines differ must differ here."""
+    """The names of an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: every
+    difference between the KV of two engines must show here."""
 
     instance_id: int
     model_name: str
@@ -57,7 +56,7 @@ class InstanceIdentity:
 class Instance:
     """One registered instance, until `close`. The tensors are borrowed until then.
 
-    The constructor waits for the server and raises a typed error that says what to change, or `ServerGone`. With the
+    The constructor waits for the server and raises a typed error with the setting to change, or `ServerGone`. With the
     engine's own `view` the declaration is proven by a canary, and a wrong one is refused with `BadLayout`.
     """
 
@@ -92,7 +91,7 @@ class Instance:
         client.when_up(self._register_again)
         try:
             if client.boot_id != boot_id:
-                # The server was restarted in between, perhaps before it was to call back.
+                # The server was restarted in between, perhaps before the callback was registered.
                 with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
                     self.registration = self._register(urgent=True)
             if view is not None:
@@ -103,8 +102,8 @@ class Instance:
             raise
 
     def close(self) -> None:
-        """Unregisters, if the server is there. Waits for the copies that are under way: afterwards the server has
-        nothing of the tensors mapped, and they may be freed. If it cannot say so in time, that is logged."""
+        """Unregister, if the server is there. Waits for copies under way: afterwards the server has none of the tensors
+        mapped, and they may be freed. A server that cannot confirm this in time is logged."""
         self._closed.set()
         self._client.forget(self._register_again)
         if self._again is not None:
@@ -118,7 +117,7 @@ class Instance:
         self.registration = self._register(urgent=False)
 
     def recover(self) -> None:
-        """Registers again, in the background, since the server lost this instance's memory. Never blocks."""
+        """Register again, in the background, since the server lost this instance's memory. Never blocks."""
         with self._lock:
             if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
                 return
@@ -131,7 +130,7 @@ class Instance:
             self._again = again
 
     def _recover(self) -> None:
-        """Until it succeeds, somebody else did it, or the instance is closed."""
+        """Retry until it succeeds, another thread has registered, or the instance is closed."""
         wait = _RECOVER_FIRST_S
         while not self._closed.is_set():
             try:
@@ -145,8 +144,8 @@ class Instance:
             wait = min(2 * wait, _RECOVER_LONGEST_S)
 
     def _register_again(self) -> None:
-        """At a new server, in the connection's thread. That a device cannot be used there is this instance's trouble,
-        not the connection's."""
+        """Register at a new server, in the connection's thread. A device that cannot be used there is this instance's
+        failure, not the connection's."""
         try:
             self._register_anew(urgent=True)
         except DeviceError as error:
@@ -208,21 +207,21 @@ class Instance:
         try:
             if self._client.usable or self._exports:
                 payload = m.Unregister(self._identity.instance_id)
-                # Answered behind the copies that are under way; a server that is silent may be in the midst of one.
+                # The answer follows the copies under way; a silent server may be in the midst of one.
                 self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._exports)
         except ServerGone:
-            pass  # and with it whatever it had mapped
+            pass  # and its mappings ended with it
         except KVFrameworkError as error:
             log.warning(
                 "instance %d could not unregister, its memory may be in use: %s", self._identity.instance_id, error
             )
         finally:
-            # Only now: until the server has let go it may refer to what the transport holds.
+            # Only now: until the server has closed its mappings it may refer to the transport's resources.
             self.transfer.close()
 
 
 def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
-    """The engine half of the layout plugin. Raises `PluginError`, `ConfigFieldError`."""
+    """Return the engine half of the layout plugin. Raises `PluginError`, `ConfigFieldError`."""
     where = f"layout of instance {identity.instance_id}"
     provider = client.plugins.resolve("layout", identity.layout, where=where)
     if not isinstance(provider, LayoutProvider):
@@ -232,7 +231,7 @@ def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
 
 
 def namespace_of(client: KVClient, identity: InstanceIdentity, layout: Layout, declared: KVLayout) -> bytes:
-    """The 16 bytes that scheduler and workers of one deployment share."""
+    """Return the 16 bytes that scheduler and workers of one deployment share."""
     return compute_namespace(
         model=identity.model_name,
         desc=layout.object_desc(declared, client.chunk_size),

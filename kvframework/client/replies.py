@@ -1,4 +1,4 @@
-"""The way from the answer to a request to what its caller asked for. Runs in the thread that resolves the future.
+"""The conversion of a request's answer into its caller's result. Runs in the thread that resolves the future.
 
 Errors lose their traceback: its frames refer to the future, and so to themselves. Until the cycle was collected it
 would keep the engine's tensors, and the arena mapped.
@@ -19,14 +19,14 @@ R = TypeVar("R")
 
 
 def as_response(reply: Message, response: type[M]) -> M:
-    """Raises `ServerGone` for an answer to something else."""
+    """Return the response in an answer. Raises `ServerGone` for an answer of another type."""
     if not isinstance(reply, response):
         raise ServerGone(f"answered with {type(reply).__name__}, not {response.__name__}")
     return reply
 
 
 def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
-    """A future of what `result_of` makes of the answer; it fails with what that raises."""
+    """Return a future of `result_of` the answer; it fails with the errors that `result_of` raises."""
     future: Promise[R] = Promise(sent.cancel)
 
     def answered(reply: Future[Answer]) -> None:
@@ -46,7 +46,7 @@ def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
 
 
 def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Callable[[BaseException], R]) -> Future[R]:
-    """`mapped` for a future that never fails: `failed` says what its result is after an error."""
+    """Return a `mapped` future that never fails: `failed` makes its result from an error."""
     future: Promise[R] = Promise(sent.cancel)
 
     def answered(reply: Future[Answer]) -> None:
@@ -65,8 +65,8 @@ def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Call
 
 
 def granted(sent: Future[Answer], plan_of: Callable[[Answer], R], give_back: Callable[[R], object]) -> Future[R]:
-    """`mapped` for what the server reserves: a future that is cancelled fails at once, and the answer's grant is given
-    back when it comes. The request itself is not cancelled."""
+    """Return a `mapped` future for a reservation of the server: a cancelled future fails at once, and the answer's
+    grant is given back when it arrives. The request itself is not cancelled."""
     future: Promise[R]
 
     def cancel() -> None:

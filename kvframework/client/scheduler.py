@@ -1,7 +1,7 @@
-"""Owns the scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
+"""The scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
 
 Called from the scheduler's thread: a lookup waits for its short deadline at most, other calls for `engine_s` (`wait`
-says its own), and any failure is a miss, one log line and a count.
+has its own), and any failure is a miss, one log line and a count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ POLL_S = 0.002
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`hit_tokens` from the lookup's start, at most `asked_tokens`, are pinned under `ticket` ("" for none). `pending`:
-    L2 is still being asked."""
+    """The result of a lookup: `hit_tokens` from its start, at most `asked_tokens`, are pinned under `ticket` ("" for
+    none). `pending`: the answer of L2 is still open."""
 
     hit_tokens: int
     ticket: str = ""
@@ -40,7 +40,7 @@ MISS = LookupResult(0)
 
 
 class SchedulerAdapter:
-    """Looks up for all ranks of one namespace. Thread-safe."""
+    """Lookups for all ranks of one namespace. Thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class SchedulerAdapter:
         chunk_tokens: int | None = None,
         world_size: int = 1,
     ) -> None:
-        """`chunk_tokens` None: the server is asked, which blocks and raises what `KVClient.chunk_tokens` does."""
+        """Without `chunk_tokens` (None) the constructor asks the server, which blocks and raises as
+        `KVClient.chunk_tokens` does."""
         self.failures = 0
         self.chunk_tokens = client.chunk_tokens(namespace) if chunk_tokens is None else chunk_tokens
         self._client = client
@@ -60,8 +61,8 @@ class SchedulerAdapter:
         self._world_size = world_size
 
     def lookup(self, request: RequestHashes, start: int = 0, end: int | None = None) -> LookupResult:
-        """How many tokens after `start` all ranks can load. `end` (default: all that is hashed) is rounded down to a
-        chunk, `start` must be a multiple of it."""
+        """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
+        to a chunk, `start` must be a multiple of it."""
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
         if last <= start:
@@ -80,16 +81,16 @@ class SchedulerAdapter:
         return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
 
     def poll(self, result: LookupResult) -> LookupResult:
-        """The state of a pending lookup. Takes the place of `result`, whose ticket may be over."""
+        """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""
         if not result.pending:
             return result
         answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket), result.asked_tokens)
-        # A poll that failed has not ended the ticket: it is still to be freed, and may be asked again.
+        # A failed poll has not ended the ticket: it must still be freed, and may be polled again.
         return answer or LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
-        """Polls until nothing is pending or `timeout` seconds are over; then the last answer, with what L1 has. Takes
-        the place of `result`, as with `poll`."""
+        """Poll until nothing is pending or `timeout` seconds have passed, and return the last answer, with the hits in
+        L1. Replaces `result`, as `poll` does."""
         deadline = time.monotonic() + timeout
         while result.pending and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -97,24 +98,24 @@ class SchedulerAdapter:
         return result
 
     def free(self, result: LookupResult) -> None:
-        """Lets go of what a lookup pinned: after the workers have loaded, or when the request is given up. `result` is
-        the last answer, of `poll` or `wait` if it was pending."""
+        """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
+        last answer, of `poll` or `wait` if it was pending."""
         if result.ticket:
             self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
     def let_go(self, ticket: str) -> None:
-        """Frees a ticket that nobody waits for any more, of a plugin's request too. Never blocks, never raises: also
-        for callbacks of the connection."""
+        """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
+        callbacks of the connection may call it."""
         if ticket:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
 
     def end_request(self, request_id: str) -> None:
-        """Ends all that this client holds under a request id. Request ids of other clients are not touched."""
+        """End all that this client holds under a request id. Request ids of other clients are not touched."""
         if request_id:
             self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
 
     def _ask(self, name: str, payload: m.Lookup | m.TicketRef, asked: int) -> LookupResult | None:
-        """None if there was no answer."""
+        """Return None if there was no answer."""
         if not self._client.usable:
             self._failed(ServerGone("the server does not answer"))
             return None
@@ -132,7 +133,7 @@ class SchedulerAdapter:
         return LookupResult(reply.hit_tokens, reply.ticket, reply.pending, asked)
 
     def _free_late(self, reply: m.LookupReply) -> None:
-        """A LOOKUP that was given up has been answered after all: nobody knows its ticket."""
+        """Free the ticket of a LOOKUP that was answered after its deadline: no caller knows the ticket."""
         self.let_go(reply.ticket)
 
     def _failed(self, error: KVFrameworkError) -> None:
@@ -141,7 +142,7 @@ class SchedulerAdapter:
 
     def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         if not self._client.usable:
-            # A silent server hears it when it wakes up; nobody waits for that again and again.
+            # A silent server receives it when it recovers; no call waits for that again and again.
             self._client.send(name, payload)
             return
 
@@ -150,7 +151,7 @@ class SchedulerAdapter:
             if isinstance(error, LeaseUnknown):
                 log.debug("%s: the lookup has already ended", name)
             elif error is not None:
-                # The ticket ends by its time, or with this process.
+                # The ticket ends by its time limit, or with this process.
                 self.failures += 1
                 log.warning("%s failed: %s", name, error)
 

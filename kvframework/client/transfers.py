@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_tokens(registration: Registration, start: int, end: int) -> None:
-    """Raises `BadRange` if tokens `[start, end)` are no whole chunks."""
+    """Raise `BadRange` if tokens `[start, end)` are not whole chunks."""
     chunk = registration.desc.chunk_tokens
     if not 0 <= start < end or start % chunk or end % chunk:
         raise BadRange(f"tokens {start} to {end}", available=f"whole chunks of {chunk} tokens")
 
 
 def check_skipped(registration: Registration, tokens: int, skip_tokens: int) -> None:
-    """Raises `BadRange` unless a load of `tokens` tokens can leave out so many."""
+    """Raise `BadRange` unless a load of `tokens` tokens can skip `skip_tokens`."""
     if not 0 <= skip_tokens <= tokens:
         raise BadRange(f"skip_first_n_tokens is {skip_tokens}", available=f"0 to {tokens} tokens")
     check_skip(registration.layout, skip_tokens)
@@ -38,7 +38,7 @@ def checked_transfer(
     *,
     storing: bool,
 ) -> Transfer:
-    """The transfer of the key's tokens, which are whole chunks. Raises `BadBlockIds`."""
+    """Return the transfer of the key's tokens, which are whole chunks. Raises `BadBlockIds`."""
     blocks = checked_blocks(
         registration.layout,
         registration.desc.chunk_tokens,
@@ -51,15 +51,15 @@ def checked_transfer(
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:
-    """The transfer of a client without blocks, which writes and reads whole objects by itself."""
+    """Return the transfer of a client without blocks, which writes and reads whole objects by itself."""
     chunk = registration.desc.chunk_tokens
     blocks = tuple(GroupBlocks((), group.object_blocks(chunk), 0, -1) for group in registration.layout.groups)
     return Transfer(key, registration, {}, (), blocks)
 
 
 def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: int | None) -> None:
-    """Raises `ProtocolError` for a range that the server cannot mean: of no object that the engine holds, of another
-    size, or outside of the arena (None: the bytes come over the wire)."""
+    """Raise `ProtocolError` for an invalid range: of no object that the engine holds, of another size, or outside of
+    the arena (None: the bytes come over the wire)."""
     chunks, groups = transfer.chunks, transfer.registration.desc.groups
     for place in ranges:
         group = place.group
@@ -72,7 +72,7 @@ def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: 
 
 
 def check_held(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
-    """Raises `ProtocolError` if a store is asked for an object that the engine does not hold."""
+    """Raise `ProtocolError` if the server asks for an object that the engine does not hold."""
     firsts = transfer.first_chunks
     for place in ranges:
         if place.chunk < firsts[place.group]:
@@ -80,8 +80,8 @@ def check_held(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
 
 
 def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
-    """Raises `ProtocolError` if a chunk is missing that must be loaded: each under full attention, those that a window
-    reaches, the last one of a state."""
+    """Raise `ProtocolError` if a required chunk is missing: each under full attention, those that a window reaches, the
+    last one of a state."""
     given = {(place.chunk, place.group) for place in ranges}
     for group, first in enumerate(transfer.first_chunks):
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]

@@ -1,4 +1,4 @@
-"""Owns which transport an instance takes. In the engine's thread, at its first registration."""
+"""The choice of an instance's transport. In the engine's thread, at its first registration."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def choose_transport(
     register: Callable[[str, TransferContext], None],
     where: str,
 ) -> None:
-    """Registers with the first transport that both sides have, in the server's order, and that takes the engine's
-    memory; or with the one that is `wanted` by name.
+    """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
+    memory; or with the one `wanted` by name.
 
     `register` raises `DeviceError` or `BadLayout` where an accelerator's memory cannot be exported, or the server
-    cannot open it. Of one that was named that is raised; "auto" says so in the log and takes the next. What is given up
-    is closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only one.
+    cannot open it. For a transport chosen by name the error is raised; "auto" logs it and tries the next. Rejected
+    transports are closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only one.
     """
     refused: list[str] = []
     last: BadLayout | None = None
@@ -58,7 +58,7 @@ def choose_transport(
 def _shared(
     client: KVClient, wanted: str, options: Mapping[str, object], where: str, refused: list[str]
 ) -> Iterator[tuple[str, TransferContext]]:
-    """Made one by one as they are asked for; `refused` gets why others are left out."""
+    """Yield the transports one by one on demand; `refused` collects why others are left out."""
     offered = client.hello.transports
     for name in offered if wanted == AUTO else (wanted,):
         if name not in offered:

@@ -1,7 +1,7 @@
-"""Owns the worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
+"""The worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
 Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/client_deadlines.py`), except
-in `register_kv_caches` and `close`; a transfer whose answers take longer goes on without it.
+in `register_kv_caches` and `close`; a transfer whose answers take longer continues without it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ RetrieveEntry = tuple[Future[LoadOutcome], BlockIds]
 
 
 class WorkerAdapter:
-    """One instance (one rank). For one thread, except `get_finished`'s futures, which resolve anywhere.
+    """One instance (one rank). For one thread, except the futures, which resolve in any.
 
-    `store_futures` and `retrieve_futures` hold what is under way, a list per request id: chunked prefill submits
+    `store_futures` and `retrieve_futures` hold the transfers under way, a list per request id: chunked prefill submits
     several.
     """
 
@@ -90,8 +90,9 @@ class WorkerAdapter:
     def register_kv_caches(
         self, kv_caches: Mapping[str, LayerTensors], *, block_size: int, view: EngineView | None = None
     ) -> Registration:
-        """Declares the engine's tensors (layer name to tensors, in layer order) and registers the instance, see
-        `Instance`. After a restart of the server the instance registers again by itself."""
+        """Declare the engine's tensors (layer name to tensors, in layer order) and register the instance, see
+        `Instance`, which says what is raised. Blocking. After a restart of the server the instance registers again by
+        itself."""
         if self._instance is not None:
             raise RequestError(
                 f"instance {self.identity.instance_id} is already registered, perhaps with other tensors",
@@ -102,11 +103,11 @@ class WorkerAdapter:
 
     @property
     def registration(self) -> Registration | None:
-        """The current one; None before `register_kv_caches` and after `close`."""
+        """The current registration; None before `register_kv_caches` and after `close`."""
         return self._instance.registration if self._instance else None
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
-        """The cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
+        """Return the cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
         identity = self.identity
         return CacheKey(
             model_name=identity.model_name,
@@ -129,11 +130,11 @@ class WorkerAdapter:
         kv_caches: Mapping[str, LayerTensors] | None = None,
         event: torch.Event | None = None,
     ) -> Future[StoreOutcome]:
-        """Stores tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the
-        registered tensors for engines without stable memory. Dropped at once while the server is away, or silent for
-        longer than a store waits. Until the future is resolved the blocks are read: they must stay as they are.
-        `cancel()` on it ends that, at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before
-        anything is done, and `BadLayout` or `TransportMismatch` for tensors that are not as they were registered."""
+        """Store tokens `[start, end)` held in `block_ids` (a list per layer group). `kv_caches` replaces the registered
+        tensors for engines without stable memory. Dropped at once while the server is away, or silent for longer than a
+        store waits. Until the future is resolved the blocks may be read and must not change; its `cancel()` ends that,
+        at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before anything is sent, and `BadLayout`
+        or `TransportMismatch` for tensors that differ from the registered ones."""
         instance = self._instance
         if instance is None or not self._client.reachable("PREPARE_STORE"):
             why = self._away("stores", start, end)
@@ -157,7 +158,7 @@ class WorkerAdapter:
         event: torch.Event | None = None,
         skip_first_n_tokens: int = 0,
     ) -> Future[LoadOutcome]:
-        """Loads tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
+        """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
         outcome is `ok` they must be computed. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None or not self._client.reachable("PREPARE_RETRIEVE"):
@@ -179,9 +180,10 @@ class WorkerAdapter:
         return future
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Request ids whose stores, and whose retrieves, have all ended since the last call. Never blocks.
+        """Return the request ids whose stores, and those whose retrieves, have all ended since the last call. Never
+        blocks.
 
-        Failed loads are told by `take_failed_blocks`.
+        `take_failed_blocks` has the failed loads.
         """
         stored = {rid for rid, futures in self.store_futures.items() if all(f.query() for f in futures)}
         for request_id in stored:
@@ -194,14 +196,14 @@ class WorkerAdapter:
         return stored, retrieved
 
     def take_failed_blocks(self) -> list[set[int]]:
-        """Block ids, per layer group, of loads that failed since the last call: the engine must compute them. Filled by
-        `get_finished`, so call that before."""
+        """Return the block ids, per layer group, of loads that failed since the last call: the engine must compute
+        them. Filled by `get_finished`, so call that before."""
         failed, self._failed_blocks = self._failed_blocks, []
         return failed
 
     def close(self) -> None:
-        """Unregisters (if the server is there) and lets the tensors go: they may be freed, and others be registered, as
-        an engine does that sleeps. Waits for copies that are under way. Idempotent; does not close the client."""
+        """Unregister (if the server is there) and drop the tensors: they may be freed, and others be registered, as by
+        an engine that sleeps. Waits for copies under way. Idempotent; does not close the client."""
         instance, self._instance = self._instance, None
         if instance is not None:
             instance.close()
@@ -212,7 +214,7 @@ class WorkerAdapter:
         return self._instance.registration
 
     def _away(self, kind: LostKind, start: int, end: int) -> KVFrameworkError:
-        """Why nothing is asked for now; counted as a loss if it is the server's silence."""
+        """Return the reason why no request is sent now, or None; a silent server counts as a loss."""
         instance = self._instance
         if instance is None:
             return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
@@ -250,11 +252,12 @@ class WorkerAdapter:
         start: Callable[[], Future[O]],
         failed: Callable[[BaseException], O],
     ) -> Future[O]:
-        """The transfer under way. Whatever a transport fails with, the engine goes on without the cache."""
+        """Start a transfer and return its future. After any failure of a transport the engine goes on without the
+        cache."""
         try:
             future = start()
         except (BadLayout, BadBlockIds, TransportMismatch):
-            raise  # the engine's tensors are not those that it registered
+            raise  # the engine's tensors differ from those that it registered
         except Exception as error:
             known = isinstance(error, KVFrameworkError)
             log.warning(
@@ -267,7 +270,7 @@ class WorkerAdapter:
     def _look_at(
         self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
     ) -> None:
-        """Counts what was lost, and registers again if the server lost this instance's memory."""
+        """Count a loss, and register again if the server lost this instance's memory."""
         error = future.exception()
         code = error_code(error) if error is not None else future.result(0).error
         if code and code != Cancelled.code:
@@ -282,7 +285,7 @@ class WorkerAdapter:
         for index, (failed, ids) in enumerate(zip(self._failed_blocks, block_ids, strict=True)):
             used = ids
             if registration is not None:
-                # What a load does not touch may have been given to others long ago.
+                # Blocks that a load does not touch may belong to other requests long since.
                 group = registration.layout.groups[index]
                 touched = touched_blocks(group, registration.desc.chunk_tokens, ids, storing=False)
                 used = touched.ids[touched.first :]

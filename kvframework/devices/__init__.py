@@ -1,1 +1,1 @@
-"""What stands above every accelerator's driver: export of memory, planning, copier processes, completion."""
+"""The part above every accelerator's driver: export of memory, planning, copier processes, completion."""

@@ -1,6 +1,6 @@
-"""Owns the copier's work: one device, one driver, one thread that copies and listens to the server.
+"""The copier's loop: one device, one driver, one thread that copies and listens to the server.
 
-It returns when the server has ended, and raises once its device is lost: a poisoned context is never used again.
+It returns at the end of the server, and raises once its device is lost: a poisoned context is never used again.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-# Of the smallest fragments, a launch of so many bytes as is allowed would take a driver seconds.
+# With the smallest fragments, a launch of the allowed bytes would take a driver seconds.
 LAUNCH_FRAGMENTS = 1 << 16
-# How long the loop sleeps while copies are under way: at first hardly, then longer.
+# Sleeps of the loop while copies are under way: first the shortest, then longer ones.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.00005, 0.001
-# So high that it is closed after everything that could still write to an engine's memory.
+# A high number, so that it is closed after every descriptor through which an engine's memory could still be written.
 ALIVE_FD = 1 << 10
 _RECEIVE = 1 << 18
 
 
 @dataclass(eq=False)
 class _Instance:
-    """One engine's memory, open. `events` are its events by their handles."""
+    """One engine's memory, open. `events` maps the handles of its events to the opened events."""
 
     planner: CopyPlanner
     addresses: list[int]
@@ -89,14 +89,14 @@ class Copier:
         )
 
     def run(self) -> None:
-        """Returns when the server has ended. Raises `DeviceLost`."""
+        """Run until the server has ended. Raises `DeviceLost`."""
         self.send(Ready())
         self._flush()
         self._pinned.start()
         wait = SHORTEST_WAIT_S
         while True:
             busy = self._launcher.busy or bool(self._opening) or bool(self._closing)
-            # Not `poll`, which knows no part of a millisecond.
+            # Not `poll`, whose timeout is in whole milliseconds.
             if select.select([self._sock], [], [], self._rest(wait) if busy else BEAT_S)[0]:
                 if not self._receive():
                     return
@@ -165,7 +165,7 @@ class Copier:
         self._opening.add(message.context)
 
     def _answer_opens(self) -> None:
-        """Only once a part of the arena is pinned: where none can be, nobody is to take this transport."""
+        """Answer only once a part of the arena is pinned: where none can be, no engine may choose this transport."""
         if self._opening and self._pinned.usable() > 0:
             for context in self._opening:
                 self.send(Opened(context))
@@ -231,7 +231,7 @@ def _split(batches: Iterable[CopyBatch], limit: int) -> Iterator[CopyBatch]:
 
 
 def _close_each(close: Callable[[Any], None], things: Iterable[Any], what: str) -> None:
-    """All of them, whatever becomes of one; raises `DeviceLost`."""
+    """Close every thing, also after an error of one; raises `DeviceLost`."""
     for each in things:
         try:
             close(each)
@@ -245,6 +245,6 @@ def _moved_up(fd: int) -> int:
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, ALIVE_FD)
     except OSError:
-        return fd  # not so many descriptors are allowed here
+        return fd  # the limit of descriptors is lower
     os.close(fd)
     return high

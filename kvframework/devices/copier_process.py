@@ -1,7 +1,7 @@
-"""Owns the copier process: how it begins, and that it ends with the server, whatever happens.
+"""The copier process: its start, and its end with the server in every case.
 
-Started by `kvframework.devices.supervisor`. It ends by the parent-death signal, by the socket's end, and by itself once
-its device is lost.
+Started by `kvframework.devices.supervisor`. The parent-death signal, the end of the socket, and the loss of its device
+end it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from kvframework.logs.form import LogForm, configure_logging, end_logging
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-# Of a server that does not say how it logs, such as one in a test.
+# The form for a server that sends none, such as one in a test.
 _LOG = LogForm("warning", "human")
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit status."""
+    """Run the copier. `arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit
+    status."""
     _end_with_parent()
-    # The lowest number that is free: `select` takes none above 1023.
+    # The lowest free number: `select` takes none above 1023.
     sock = socket.socket(fileno=os.dup(int(arguments[0])))
     os.close(int(arguments[0]))
     arena_fd = int(arguments[1])
@@ -55,13 +56,13 @@ def main(arguments: list[str]) -> int:
         lost = Lost(Failure(DeviceLost.code, f"{type(error).__name__}: {error}"))
     with contextlib.suppress(OSError):
         sock.sendall(framed(lost))
-    # Not by the interpreter's end: a lost device may hang in what a library does there.
+    # Not by the interpreter's exit: a lost device may hang in a library's exit handler.
     end_logging()
     os._exit(1)
 
 
 def _first(sock: socket.socket) -> Start:
-    """The first message; not a byte more is taken. Raises `EOFError`."""
+    """Read the first message, and not a byte more. Raises `EOFError`."""
     frames, wanted = Frames(), FRAME_HEAD
     while True:
         data = sock.recv(wanted, socket.MSG_WAITALL)
@@ -83,7 +84,7 @@ def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
     address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
     driver = create(options, start.device, Arena(view, address))
     Copier(sock, driver, options, len(view)).run()
-    # The mappings go with the process, at once.
+    # The mappings end with the process, at once.
     end_logging()
     os._exit(0)
 
@@ -101,7 +102,7 @@ def _size(kind: type, value: object) -> object:
 
 
 def _end_with_parent() -> None:
-    """Killed as soon as the supervisor's thread is gone, however that came."""
+    """Have the kernel kill this process as soon as the supervisor's thread has ended for any reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

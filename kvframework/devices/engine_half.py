@@ -1,4 +1,4 @@
-"""Owns the engine half of every device transport: exporting the engine's memory, recording events, sending requests.
+"""The engine half of every device transport: exporting the engine's memory, recording events, sending requests.
 
 Called from the engine's thread; nothing here waits for the device or the server, except `gather_block` at registration.
 """
@@ -33,9 +33,10 @@ log.addFilter(LogLimit())
 
 
 class DeviceTransfer(TransferContext):
-    """See `TransferContext`. Owns `driver` and closes it. The engine's tensors stay where they were at registration.
+    """See `TransferContext`. Owns `driver` and closes it. The engine's tensors keep their addresses of the
+    registration.
 
-    `faults` counts the submits that the engine's half of the driver failed.
+    `faults` counts the submits at which the engine's half of the driver failed.
     """
 
     def __init__(self, link: ServerDrivenLink, driver: EngineDriver[Any]) -> None:
@@ -54,7 +55,8 @@ class DeviceTransfer(TransferContext):
         self._layout, self._declared = layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:
-        """Raises `DeviceError` for memory that cannot be exported, `BadLayout` for memory on several devices."""
+        """Return the handles of the tensors. Raises `DeviceError` for memory that cannot be exported, `BadLayout` for
+        memory on several devices."""
         if self._layout is None or self._declared is None:
             raise NotRegistered("the tensors are not declared", where="memory_handles")
         views = self._layout.block_views(self._declared, kv_caches)
@@ -66,12 +68,12 @@ class DeviceTransfer(TransferContext):
         self._registration = registration
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
-        """Records an event behind the engine's work and asks for the copy; dropped at once if the driver cannot record
-        it. Raises `TransportMismatch` for other tensors."""
+        """Record an event behind the engine's work and request the copy; the store is dropped at once if the driver
+        cannot record the event. Raises `TransportMismatch` for other tensors."""
         return self._sent(transfer, self._link.store, transfer.failed)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
-        """Likewise. Once the future is resolved the device has written the blocks: any stream may read them."""
+        """Load likewise. Once the future is resolved the device has written the blocks: any stream may read them."""
         return self._sent(transfer, partial(self._send_load, skip_tokens), LoadOutcome.failed)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
@@ -96,7 +98,7 @@ class DeviceTransfer(TransferContext):
             raise NotRegistered("no instance is registered with this transport")
         if transfer.kv_caches is not self._caches:
             self._check_same(transfer.kv_caches)
-        # Recorded before the request leaves: the copier must never see an event that was not.
+        # Recorded before the request is sent: the copier must never see an unrecorded event.
         try:
             event = self._events.take(self._device, transfer.event)
         except DeviceError as error:
@@ -131,7 +133,7 @@ class DeviceTransfer(TransferContext):
 
 
 class _PooledEvent:
-    """An event that a request under way refers to."""
+    """An event that a request under way refers to, from the pool."""
 
     __slots__ = ("event", "handle")
 
@@ -141,7 +143,7 @@ class _PooledEvent:
 
 
 class _EventPool:
-    """Interprocess events, each used again only once the request that named it is done. Thread-safe."""
+    """The pool of interprocess events, each used again only once the request that named it has ended. Thread-safe."""
 
     def __init__(self, driver: EngineDriver[Any]) -> None:
         self._driver = driver
@@ -150,7 +152,7 @@ class _EventPool:
         self._closed = False
 
     def take(self, device: str, behind: object) -> _PooledEvent:
-        """An event that is recorded behind `behind`, see `EngineDriver.record`."""
+        """Return an event recorded behind `behind`, see `EngineDriver.record`."""
         with self._lock:
             pooled = self._spare.pop() if self._spare else None
         if pooled is None:
@@ -158,7 +160,7 @@ class _EventPool:
         try:
             self._driver.record(pooled.event, behind)
         except BaseException:
-            # Kept, since the copier has it open: another one might get the same handle.
+            # Kept, since the copier has it open: a new event might get the same handle.
             self.give_back(pooled, failed=True)
             raise
         return pooled
@@ -174,7 +176,7 @@ class _EventPool:
         return pooled
 
     def give_back(self, pooled: _PooledEvent, *, failed: bool = False) -> None:
-        """What has failed is taken again after those that work."""
+        """Take an event back. Events that failed are reused after those that work."""
         with self._lock:
             if not self._closed:
                 self._spare.insert(0 if failed else len(self._spare), pooled)
@@ -195,11 +197,11 @@ class _EventPool:
         try:
             self._driver.destroy_event(event)
         except DeviceError:
-            return  # the driver is closed already: its events went with it
+            return  # the driver is closed already: its events ended with it
 
 
 class _Recorded:
-    """An event for the time of a `with`."""
+    """A recorded event within a `with` block."""
 
     def __init__(self, pool: _EventPool, device: str, behind: object) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""The two halves of any transport: those of a device are made here, of what its vendor gives."""
+"""The two halves of any transport: those of a device transport are made here, from its vendor's parts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvframework.errors import DeviceError, PluginWrongKind
 
 
 def engine_half(provider: AnyTransportProvider[Any], options: Options, link: EngineLink) -> TransferContext:
-    """The half in an engine process. Raises `DeviceError` where its device cannot be used, and what the plugin's
-    function raises."""
+    """Return the half in an engine process. Raises `DeviceError` where its device cannot be used, and the errors of the
+    plugin's function."""
     if isinstance(provider, DeviceTransportProvider):
         if not link.maps_arena:
             raise DeviceError("the server is on another node")
@@ -32,7 +32,7 @@ def server_half(
     arena_fd: int,
     create: Callable[[Callable[[Any, int], ServerTransport]], ServerTransport],
 ) -> ServerTransport | None:
-    """The half in the server, None for an engine-driven transport. `create` calls the plugin's function. Raises
+    """Return the half in the server, None for an engine-driven transport. `create` calls the plugin's function. Raises
     `PluginBroken`."""
     if isinstance(provider, DeviceTransportProvider):
         assert isinstance(options, DeviceOptions)  # the provider's own type

@@ -1,7 +1,7 @@
-"""Owns how an engine's memory is described to the server: allocations, and where in them each plane of each layer lies.
+"""The description of an engine's memory for the server: allocations, and the place of each plane of each layer in them.
 
 Pure but for the calls of the driver that exports. Used by the engine process to write handles and by the copier and the
-server to read them; what came over the wire is checked against the declared layout.
+server to read them; handles from the wire are checked against the declared layout.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Views = Sequence[Sequence[Sequence["torch.Tensor"]]]
 
 MAX_ALLOCATIONS = 4096
 MAX_DEVICE_NAME = 128
-# No device has more. All sums of addresses stay within 64 bits, whatever a client says.
+# No device has more. With this bound all sums of addresses stay within 64 bits, also with a client's false sizes.
 MAX_ALLOCATION_BYTES = 1 << 48
 
 
 class ExportedAllocation(Message, frozen=True, array_like=True, tag="a"):
-    """An allocation that the views after it lie in, counted from 0."""
+    """An allocation, counted from 0, that holds the views which follow it."""
 
     allocation: Allocation
 
 
 class ExportedView(Message, frozen=True, array_like=True, tag="v"):
     """One plane of one layer: its place in an allocation, its number of blocks, and the strides of block, slot, head
-    and element, all in bytes. Views come in the order group, plane, layer."""
+    and element, all in bytes. The order of views is group, plane, layer."""
 
     allocation: int
     offset: int
@@ -51,14 +51,14 @@ _Handle = ExportedAllocation | ExportedView
 
 @dataclass(frozen=True)
 class ExportedMemory:
-    """All that one instance exports: its device, its allocations, its views as `[group][plane][layer]`."""
+    """The exported memory of one instance: its device, its allocations, its views as `[group][plane][layer]`."""
 
     device: str
     allocations: Sequence[Allocation]
     views: Sequence[Sequence[Sequence[ExportedView]]]
 
     def opened_at(self, bases: Sequence[int]) -> list[list[list[PlacedView]]]:
-        """The views where the allocations are open at `bases`."""
+        """Return the views for allocations that are open at `bases`."""
         return [
             [
                 [PlacedView(bases[view.allocation] + view.offset, view.blocks, view.strides) for view in plane]
@@ -69,8 +69,8 @@ class ExportedMemory:
 
 
 def export_memory(views: Views, layout: KVLayout, export: Callable[[int], Exported]) -> tuple[str, tuple[bytes, ...]]:
-    """The device and the handles of an instance. Several tensors of one allocation export it once. Raises what `export`
-    raises, and `BadLayout` for memory on several devices."""
+    """Return the device and the handles of an instance. Several tensors of one allocation export it once. Raises the
+    errors of `export`, and `BadLayout` for memory on several devices."""
     known: list[tuple[int, int]] = []  # address range of each allocation
     allocations: list[ExportedAllocation] = []
     placed: list[ExportedView] = []
@@ -97,8 +97,8 @@ def export_memory(views: Views, layout: KVLayout, export: Callable[[int], Export
 
 
 def read_handles(handles: Sequence[bytes], layout: KVLayout, desc: MemoryLayoutDesc) -> ExportedMemory:
-    """What the handles say. Raises `RequestError` if they are malformed or do not fit the layout, `BadLayout` for one
-    that a device cannot serve."""
+    """Return the memory that the handles describe. Raises `RequestError` if they are malformed or do not fit the
+    layout, `BadLayout` for one that a device cannot serve."""
     _check_servable(layout, desc)
     read = [_decode(handle, index) for index, handle in enumerate(handles)]
     allocations = [each.allocation for each in read if isinstance(each, ExportedAllocation)]

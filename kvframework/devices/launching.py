@@ -1,8 +1,8 @@
-"""Owns which copies of a device are launched when: jobs wait for their events, launches for room. No I/O of its own.
+"""The order of a device's copies: jobs wait for their events, launches for room. No I/O of its own.
 
 Runs in the copier process, driven by its loop. Loads and stores have a stream, a bound of bytes and a pace each, so
-that neither waits for the other. A job whose event is not reached holds up nobody. A job ends once what was launched
-of it is done, whatever else happened.
+that neither waits for the other. A job whose event is not reached delays no other job. A job ends once its launches are
+done, also after a cancel or an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 
 class Pace:
-    """At most `bytes_per_s` (0: no bound): a launch waits until those before it have been paid for.
+    """A limit of `bytes_per_s` (0: no bound): a launch waits until the time of those before it has passed.
 
-    Nothing is saved up while there is nothing to do, and whatever its size, one launch goes at a time: over any time t
-    at most `bytes_per_s` x t bytes and one launch begin.
+    Idle time gives no credit, and a launch of any size may begin when none is pending: within any time t at most
+    `bytes_per_s` x t bytes and one launch begin.
     """
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -29,7 +29,7 @@ class Pace:
         self._paid = 0.0
 
     def left(self, now: float) -> float:
-        """Seconds until the next launch may be, 0 if it may be now."""
+        """Return the seconds until the next launch may begin, 0 if it may begin now."""
         return max(self._paid - now, 0.0)
 
     def launched(self, nbytes: int, now: float) -> None:
@@ -58,7 +58,7 @@ class Job:
     exhausted: bool = False
 
     def advance(self) -> None:
-        """Looks one batch ahead, so that a job ends with its last one."""
+        """Prepare the next batch, one ahead, so that a job ends with its last one."""
         self.upcoming = next(self.batches, None)
         self.exhausted = self.upcoming is None
 
@@ -110,17 +110,18 @@ class Launcher:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to look at."""
+        """Whether `step` has any work."""
         return any(each.jobs or each.launches for each in (self._loads, self._stores))
 
     def rest_s(self) -> float:
-        """For how long `step` finds nothing to do, unless it is told something: all that is left waits for its pace."""
+        """Return the seconds for which `step` has no work unless it gets a new job or a cancel: all remaining work
+        waits for its pace."""
         now = self._clock()
         waiting = [each for each in (self._loads, self._stores) if each.jobs or each.launches]
         return min((0.0 if each.launches else each.pace.left(now) for each in waiting), default=0.0)
 
     def oldest_s(self) -> float:
-        """How long the oldest launch has been under way."""
+        """Return how long the oldest launch has been under way, in seconds."""
         now = self._clock()
         return max((now - each.launches[0].started for each in (self._loads, self._stores) if each.launches), default=0)
 
@@ -128,7 +129,7 @@ class Launcher:
         (self._stores if job.is_store else self._loads).jobs.append(job)
 
     def cancel(self, number: int) -> None:
-        """No further launch of this job; it ends with what was launched."""
+        """Cancel a job: it launches nothing more, and ends with its launches under way."""
         for job in self._jobs():
             if job.number == number:
                 job.cancelled = True
@@ -139,11 +140,11 @@ class Launcher:
                 job.cancelled = True
 
     def holds(self, context: int) -> bool:
-        """Whether a job of this instance is not done."""
+        """Return whether a job of this instance is not done."""
         return any(job.context == context for job in self._jobs())
 
     def step(self) -> bool:
-        """Takes what has completed and launches what there is room for; whether anything has changed. Raises
+        """Take completed launches and start those that there is room for; return whether anything has changed. Raises
         `DeviceLost`; other errors end their job."""
         changed = False
         for direction in (self._loads, self._stores):
@@ -166,7 +167,7 @@ class Launcher:
             except DeviceLost:
                 raise
             except DeviceError as error:
-                # The stream has come past it, or the driver could not say so.
+                # The stream has passed it, or the driver could not tell.
                 launch.job.error = launch.job.error or error
             direction.launches.popleft()
             direction.in_flight -= launch.nbytes
@@ -223,7 +224,7 @@ class Launcher:
                 job.error = error
             if event is None:
                 break
-            # Also behind a launch that failed, which may have begun: the job ends only once the stream is past it.
+            # Also after a failed launch, which may have begun: the job ends only once the stream has passed it.
             self._driver.record(event, direction.stream)
             now = self._clock()
             direction.launches.append(_Launch(job, event, batch.nbytes, now))

@@ -1,4 +1,4 @@
-"""Owns what server and copier say to each other: msgspec structs, each behind its length on one Unix socket.
+"""The messages between server and copier: msgspec structs, each behind its length on one Unix socket.
 
 The server speaks first (`Start`). Block ids travel as packed native u32 and ranges as packed native u64, since both
 sides are one machine and one version.
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """A `KVFrameworkError` on its way to the server: all that was told of it."""
+    """A `KVFrameworkError` on its way to the server, with all of its parts."""
 
     code: str
     fact: str
@@ -52,7 +52,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """With `alive`, a descriptor comes along that the copier keeps until the instance is closed."""
+    """Opens an instance's memory. With `alive`, a descriptor follows that the copier keeps until the instance is
+    closed."""
 
     context: int
     layout: KVLayout
@@ -95,13 +96,13 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """The answer to `Close`: nothing of the instance is mapped or touched any more."""
+    """The answer to `Close`: none of the instance's memory is mapped or touched any more."""
 
     context: int
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """A copy touches nothing any more. `ok` False without a failure: it was cancelled."""
+    """The end of a copy, which no longer touches any memory. `ok` False without a failure: it was cancelled."""
 
     job: int
     ok: bool
@@ -109,13 +110,13 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """Sent now and then while copies are under way; `oldest_s` is how long the oldest launch has taken."""
+    """The sign of life while copies are under way; `oldest_s` is the age of the oldest launch."""
 
     oldest_s: float
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """The last word of a copier that cannot go on."""
+    """The last message of a copier that cannot continue."""
 
     failure: Failure
 
@@ -133,20 +134,20 @@ def framed(message: ToCopier | FromCopier) -> bytes:
 
 
 class Frames:
-    """Cuts what arrives into payloads."""
+    """Cuts the received bytes into payloads."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     @property
     def missing(self) -> int:
-        """Bytes until the frame that has begun is whole, or its length is known."""
+        """Return the bytes missing until the current frame is whole, or until its length is known."""
         if len(self._data) < _LENGTH.size:
             return _LENGTH.size - len(self._data)
         return int(_LENGTH.unpack_from(self._data)[0]) + _LENGTH.size - len(self._data)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The payloads that are whole by now. Raises `ValueError` for a length that cannot be."""
+        """Yield the payloads that are whole. Raises `ValueError` for an impossible length."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)

@@ -1,4 +1,4 @@
-"""Owns the registration of the arena with the device: slice by slice, several at once, beside the first copies.
+"""The registration of the arena with the device: slice by slice, several at once, during the first copies.
 
 In the copier process, in threads of its own.
 """
@@ -15,7 +15,7 @@ from kvframework.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-# Drivers may hold up other calls of the process while one slice is pinned.
+# Drivers may block other calls of the process while one slice is pinned.
 SLICE_BYTES = 4 << 30
 THREADS = 4
 
@@ -36,11 +36,11 @@ class Pinning:
         threading.Thread(target=self._run, name="kvf-pin", daemon=True).start()
 
     def usable(self) -> int:
-        """Up to which byte the arena is registered, from its beginning."""
+        """The number of bytes that are registered, from the arena's beginning."""
         return self._usable
 
     def check(self) -> None:
-        """Raises what went wrong."""
+        """Raise the error at which pinning failed, if any."""
         if self._error is not None:
             raise self._error
 
@@ -57,7 +57,7 @@ class Pinning:
             self._error = error
             return
         except Exception as error:
-            # Else copies would wait for it for ever.
+            # Otherwise copies would wait for it for ever.
             log.exception("pinning the arena failed")
             self._error = DeviceError(f"the arena could not be pinned: {type(error).__name__}: {error}")
             return

@@ -25,8 +25,8 @@ __all__ = ["CopyPlanner", "PlacedView"]
 
 
 class PlacedView(NamedTuple):
-    """One plane of one layer as `[blocks, slots, heads, dim]`: where it begins, how many blocks it has, and its strides
-    in bytes."""
+    """One plane of one layer as `[blocks, slots, heads, dim]`: its address, its number of blocks, and its strides in
+    bytes."""
 
     address: int
     blocks: int
@@ -35,7 +35,7 @@ class PlacedView(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lanes:
-    """Planes and layers of one group that lie alike: their first blocks' addresses and their rows in an object."""
+    """Planes and layers of one group with equal strides: their first blocks' addresses and their rows in an object."""
 
     strides: tuple[int, int, int, int]
     addresses: array.array[int]
@@ -66,7 +66,7 @@ class CopyPlanner:
     def plan(
         self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0
     ) -> list[CopyBatch]:
-        """What a `CopyJob` moves. `NO_BLOCK` and what lies in the first `skip_tokens` tokens are left out. Ranges and
+        """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
         blocks fit the registration: the core has checked them."""
         places: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         for place in ranges:
@@ -88,7 +88,7 @@ class CopyPlanner:
         return [batch for key, found in places.items() for batch in self._batches(*key, found)]
 
     def _batches(self, index: int, number: int, first_slot: int, places: Sequence[tuple[int, int]]) -> list[CopyBatch]:
-        """Runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers."""
+        """Return runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers."""
         group, size = self._groups[index], dtype_bytes(self._groups[index].dtype)
         batches = []
         for lanes in self._lanes[index]:
@@ -117,12 +117,12 @@ def _lanes(planes: Sequence[Sequence[PlacedView]], object_bytes: int) -> list[_L
 
 
 def _size(group: LayerGroup) -> int:
-    """Bytes of one block in an object, of one plane and layer."""
+    """Return the bytes of one block in an object, of one plane and layer."""
     return group.slots * group.hidden * dtype_bytes(group.dtype)
 
 
 def _runs(ids: Sequence[int], start: int) -> list[tuple[int, int, int]]:
-    """Neighbouring blocks from `start` on, as (first id, how many, where the first stands in `ids`)."""
+    """Return the runs of neighbouring blocks from `start` on, as (first id, number, position of the first in `ids`)."""
     runs = []
     at = start
     while at < len(ids):
@@ -138,8 +138,8 @@ def _runs(ids: Sequence[int], start: int) -> list[tuple[int, int, int]]:
 def _fragment(
     counts: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block_bytes: int
 ) -> tuple[tuple[Step, ...], int]:
-    """The steps, outermost first, and the bytes of one contiguous run. `counts` and `strides` are those of block, slot,
-    head and element on the device; in the arena all lies together."""
+    """Return the steps, outermost first, and the bytes of one contiguous run. `counts` and `strides` are those of
+    block, slot, head and element on the device; in the arena they are contiguous."""
     _, _, heads, dim = counts
     arena = (block_bytes, heads * dim * itemsize, dim * itemsize, itemsize)
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""Owns the server half of every device transport: which copier an instance belongs to, and its copies' futures.
+"""The server half of every device transport: the copier of each instance, and its copies' futures.
 
 Called from the serving thread; never blocks, except `close` at the end of the server.
 """
@@ -25,12 +25,12 @@ from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
 from kvframework.logs.form import chosen_log
 
 MAX_DEVICES = 64
-# A process that is killed ends at once, unless its driver holds it in the kernel.
+# A killed process ends at once, unless its driver holds it in the kernel.
 CLOSE_S = 1.0
 
 
 class DeviceServerTransport(ServerTransport):
-    """Opens instances of `provider`'s devices, one copier process per device, started with its first instance.
+    """The server half of `provider`'s devices, with one copier process per device, started with its first instance.
 
     Raises `PluginBroken` if the provider's function cannot be found from another process.
     """
@@ -59,7 +59,7 @@ class DeviceServerTransport(ServerTransport):
         return {"devices": [copier.status() for copier in list(self._copiers.values())]}
 
     def close(self) -> None:
-        """Ends all copiers; waits for that, `CLOSE_S` seconds at most."""
+        """End all copiers; waits for that, `CLOSE_S` seconds at most."""
         for copier in self._copiers.values():
             copier.stop()
         deadline = time.monotonic() + CLOSE_S
@@ -67,7 +67,7 @@ class DeviceServerTransport(ServerTransport):
             copier.join(max(deadline - time.monotonic(), 0.0))
 
     def _forget_idle(self) -> None:
-        """Devices that could not be opened, which may be none, keep no room from others."""
+        """Forget devices that could not be opened and may not exist, so that they take no room from others."""
         for device, copier in list(self._copiers.items()):
             if copier.idle:
                 del self._copiers[device]
@@ -114,7 +114,7 @@ def _plain(value: object) -> object:
 
 
 def _name_of(thing: Callable[..., object] | type, plugin: str) -> str:
-    """ "module:name" of a thing at the top of a module."""
+    """Return "module:name" of an object at the top of a module."""
     module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
     found: object = sys.modules.get(module)
     for part in name.split("."):

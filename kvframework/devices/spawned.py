@@ -1,4 +1,4 @@
-"""Owns a copier process as its parent holds it: how it is started, heard and reaped. In the supervisor's thread."""
+"""A copier process on its parent's side: start, receive and reap. In the supervisor's thread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from kvframework.errors import KVFrameworkError
 
 FIRST_S, LONGEST_S = 0.1, 10.0
-# A process that lived so long is a new story.
+# After a life of this length, a process's end starts a new backoff.
 HEALTHY_S = 30.0
 
 
 class Backoff:
-    """Told of every start and end, on one clock."""
+    """The delay before the next start, from every start and end on one clock."""
 
     def __init__(self) -> None:
         self._wait_s = 0.0
@@ -28,19 +28,19 @@ class Backoff:
         self._started = now
 
     def ended(self, now: float) -> None:
-        """The process ended by itself or had to be killed."""
+        """Note that the process ended by itself or had to be killed."""
         healthy = now - self._started >= HEALTHY_S
         self._wait_s = FIRST_S if healthy or not self._wait_s else min(self._wait_s * 2, LONGEST_S)
         self._ended = now
 
     def left(self, now: float) -> float:
-        """Seconds until the next start may be, 0 if it may be now."""
+        """Return the seconds until the next start may be, 0 if it may be now."""
         return max(self._ended + self._wait_s - now, 0.0)
 
 
 STOP_S = 1.0
 _RECEIVE = 1 << 18
-# The paths of this process and no other: with -m the working directory would come first.
+# The paths of this process and no others: with -m the working directory would be the first.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "
     "from kvframework.devices.copier_process import main; sys.exit(main(sys.argv[1:3]))"
@@ -49,8 +49,8 @@ _PROGRAM = (
 
 @dataclass(eq=False)
 class SpawnedCopier:
-    """`heard` is when it said its last word, `oldest_s` how long its oldest launch has taken by that, `lost` what it
-    ended with if it said so."""
+    """A running copier process. `heard` is the time of its last message, `oldest_s` the age of its oldest launch in
+    that message, `lost` the error of its last message, if it sent one."""
 
     popen: subprocess.Popen[bytes]
     sock: socket.socket
@@ -60,7 +60,7 @@ class SpawnedCopier:
 
     @classmethod
     def start(cls, arena_fd: int) -> SpawnedCopier:
-        """Borrows `arena_fd`. Raises what `subprocess.Popen` raises."""
+        """Start a process; borrows `arena_fd`. Raises the errors of `subprocess.Popen`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             try:
@@ -76,7 +76,7 @@ class SpawnedCopier:
         return cls(popen, ours, time.monotonic())
 
     def receive(self) -> bytes | None:
-        """What is there; None at the end."""
+        """Return the received bytes; None at the end."""
         try:
             return self.sock.recv(_RECEIVE) or None
         except BlockingIOError:
@@ -85,7 +85,7 @@ class SpawnedCopier:
             return None
 
     def why_ended(self) -> str:
-        """How, as the end of a sentence. Waits for the end, a second at most."""
+        """Return how the process ended, as the end of a sentence. Waits for the end, a second at most."""
         try:
             status = self.popen.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -93,7 +93,8 @@ class SpawnedCopier:
         return f" by signal {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
 
     def reap(self) -> None:
-        """Returns once the process touches nothing any more: at once, unless a driver holds it in the kernel."""
+        """Kill the process and return once it touches no memory any more: at once, unless a driver holds it in the
+        kernel."""
         self.sock.close()
         if self.lost is None:
             self.popen.kill()

@@ -1,7 +1,7 @@
-"""Owns one device's copier process as the server sees it: its start, its end, and what was asked of it.
+"""One device's copier process as the server sees it: its start, its end, and the requests to it.
 
 One thread per device starts the process, talks to it and reaps it; all calls from the serving thread only add to an
-outbox. What a process that ended had not answered fails, but never before it is reaped: until then it might write.
+outbox. Requests that a process left unanswered fail, but never before it is reaped: until then it might write.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ TICK_S = 0.5
 @dataclass(eq=False)
 class CopierInstance:
     """One engine's memory at the copier. `failure` is set, once, when it is lost or could not be opened; `closed` is
-    resolved once nothing of it is mapped any more, in whatever way that came."""
+    resolved once none of it is mapped any more, for any reason."""
 
     number: int
     opened: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
     closed: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
     failure: KVFrameworkError | None = None
-    asked: float | None = field(default_factory=time.monotonic)  # when it was to be opened or closed; None: answered
+    asked: float | None = field(default_factory=time.monotonic)  # when an open or a close was requested; None: answered
 
 
 @dataclass(eq=False)
@@ -65,8 +65,8 @@ class _Pending:
 
 
 class CopierSupervisor:
-    """The copier of one device. Starts a process when an instance is opened, and again, with a backoff, when that is
-    asked after it died. `start` tells the process what it is; `arena_fd` is borrowed until the end of `join`."""
+    """The copier of one device. Starts a process when an instance is opened and none is running, with a backoff after a
+    death. `start` is the process's first message; `arena_fd` is borrowed until the end of `join`."""
 
     def __init__(self, start: Start, arena_fd: int, *, stall_s: float) -> None:
         self.device = start.device
@@ -94,7 +94,7 @@ class CopierSupervisor:
             return self.pid is None and not self._instances and not self._pending
 
     def status(self) -> dict[str, object]:
-        """The device's part of the status document. From any thread."""
+        """Return the device's part of the status document. From any thread."""
         with self._lock:
             return {
                 "device": self.device,
@@ -105,13 +105,13 @@ class CopierSupervisor:
                 "last_error": self.last_error,
             }
 
-    # the serving thread, and whoever cancels
+    # the serving thread, and any thread that cancels
 
     def open(
         self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes], alive_fd: int | None
     ) -> CopierInstance:
-        """Has an engine's memory opened; `alive_fd` is taken over, and kept open by the copier until the instance is
-        closed."""
+        """Request the opening of an engine's memory; takes over `alive_fd`, which the copier keeps open until the
+        instance is closed."""
         with self._lock:
             self._numbers += 1
             instance = CopierInstance(self._numbers)
@@ -124,7 +124,7 @@ class CopierSupervisor:
         return instance
 
     def copy(self, instance: CopierInstance, job: CopyJob) -> Future[bool]:
-        """Starts a copy. The future fails with `DeviceLost` if the process ends before it is done."""
+        """Start a copy. The future fails with `DeviceLost` if the process ends before the copy is done."""
         future: Promise[bool] = Promise(job.cancel)
         with self._lock:
             if instance.failure is not None:
@@ -137,7 +137,7 @@ class CopierSupervisor:
         return future
 
     def close_instance(self, instance: CopierInstance) -> None:
-        """Has the mappings closed once what was launched is done. Never blocks."""
+        """Request the end of the mappings once the launched copies are done. Never blocks."""
         with self._lock:
             if instance.failure is None and instance.number in self._instances:
                 instance.asked = time.monotonic()
@@ -145,14 +145,14 @@ class CopierSupervisor:
             instance.failure = instance.failure or DeviceLost("the instance was closed")
 
     def stop(self) -> None:
-        """Ends the process; all that was asked of it fails once it is gone. Idempotent. Does not wait."""
+        """End the process; its requests fail once it has ended. Idempotent. Does not wait."""
         with self._lock:
             self._closing = True
         os.eventfd_write(self._wake, 1)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits, after `stop`, for the end of the process; False if a driver holds it in the kernel beyond `timeout_s`.
-        It has the arena mapped then, and writes where it was told to, until the kernel lets it go."""
+        """Wait, after `stop`, for the end of the process; False if a driver holds it in the kernel beyond `timeout_s`.
+        It then keeps the arena mapped, and continues its writes, until the kernel releases it."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.error("the copier of %s, process %s, does not end: it is blocked in the kernel", self.device, self.pid)
@@ -188,7 +188,7 @@ class CopierSupervisor:
             self._drain()
 
     def _one_process(self) -> None:
-        """From a start to an end. Whatever had been asked is answered afterwards."""
+        """Run one process from start to end, then fail its unanswered requests."""
         self._backoff.started(time.monotonic())
         try:
             process = SpawnedCopier.start(self._arena_fd)
@@ -219,7 +219,7 @@ class CopierSupervisor:
         return reason
 
     def _serve(self, process: SpawnedCopier) -> KVFrameworkError:
-        """Until the process ends, is to end or gets nowhere; why."""
+        """Serve until the process ends, must stop, or stalls; return the reason."""
         sock, frames, unsent = process.sock, Frames(), bytearray(framed(self._start))
         ready = False
         poller = select.poll()
@@ -245,7 +245,7 @@ class CopierSupervisor:
         return process.lost or DeviceLost(f"the copier of {self.device} ended{process.why_ended()}")
 
     def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
-        """Sends what the socket takes; False if the other end is gone."""
+        """Send as much as the socket takes; False if the other end has closed."""
         try:
             while True:
                 if unsent:
@@ -259,7 +259,8 @@ class CopierSupervisor:
                     try:
                         sent = socket.send_fds(sock, [unsent], [fd])
                     except OSError:
-                        # Back, also if the other end is gone: it is closed with what else was not sent.
+                        # Put both back, also if the other end has closed: the descriptor is closed with the other
+                        # unsent ones.
                         unsent.clear()
                         self._outbox.appendleft((data, fd))
                         raise
@@ -271,7 +272,7 @@ class CopierSupervisor:
             return False
 
     def _hear(self, process: SpawnedCopier, message: FromCopier) -> bool:
-        """Handles one message; True for the one that says that the device is open."""
+        """Handle one message; return True for the one that reports the device as open."""
         if isinstance(message, Done):
             with self._lock:
                 pending = self._pending.pop(message.job, None)
@@ -305,7 +306,7 @@ class CopierSupervisor:
         return isinstance(message, Ready)
 
     def _stalled(self, process: SpawnedCopier, ready: bool) -> str:
-        """Why the process has to be killed; "" if it has not."""
+        """Return why the process has to be killed; "" if it need not be."""
         if process.oldest_s > self._stall_s:
             return f"a copy has taken {process.oldest_s:.1f} s"
         with self._lock:
@@ -318,7 +319,7 @@ class CopierSupervisor:
         return ""
 
     def _fail_all(self, error: KVFrameworkError) -> None:
-        """What was asked and not answered fails, after the end of the process."""
+        """Fail all unanswered requests, after the end of the process."""
         with self._lock:
             instances, pending = list(self._instances.values()), list(self._pending.values())
             self._instances.clear()
@@ -353,6 +354,6 @@ class CopierSupervisor:
 
 
 def _end(instance: CopierInstance, error: KVFrameworkError | None) -> None:
-    """Whoever waits for its opening or its end waits no more."""
+    """Resolve the futures of the instance's opening and end."""
     instance.opened.set_exception(error or DeviceLost("the instance was closed"))
     instance.closed.set_result(None)
