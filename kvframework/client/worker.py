@@ -214,7 +214,7 @@ class WorkerAdapter:
         return self._instance.registration
 
     def _away(self, kind: LostKind, start: int, end: int) -> KVFrameworkError:
-        """Return the reason why no request is sent now, or None; a silent server counts as a loss."""
+        """Return the reason why no request is sent now; a silent server counts as a loss."""
         instance = self._instance
         if instance is None:
             return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")

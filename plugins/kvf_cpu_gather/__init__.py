@@ -10,8 +10,8 @@ from kvframework.errors import PluginUnavailable
 
 
 def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
-    """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is
-    nothing that a probe could refuse."""
+    """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is no
+    reason for which a probe could refuse."""
     if importlib.util.find_spec("torch") is None:
         raise PluginUnavailable(
             "transport cpu_gather needs torch in the engine process", hint='pip install "kvframework[torch]"'

@@ -1,6 +1,6 @@
-"""The way over shared memory: prepare, one copy straight into or out of the server's arena, commit.
+"""The path over shared memory: prepare, one copy straight into or out of the server's arena, commit.
 
-Engine side; steps, see `steps.py`.
+Engine side; written as steps, see `steps.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvframework.api.transport import EngineDrivenLink, LoadOutcome, StoreOutcom
 def store_in_arena(
     link: EngineDrivenLink, transfer: Transfer, moves: Moves, event: torch.Event | None
 ) -> Steps[StoreOutcome]:
-    """Raises `KVFrameworkError`; nothing is published then."""
+    """Store through the arena. Raises `KVFrameworkError`; nothing is published then."""
     with (yield from planned(link.prepare_store(transfer))) as plan:
         if plan.ranges:
             if event is not None:
@@ -30,7 +30,7 @@ def store_in_arena(
 def load_from_arena(
     link: EngineDrivenLink, transfer: Transfer, moves: Moves, event: torch.Event | None, skip_tokens: int
 ) -> Steps[LoadOutcome]:
-    """Raises `KVFrameworkError`; the blocks hold anything then."""
+    """Load through the arena. Raises `KVFrameworkError`; the blocks have any content then."""
     with (yield from planned(link.prepare_load(transfer))) as plan:
         if plan.hit:
             if event is not None:

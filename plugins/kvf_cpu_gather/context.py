@@ -1,8 +1,8 @@
-"""The engine half of `cpu_gather`: the choice of the way.
+"""The engine half of `cpu_gather`: the choice of the path.
 
-Over shared memory a transfer runs in the engine's own thread, as long as the server answers at once; what has to wait,
-and all over the wire, goes on in a thread of this instance. A failure of the server is a miss: the future says so,
-and one line is logged.
+Over shared memory a transfer runs in the engine's own thread, as long as the server answers at once; a transfer that
+has to wait, and every one over the wire, continues in a thread of this instance. A failure of the server is a miss in
+the future's outcome, and one line in the log.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 
 class CpuGather(TransferContext):
-    """See `TransferContext`. Futures come back resolved, unless the server is slow or bytes go over the wire; then they
-    hold the tensors. Else between calls only the registration is kept, where the tensors lay, and over the wire some
-    staging memory. `path` "auto": the arena where it is mapped, else the wire."""
+    """See `TransferContext`. Futures are returned resolved, unless the server is slow or bytes go over the wire; then
+    they hold the tensors. Otherwise only the registration, the tensors' addresses, and over the wire some staging
+    memory are kept between calls. `path` "auto": the arena where it is mapped, else the wire."""
 
     def __init__(self, link: EngineDrivenLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
@@ -63,7 +63,7 @@ class CpuGather(TransferContext):
         self._registered = RegisteredMemory(registration, layout, self._kernel)
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
-        """Copies what the server lacks. Raises `BadBlockIds` or `BadLayout`."""
+        """Copies the objects that the server lacks. Raises `BadBlockIds` or `BadLayout`."""
         what = f"the KV of request {transfer.request_id!r} was not stored"
         objects = transfer.objects
 
@@ -120,7 +120,8 @@ class CpuGather(TransferContext):
     def _started(
         self, steps: Callable[[Moves, torch.Event | None, bool], Steps[R]], ended: Ended[R], transfer: Transfer
     ) -> Future[R]:
-        """The transfer under way; whatever fails at its start, the engine goes on without the cache."""
+        """Start a transfer and return its future; after any failure at its start, the engine goes on without the
+        cache."""
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
         with torch.inference_mode():
@@ -133,7 +134,7 @@ class CpuGather(TransferContext):
             return Future.resolved(ended(None, error))
 
     def _warn(self, kind: str, what: str, error: BaseException) -> None:
-        # What ends the process, Ctrl-C among it, is raised where it came from.
+        # An exception that ends the process, such as Ctrl-C, is raised here again.
         if not isinstance(error, Exception) or isinstance(error, Cancelled):
             return
         if isinstance(error, KVFrameworkError):
@@ -142,7 +143,7 @@ class CpuGather(TransferContext):
             self._quiet.warning(kind, f"{what}: {error}", error=error)
 
     def _uses_arena(self) -> bool:
-        """Whether bytes are to be moved in the arena, or over the wire."""
+        """Return whether bytes move in the arena, or over the wire."""
         mapped = self._path != "wire" and self._link.maps_arena
         if not mapped and self._path == "arena":
             raise _ArenaNotMapped(

@@ -1,9 +1,8 @@
-"""Owns the copies between engine tensors and objects in memory, and how torch makes them. Engine side, blocking, no
-server calls.
+"""The copies between engine tensors and objects in memory, with torch. Engine side, blocking, no server calls.
 
-A canonical object is `[planes, layers, slots, hidden]`; engine memory is seen as one view
-`[blocks, slots per block, heads, dim]` per plane and layer. Elements move as integers of their size, since a copy needs
-no arithmetic and not every dtype has every kernel.
+A canonical object is `[planes, layers, slots, hidden]`; engine memory is seen as one view `[blocks, slots per block,
+heads, dim]` per plane and layer. Elements move as integers of their size, since a copy needs no arithmetic and not
+every dtype has every kernel.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
     # [plane][layer], each [blocks, slots per block, heads, dim]
     GroupViews = Sequence[Sequence[torch.Tensor]]
 
-# Where the arena's memory can be copied from and to without a stream.
+# The devices whose memory needs no stream for a copy with the arena.
 HOST = frozenset({"cpu"})
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Piece(NamedTuple):
-    """One object: which it is, and its bytes (1-D, uint8), borrowed."""
+    """One object: its place in the transfer, and its bytes (1-D, uint8), borrowed."""
 
     place: ArenaRange
     data: torch.Tensor
@@ -38,15 +37,15 @@ class Copies(ABC):
 
     @abstractmethod
     def gather(self, pieces: Sequence[Piece]) -> None:
-        """Fills each piece from its blocks."""
+        """Fill each piece from its blocks."""
 
     @abstractmethod
     def scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
-        """Writes each piece into its blocks, without the first `skip_tokens` tokens of the transfer (a state whole)."""
+        """Write each piece into its blocks, without the first `skip_tokens` tokens of the transfer (a state whole)."""
 
 
 class TorchCopies(Copies):
-    """By torch, on any of its devices: a call for each layer of each piece."""
+    """Copies by torch, on any of its devices: a call for each layer of each piece."""
 
     def __init__(
         self,
@@ -85,8 +84,8 @@ class TorchCopies(Copies):
 
 
 def object_view(data: torch.Tensor, desc: GroupDesc, sample: torch.Tensor) -> torch.Tensor:
-    """The object's bytes as `[planes, layers, blocks, slots, heads, dim]` of integers. `sample` is any view of the
-    group. Borrows `data`."""
+    """Return the object's bytes as `[planes, layers, blocks, slots, heads, dim]` of integers. `sample` is any view of
+    the group. Borrows `data`."""
     planes, layers = desc.shape[:2]
     integers = data.view(_INTEGER[sample.element_size()])
     return integers.view(planes, layers, -1, *sample.shape[1:])
@@ -104,7 +103,7 @@ class BlockSelection:
         self._chunks = {chunks.device: chunks}
 
     def gather(self, chunk: int, views: GroupViews, target: torch.Tensor) -> None:
-        """Fills `target`, see `object_view`, with the chunk's blocks."""
+        """Fill `target`, see `object_view`, with the chunk's blocks."""
         for plane, layers in enumerate(views):
             for layer, view in enumerate(layers):
                 source, out = _as_integers(view), target[plane, layer]
@@ -116,7 +115,7 @@ class BlockSelection:
                     out.copy_(source.index_select(0, self._ids(chunk, source.device)))
 
     def scatter(self, chunk: int, views: GroupViews, source: torch.Tensor, skip_slots: int) -> None:
-        """Writes the chunk from `source`, see `object_view`, into its blocks, without its first `skip_slots` slots."""
+        """Write the chunk from `source`, see `object_view`, into its blocks, without its first `skip_slots` slots."""
         skip_blocks, skip_rest = divmod(skip_slots, source.shape[3])
         whole = skip_blocks + (1 if skip_rest else 0)
         for plane, layers in enumerate(views):
@@ -133,19 +132,19 @@ class BlockSelection:
                     target.index_copy_(0, ids[whole:], data[whole:].to(target.device))
 
     def _ids(self, chunk: int, device: torch.device) -> torch.Tensor:
-        """The chunk's ids on `device`, brought there once."""
+        """Return the chunk's ids on `device`, copied there once."""
         if device not in self._chunks:
             self._chunks[device] = next(iter(self._chunks.values())).to(device)
         return self._chunks[device][chunk]
 
 
 def on_host(views: Sequence[GroupViews]) -> bool:
-    """Whether all of it is host memory."""
+    """Return whether all of the views are in host memory."""
     return all(view.device.type in HOST for planes in views for plane in planes for view in plane)
 
 
 def wait_for_devices(views: Sequence[GroupViews]) -> None:
-    """Blocks until copies queued on the views' devices are done; nothing to wait for in host memory."""
+    """Block until copies queued on the views' devices are done; returns at once for host memory."""
     for device in {view.device for group in views for plane in group for view in plane}:
         if device.type not in HOST:
             event = torch.Event(device)
@@ -154,7 +153,7 @@ def wait_for_devices(views: Sequence[GroupViews]) -> None:
 
 
 def mark_device(views: Sequence[GroupViews]) -> torch.Event | None:
-    """An event behind what is queued on the views' device; None in host memory."""
+    """Return an event behind the work queued on the views' device; None in host memory."""
     device = views[0][0][0].device
     if device.type in HOST:
         return None

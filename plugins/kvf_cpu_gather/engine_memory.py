@@ -1,7 +1,7 @@
-"""Owns what a transfer needs to know of the engine's memory, and remembers it while the tensors lie where they lay.
+"""The engine's memory as blocks, remembered while the tensors keep their addresses.
 
-Engine side. Seeing the tensors as blocks costs more Python than a small copy takes, and says the same at every submit
-of an engine with stable memory. Remembered are addresses only: between calls no tensor is held.
+Engine side. Making views of the tensors takes longer in Python than a small copy, and has the same result at every
+submit of an engine with stable memory. Only addresses are remembered: between calls no tensor is held.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class EngineMemory(ABC):
-    """An engine's tensors, of which `block_counts` tells the blocks of each layer group."""
+    """An engine's tensors; `block_counts` has the number of blocks of each layer group."""
 
     block_counts: tuple[int, ...]
 
     @abstractmethod
     def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
-        """The copies of one transfer; `blocks` are by layer group, each below its count."""
+        """Return the copies of one transfer; `blocks` are by layer group, each below its count."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until what was queued on the tensors' devices is done."""
+        """Block until the work queued on the tensors' devices is done."""
 
     @abstractmethod
     def mark(self) -> torch.Event | None:
-        """An event behind what the calling thread has queued on the tensors' device, for another thread to wait for;
-        None for host memory."""
+        """Return an event behind the work that the calling thread has queued on the tensors' device, for another thread
+        to wait for; None for host memory."""
 
 
 class PlannedMemory(EngineMemory):
-    """Host memory as the kernel sees it: addresses. Good for as long as the tensors are where they were."""
+    """Host memory as the kernel sees it: addresses. Valid as long as the tensors keep them."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ViewedMemory(EngineMemory):
 
 
 class RegisteredMemory:
-    """The memory of one registration, seen anew whenever the tensors have changed. For one thread at a time."""
+    """The memory of one registration, with new views whenever the tensors have changed. For one thread at a time."""
 
     def __init__(self, registration: Registration, layout: Layout, kernel: CopyKernel | None) -> None:
         self.registration = registration
@@ -97,7 +97,7 @@ class RegisteredMemory:
         self._seen: tuple[object, PlannedMemory | RememberedViews] | None = None
 
     def of(self, kv_caches: Mapping[str, LayerTensors]) -> EngineMemory:
-        """Raises `BadLayout` for tensors that do not fit the registration."""
+        """Return the memory of these tensors. Raises `BadLayout` for tensors that do not fit the registration."""
         groups, desc = self.registration.layout.groups, self.registration.desc
         now = signature(kv_caches)
         if self._seen is not None and self._seen[0] == now:
@@ -113,7 +113,7 @@ class RegisteredMemory:
 def memory_of(
     kernel: CopyKernel | None, groups: Sequence[LayerGroup], desc: MemoryLayoutDesc, views: Sequence[GroupViews]
 ) -> EngineMemory:
-    """For the kernel, if there is one and all of it is host memory."""
+    """Return the memory for the kernel, if there is one and all of it is host memory, else for torch."""
     if kernel is not None and on_host(views):
         return PlannedMemory(kernel, groups, desc, views)
     return ViewedMemory(groups, desc, views)

@@ -1,6 +1,6 @@
 """The Python side of the copy kernel (`native/copy.c`), an optional part of the build.
 
-Engine side, blocking; the GIL is free while it copies.
+Engine side, blocking; it copies without the GIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARY = Path(__file__).with_name("native") / "libkvf_copy.so"
 _ABI = 1
 # Measured on two cores: at 2 MiB a second thread makes a copy slower, at 96 MiB nearly twice as fast.
 BYTES_PER_THREAD = 4 << 20
-# A choice, not a measurement: what is smaller may well be read from the caches soon, which streaming stores go past.
+# A choice, not a measurement: smaller objects may well be read from the caches soon, which streaming stores bypass.
 STREAMING_BYTES = 4 << 20
 
 
@@ -47,7 +47,7 @@ class _Product(ctypes.Structure):
     )
 
 
-# The compiled call: what to copy, by how many threads; 0 if it was done. Blocks, without the GIL.
+# The compiled call (batch and number of threads); returns 0 if the copy was done. Blocks, without the GIL.
 NativeCopy = Callable[..., int]
 
 _wrappers: list[Callable[[NativeCopy], NativeCopy]] = []
@@ -55,8 +55,8 @@ _wrappers: list[Callable[[NativeCopy], NativeCopy]] = []
 
 @contextmanager
 def wrapping_copies(wrap: Callable[[NativeCopy], NativeCopy]) -> Iterator[None]:
-    """Kernels that are loaded within the context call `wrap(copy)` in place of the compiled `copy`, for as long as they
-    live: for benchmarks that time the copy apart from the Python around it. For one thread."""
+    """Make kernels that are loaded within the context call `wrap(copy)` in place of the compiled `copy`, for their
+    lifetime: for benchmarks that time the copy apart from the Python around it. For one thread."""
     _wrappers.append(wrap)
     try:
         yield
@@ -76,9 +76,9 @@ class CopyKernel:
         self._threads = threads
 
     def copy(self, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:
-        """Copies every fragment between engine memory and the arena mapped at address `arena`; blocks until done.
+        """Copy every fragment between engine memory and the arena mapped at address `arena`; blocks until done.
 
-        Every address must be good: they were checked when the batch was planned.
+        Every address must be valid: they were checked when the batch was planned.
         """
         # Engine memory in its own order, both ways: measured 1.2 to 5 times as fast with tokens inside heads.
         ordered = sorted(batch.steps, key=lambda step: step.device, reverse=True)
@@ -103,7 +103,7 @@ class CopyKernel:
 
 
 def load_kernel(threads: int = 0) -> CopyKernel | None:
-    """The kernel, None where it was not built or does not fit; `threads` 0: one per core of this process."""
+    """Return the kernel, None where it was not built or does not fit; `threads` 0: one per core of this process."""
     library = _library()
     return CopyKernel(library, threads or len(os.sched_getaffinity(0))) if library is not None else None
 

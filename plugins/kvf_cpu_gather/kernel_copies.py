@@ -1,4 +1,4 @@
-"""Owns the copies that the kernel makes: a plan for the whole transfer, then a call or two. Engine side, blocking."""
+"""The copies by the kernel: a plan for the whole transfer, then a call or two. Engine side, blocking."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.devices.planning import CopyPlanner
 
 
 class KernelCopies(Copies):
-    """For host memory. Objects are found by their addresses, so those of one call may lie anywhere."""
+    """Copies of host memory. Objects are found by their addresses, so those of one call may lie anywhere."""
 
     def __init__(self, kernel: CopyKernel, planner: CopyPlanner, blocks: Sequence[GroupBlocks]) -> None:
         self._kernel = kernel

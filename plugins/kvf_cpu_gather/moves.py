@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Moves:
-    """Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do not have: what a registration
-    without a number of blocks leaves open."""
+    """The moves of one transfer. Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do
+    not have, which a registration without a number of blocks cannot check."""
 
     def __init__(self, transfer: Transfer, memory: EngineMemory) -> None:
         for index, (blocks, count) in enumerate(zip(transfer.blocks, memory.block_counts, strict=True)):
@@ -35,16 +35,16 @@ class Moves:
         self._copies = memory.copies(transfer.blocks)
 
     def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
-        """Fills the ranges of `memory` from the engine's blocks."""
+        """Fill the ranges of `memory` from the engine's blocks."""
         self._copies.gather(self._pieces(memory, places))
 
     def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
-        """Writes the ranges of `memory` into the engine's blocks: what lies in a group's window and not in the first
-        `skip_tokens` tokens. A state is written whole, unless all is skipped."""
+        """Write the ranges of `memory` into the engine's blocks, limited to a group's window and without the first
+        `skip_tokens` tokens. A state is written whole, unless all tokens are skipped."""
         self._scatter(self._pieces(memory, places), skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
-        """`scatter` of objects that came one by one, each whole in a buffer of its own."""
+        """Do `scatter` for objects that arrived one by one, each whole in a buffer of its own."""
         pieces = [
             piece
             for memory, place in parts
@@ -57,7 +57,7 @@ class Moves:
             self._copies.scatter(pieces, skip_tokens)
 
     def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
-        """False if nothing of `place` would be written by a load that leaves out the first `skip_tokens` tokens."""
+        """Return False if a load that skips the first `skip_tokens` tokens would write nothing of `place`."""
         return (place.chunk + 1) * self._chunk_tokens > skip_tokens
 
     def _pieces(self, memory: Buffer, places: Sequence[ArenaRange]) -> list[Piece]:
@@ -68,8 +68,8 @@ class Moves:
 def gather_blocks(
     registration: Registration, views: Sequence[GroupViews], blocks: Sequence[int], kernel: CopyKernel | None
 ) -> list[bytes]:
-    """One block of each layer group as the bytes of its canonical form `[planes, layers, slots per block, hidden]`, by
-    the copies that stores make."""
+    """Return one block of each layer group as the bytes of its canonical form `[planes, layers, slots per block,
+    hidden]`, by the copies that stores make."""
     gathered = []
     for group, view, desc, block in zip(
         registration.layout.groups, views, registration.desc.groups, blocks, strict=True

@@ -1,4 +1,4 @@
-"""Owns the options of `cpu_gather`. They are the engine's; a server needs none."""
+"""The options of `cpu_gather`. They are the engine's; a server needs none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kernel = Literal["auto", "native", "torch"]
 
 
 class CpuGatherOptions(Options, frozen=True):
-    """See the descriptions of the fields."""
+    """The options; each field has its description."""
 
     path: Annotated[
         Path,

@@ -1,6 +1,6 @@
-"""Where a layout's views lie in an engine's tensors, remembered without holding a tensor.
+"""The places of a layout's views in an engine's tensors, remembered without holding a tensor.
 
-A layout makes views by rules and checks; to make the same views of the same tensors again is one call of torch each.
+A layout makes views by rules and checks; making the same views of the same tensors again is one call of torch each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Place(NamedTuple):
-    """A view of one of the tensors, by their order; `offset` is in elements from the tensor's first."""
+    """A view of one of the tensors, which is named by its order; `offset` is in elements from the tensor's first."""
 
     tensor: int
     shape: torch.Size
@@ -26,14 +26,15 @@ class _Place(NamedTuple):
 
 
 class RememberedViews:
-    """Good for tensors that lie as those did that it was made of, see `signature`."""
+    """The places of views, valid for tensors with an equal `signature`."""
 
     def __init__(self, places: Sequence[Sequence[Sequence[_Place]]]) -> None:
         self._places = places
 
     @classmethod
     def of(cls, views: Sequence[GroupViews], kv_caches: Mapping[str, LayerTensors]) -> RememberedViews | None:
-        """None if a view is of another dtype than the memory that it shows, or of none of the tensors."""
+        """Return the places of `views`; None if a view has another dtype than its memory, or is of none of the
+        tensors."""
         tensors = {
             (tensor.untyped_storage().data_ptr(), tensor.dtype): index
             for index, tensor in enumerate(tensors_of(kv_caches))
@@ -50,7 +51,7 @@ class RememberedViews:
             return None
 
     def again(self, kv_caches: Mapping[str, LayerTensors]) -> list[GroupViews]:
-        """The views of these tensors. Torch checks that their storage reaches as far."""
+        """Return the views of these tensors. Torch checks that their storage reaches as far."""
         tensors = list(tensors_of(kv_caches))
         starts = [tensor.storage_offset() for tensor in tensors]
         return [
@@ -66,8 +67,8 @@ class RememberedViews:
 
 
 def signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
-    """Whatever a layout's views depend on; equal for two calls only if all tensors lie in the same way at the same
-    places, and their storage still reaches as far: torch checks that where it makes views."""
+    """Return everything that a layout's views depend on; equal for two calls only if all tensors lie in the same way at
+    the same places, and their storage still reaches as far: torch checks that where it makes views."""
     found: list[object] = []
     for name, tensors in kv_caches.items():
         found.append(name)
@@ -78,6 +79,6 @@ def signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
 
 
 def tensors_of(kv_caches: Mapping[str, LayerTensors]) -> Iterator[torch.Tensor]:
-    """All tensors, layer by layer."""
+    """Yield all tensors, layer by layer."""
     for tensors in kv_caches.values():
         yield from (tensors,) if isinstance(tensors, torch.Tensor) else tensors

@@ -1,4 +1,4 @@
-"""Owns host memory in which gathered objects wait until the server has answered for them. Engine side, one thread."""
+"""Host memory in which gathered objects wait until the server has answered for them. Engine side, one thread."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import mmap
 
 
 class Staging:
-    """Pieces of memory of one size, made when they are needed and kept for the next store, `count` at most.
+    """Pieces of memory of one size, allocated on demand and kept for the next store, `count` at most.
 
-    A piece that was taken and is not given back is simply forgotten: whoever still reads it keeps it alive.
+    A piece that was taken and is not given back is simply forgotten: a remaining reader keeps it alive.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Staging:
         self._free: list[memoryview] = []
 
     def take(self, nbytes: int) -> memoryview:
-        """A writable piece of at least `nbytes`; holds anything."""
+        """Return a writable piece of at least `nbytes`, with any content."""
         if nbytes > self._size:
             self._size = nbytes
             self._free.clear()
@@ -29,7 +29,7 @@ class Staging:
         return memoryview(memory)
 
     def give_back(self, piece: memoryview) -> None:
-        """Only what nobody reads any more."""
+        """Take back a piece that has no reader any more."""
         if piece.nbytes == self._size:
             self._free.append(piece)
 

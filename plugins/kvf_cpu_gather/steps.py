@@ -1,8 +1,8 @@
-"""A transfer as steps between answers of the server: in the engine's thread as long as these are there at once, else
-in a thread of its own. Engine side.
+"""A transfer as steps between answers of the server: in the engine's thread as long as these arrive at once, else in a
+thread of its own. Engine side.
 
-A transfer is a generator that yields each future it waits for, and goes on with what that one has. It touches the
-engine's memory between two yields only: while it waits, it can be cancelled at once.
+A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
+memory between two yields only: while it waits, it can be cancelled at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Steps = Generator[Future[Any], Any, R]
-# What a transfer returned or failed with, as the result of its future.
+# Converts a transfer's return value or error to the result of its future.
 Ended = Callable[["R | None", BaseException | None], R]
 P = TypeVar("P", StorePlan, LoadPlan)
 
 
 def planned(sent: Future[P]) -> Steps[P]:
-    """The plan that was asked for. If the transfer is cancelled meanwhile, the link gives back what the answer may
-    reserve."""
+    """Return the requested plan. If the transfer is cancelled meanwhile, the link gives back everything that the answer
+    may reserve."""
     try:
         plan: P = yield sent
     except GeneratorExit:
@@ -39,13 +39,13 @@ def planned(sent: Future[P]) -> Steps[P]:
 
 
 def unless_cancelled() -> Steps[None]:
-    """Between a copy and what makes it known: what was cancelled meanwhile ends here, since its blocks may have been
-    written by others."""
+    """Between a copy and its publication: a transfer that was cancelled meanwhile ends here, since other work may have
+    written its blocks."""
     yield Future.resolved(None)
 
 
 class Course(Generic[R]):
-    """One transfer under way. `borrowed` is what must live until `future` is resolved."""
+    """One transfer under way. `borrowed` stays referenced until `future` is resolved."""
 
     def __init__(self, steps: Steps[R], ended: Ended[R], borrowed: object) -> None:
         self.future: Promise[R] = Promise(self.cancel)
@@ -58,7 +58,7 @@ class Course(Generic[R]):
         self._awaited: Future[Any] | None = None
 
     def cancel(self) -> None:
-        """Ends it before its next step. Waits for nothing."""
+        """End the transfer before its next step. Waits for nothing."""
         with self._lock:
             self._is_cancelled = True
             if self._takes_steps or self.future.query():
@@ -67,11 +67,12 @@ class Course(Generic[R]):
         self._end(None, Cancelled("the transfer was cancelled"))
 
     def go_on(self) -> Future[Any] | None:
-        """Takes steps as long as the answers are there. What it waits for then; None once its future is resolved."""
+        """Take steps as long as the answers are there. Returns the future to wait for; None once the transfer's own is
+        resolved."""
         while True:
             with self._lock:
                 if self._takes_steps or self.future.query():
-                    return None  # somebody cancels it
+                    return None  # another thread cancels it
                 self._takes_steps = True
             try:
                 awaited = self._awaited = self._step()
@@ -103,22 +104,22 @@ class Course(Generic[R]):
 
     def _end(self, result: R | None, error: BaseException | None) -> None:
         with contextlib.suppress(Exception):
-            self._steps.close()  # gives back what it has reserved
+            self._steps.close()  # gives back all that it has reserved
         outcome = self._ended(result, error)
         self._borrowed = self._awaited = None
         self.future.set_result(outcome)
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """The frames refer to the future that failed with the error, and so to themselves: until the cycle was collected it
-    would keep the engine's tensors, and the arena mapped."""
+    """Clear the frames of the error's traceback, which refer to the future that failed with the error, and so to
+    themselves: until the cycle was collected it would keep the engine's tensors, and the arena mapped."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 class Courses:
-    """The transfers of one instance, and the thread that takes their steps once an answer did not come at once."""
+    """The transfers of one instance, and the thread that takes their steps once an answer did not arrive at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,8 +128,8 @@ class Courses:
         self._thread: threading.Thread | None = None
 
     def start(self, steps: Steps[R], ended: Ended[R], borrowed: object, *, here: bool) -> Future[R]:
-        """`here`: the calling thread takes the first steps; else it never waits and never copies. The future has what
-        `ended` says. Raises `RuntimeError` if there can be no further thread."""
+        """Start a transfer. `here`: the calling thread takes the first steps; else it never waits and never copies.
+        `ended` makes the future's result. Raises `RuntimeError` if no further thread can be started."""
         course = Course(steps, ended, borrowed)
         awaited = course.go_on() if here else None
         if course.future.query():
@@ -149,7 +150,7 @@ class Courses:
         return course.future
 
     def close(self) -> None:
-        """Cancels what is under way, and waits for a copy that has begun. May be used again."""
+        """Cancel transfers under way, and wait for a copy that has begun. May be used again."""
         with self._lock:
             thread, self._thread = self._thread, None
             courses = list(self._under_way)
@@ -169,7 +170,7 @@ class Courses:
                 if awaited is not None:
                     self._continue(course, awaited)
                 del awaited
-            del course  # and with it what it borrows
+            del course  # and with it all that it borrows
 
     def _continue(self, course: Course[Any], awaited: Future[Any] | None) -> None:
         if awaited is None:

@@ -1,4 +1,4 @@
-"""Owns the rate limit of warnings: a server that is down must not fill the engine's log. Engine side."""
+"""The rate limit of warnings: a server that is down must not fill the engine's log. Engine side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ThrottledLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def warning(self, reason: str, message: str, *, error: BaseException | None = None) -> None:
-        """Logs `message`, with the traceback of `error`; `reason` groups what counts as the same."""
+        """Log `message`, with the traceback of `error`; warnings of an equal `reason` share one limit."""
         now = self._clock()
         with self._lock:
             written, left_out = self._last.get(reason, (float("-inf"), 0))

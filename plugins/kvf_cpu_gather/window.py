@@ -1,4 +1,4 @@
-"""Owns how a transfer is cut into batches, and how much of it is under way at once. Pure."""
+"""The batches of a transfer, and the limit of those under way at once. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole objects that travel together; `offsets` is where each lies in `nbytes` of staging memory."""
+    """Whole objects that travel together; `offsets` has the place of each in `nbytes` of staging memory."""
 
     places: Sequence[ArenaRange]
     offsets: Sequence[int]
@@ -28,7 +28,7 @@ class Batch:
 
 
 def batches(places: Sequence[ArenaRange]) -> Iterator[Batch]:
-    """Cuts in order: as many objects as are small enough together, at least one."""
+    """Cut in order: as many objects as are small enough together, at least one."""
     taken: list[ArenaRange] = []
     offsets: list[int] = []
     end = 0
@@ -45,7 +45,8 @@ def batches(places: Sequence[ArenaRange]) -> Iterator[Batch]:
 
 
 class Window(Generic[T]):
-    """What is under way, oldest first: bounded in number and bytes, but two may always be, so that they overlap."""
+    """The batches under way, oldest first: bounded in number and bytes, but two are always allowed, so that they
+    overlap."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[T, int]] = deque()

@@ -1,7 +1,7 @@
-"""The way over the wire, for engines that cannot map the arena: gathered objects travel as raw buffers.
+"""The path over the wire, for engines that cannot map the arena: gathered objects travel as raw buffers.
 
-Engine side; steps, see `steps.py`. A transfer travels in batches with a bounded number of bytes under way, so that one
-is gathered while others are sent, and one is received while others are scattered.
+Engine side; written as steps, see `steps.py`. A transfer travels in batches with a bounded number of bytes under way,
+so that one is gathered while others are sent, and one is received while others are scattered.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WirePath:
         self._staging = Staging()
 
     def store(self, transfer: Transfer, moves: Moves, event: torch.Event | None) -> Steps[StoreOutcome]:
-        """Sends what the server lacks; stops at the first object that it has no room for, or once it does not answer
-        for what was sent; what it had answered for stays stored. Raises `KVFrameworkError`."""
+        """Send the objects that the server lacks; stops at the first object for which the server has no room, or once
+        it does not answer; objects that it has confirmed stay stored. Raises `KVFrameworkError`."""
         missing = yield self._link.missing_chunks(transfer)
         firsts = transfer.first_chunks
         wanted = [
@@ -69,7 +69,7 @@ class WirePath:
         return outcome + StoreOutcome(dropped=unsent)
 
     def load(self, transfer: Transfer, moves: Moves, event: torch.Event | None, skip_tokens: int) -> Steps[LoadOutcome]:
-        """Raises `KVFrameworkError`; the blocks hold anything then."""
+        """Load over the wire. Raises `KVFrameworkError`; the blocks have any content then."""
         with (yield from planned(self._link.prepare_load(transfer))) as plan:
             if plan.hit and event is not None:
                 event.synchronize()
@@ -113,7 +113,7 @@ class WirePath:
         return _Sent(self._link.store_chunks(transfer, objects, buffers), staged, len(objects))
 
     def _answered(self, outcome: StoreOutcome, unsent: int, window: Window[_Sent]) -> Steps[StoreOutcome]:
-        """`outcome` and what the server says of the batch that was sent first."""
+        """Return `outcome` with the server's answer to the oldest batch."""
         sent = window.take_oldest()
         try:
             told: StoreOutcome = yield sent.answer
@@ -125,7 +125,7 @@ class WirePath:
 
 
 def _received(moves: Moves, window: Window[_Asked], skip_tokens: int) -> Steps[None]:
-    """Scatters the batch that was asked for first."""
+    """Scatter the oldest requested batch."""
     asked = window.take_oldest()
     buffers = yield asked.answer
     if not buffers:

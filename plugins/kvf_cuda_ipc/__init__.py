@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
-    """In engine processes, on whatever GPUs they see. Raises `DeviceError` where there is none."""
+    """Make the half in engine processes, for all GPUs that they see. Raises `DeviceError` where there is none."""
     from kvf_cuda_ipc.driver import Driver
     from kvf_cuda_ipc.engine_half import CudaEngine
 
@@ -28,7 +28,8 @@ def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
 
 
 def create_copier(options: CudaOptions, device: str, arena: Arena) -> CopierDriver[Event, Stream]:
-    """In the copier process of `device`, a UUID as engines tell it. Raises `DeviceError` if it is not here."""
+    """Make the half in the copier process of `device`, a UUID as engines send it. Raises `DeviceError` if the GPU is
+    not here."""
     from kvf_cuda_ipc.copier_half import CudaCopier
     from kvf_cuda_ipc.driver import Driver
     from kvf_cuda_ipc.identity import show_only
@@ -45,7 +46,7 @@ def _diagnose(options: CudaOptions, _context: TableContext, _deadline: float) ->
 
 def _probe() -> str | None:
     try:
-        # Loading it opens no device and initialises nothing.
+        # Loading the library opens no device and initialises nothing.
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return (

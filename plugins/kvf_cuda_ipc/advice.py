@@ -1,4 +1,4 @@
-"""Owns what `kvframework doctor` tells of GPUs and their driver. In a process of its own, which initialises CUDA."""
+"""The findings of `kvframework doctor` on GPUs and their driver. In a process of its own, which initialises CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvframework.errors import DeviceError
 
 
 def diagnose(options: CudaOptions) -> Iterator[Finding]:
-    """Makes no context on any GPU; what the kernel needs is compiled, and thrown away."""
+    """Make no context on any GPU; the kernel is compiled, and the result thrown away."""
     try:
         driver = Driver()
         devices = driver.devices()

@@ -1,4 +1,4 @@
-"""Owns copies by the GPU's copy engines: all fragments of a batch in one call of `cuMemcpyBatchAsync`. In the copier.
+"""Copies by the GPU's copy engines: all fragments of a batch in one call of `cuMemcpyBatchAsync`. In the copier.
 
 Format of the attributes: cuda.h of CUDA 12.8, `CUmemcpyAttributes`. The driver reads the columns during the call.
 """
@@ -19,7 +19,7 @@ _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class _Attributes(ctypes.Structure):
-    """The hints say nothing: they are for managed memory."""
+    """The attributes of a copy. The hints are empty: they are for managed memory."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -44,7 +44,7 @@ _CALL = ctypes.CFUNCTYPE(
 
 
 class BatchedCopies:
-    """`address` is where the driver's call is. Never blocks."""
+    """The batched copies of one driver. `address` is that of the driver's call. Never blocks."""
 
     def __init__(self, address: int) -> None:
         self._copy = _CALL(address)
@@ -54,12 +54,12 @@ class BatchedCopies:
 
     @classmethod
     def of(cls, driver: Driver) -> BatchedCopies | None:
-        """None where the driver is older than CUDA 12.8."""
+        """Return None where the driver is older than CUDA 12.8."""
         address = driver.batch_copy_address()
         return cls(address) if address else None
 
     def copy(self, stream: RawStream, batch: CopyBatch, arena: int, slices: Sequence[int], *, to_arena: bool) -> None:
-        """Starts to copy; `arena` is the arena's address, `slices` those at which its pinned slices begin."""
+        """Start a copy; `arena` is the arena's address, `slices` the addresses at which its pinned slices begin."""
         offsets = array.array("Q", [arena + offset for offset in batch.lane_offsets])
         device, host, run = replace(batch, lane_offsets=offsets).fragments()
         sizes = array.array("Q", [run]) * len(device)
@@ -83,8 +83,8 @@ class BatchedCopies:
 def _cut(
     device: array.array[int], host: array.array[int], run: int, slices: Sequence[int]
 ) -> tuple[array.array[int], array.array[int], array.array[int]]:
-    """No copy may touch two slices that were pinned apart; of a batch hardly ever one would. Returns addresses on the
-    device, in the host, and sizes."""
+    """Cut the copies at the bounds of pinned slices, since none may touch two that were pinned apart; hardly ever does
+    one. Returns addresses on the device, in the host, and sizes."""
     cut = array.array("Q"), array.array("Q"), array.array("Q")
     for address, there in zip(device, host, strict=True):
         at = 0

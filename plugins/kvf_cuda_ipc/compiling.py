@@ -1,4 +1,4 @@
-"""Owns the way from CUDA source to what a GPU runs: NVRTC, through its bindings. In the copier, at its start."""
+"""The compilation of CUDA source for a GPU: NVRTC, through its bindings. In the copier, at its start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _INSTALL = 'pip install "kvframework[cuda]", or [cuda12] for a driver of CUDA 12
 
 
 def compiled(source: str, name: str, capability: int) -> bytes:
-    """Machine code for GPUs of a compute capability such as 90; for one newer than the compiler PTX, which the driver
-    translates. Raises `DeviceError` with the compiler's log, or if there is no compiler."""
+    """Return machine code for GPUs of a compute capability such as 90; for a GPU newer than the compiler PTX, which the
+    driver translates. Raises `DeviceError` with the compiler's log, or if there is no compiler."""
     architecture = _architecture(capability, _call(nvrtc.nvrtcGetSupportedArchs))
     program = _call(nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
     options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]

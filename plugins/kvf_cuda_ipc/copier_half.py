@@ -1,6 +1,6 @@
-"""Owns the driver's half in the copier process of one GPU: it imports what engines exported, and copies.
+"""The driver's half in the copier process of one GPU: it imports the memory and events of engines, and copies.
 
-The process sees this GPU alone. All but `pin` is called by one thread, for which the context is current.
+The process sees this GPU alone. One thread makes all calls but `pin`, and the context is current for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stream(NamedTuple):
 
 
 class CudaCopier(CopierDriver[Event, Stream]):
-    """Raises `DeviceError` if the GPU is not the one that is meant, or nothing can copy on it."""
+    """The copier's half. Raises `DeviceError` if the GPU is not `device`, or has no way to copy."""
 
     def __init__(self, driver: Driver, options: CudaOptions, device: str, arena: Arena) -> None:
         self._driver = driver
@@ -93,7 +93,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         self._driver.destroy_event(event)
 
     def create_stream(self, *, loads: bool) -> Stream:
-        """Loads have the greatest priority: somebody waits for each; stores have the least."""
+        """Make a stream. Loads have the greatest priority, since a request waits for each; stores have the least."""
         least, greatest = self._driver.stream_priorities()
         return Stream(self._driver.create_stream(greatest if loads else least), loads)
 

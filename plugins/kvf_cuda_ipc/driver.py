@@ -1,7 +1,7 @@
-"""Owns the calls of the CUDA driver that this transport makes, typed, with its errors as the framework's.
+"""The calls of the CUDA driver that this transport makes, typed, with the framework's errors.
 
-A thin layer over `cuda.bindings.driver`. What a call needs to be current is the caller's; no call waits for the device
-unless it says so. Error numbers: cuda.h, `CUresult`.
+A thin layer over `cuda.bindings.driver`. The caller makes the right context current; no call waits for the device
+unless documented. Error numbers: cuda.h, `CUresult`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Function = NewType("Function", int)
 
 MEMORY_HANDLE_BYTES = EVENT_HANDLE_BYTES = 64
 DEFAULT_STREAM = RawStream(0)
-# Batched copies, as they were when they came: with CUDA 12.8.
+# Batched copies in their first form: since CUDA 12.8.
 _BATCH_VERSION = 12080
 
-# After these nothing works in the context any more, or in the process.
+# After these errors nothing works in the context any more, or in the process.
 _STICKY = frozenset(
     {
         "DEINITIALIZED",
@@ -63,7 +63,8 @@ _HINTS = {
 
 
 class Driver:
-    """Initialises CUDA in this process. Raises `DeviceError` where there is no driver or no device."""
+    """The driver in this process. The constructor initialises CUDA and raises `DeviceError` where there is no driver or
+    no device."""
 
     def __init__(self) -> None:
         _call(cu.cuInit, 0)
@@ -71,12 +72,12 @@ class Driver:
     # devices and contexts
 
     def devices(self) -> list[int]:
-        """The ordinals of what this process sees, in torch's order."""
+        """Return the ordinals of the visible devices, in torch's order."""
         return list(range(_call(cu.cuDeviceGetCount)))
 
     def uuid(self, ordinal: int) -> bytes:
-        """Of a MIG instance its own, not that of the GPU around it."""
-        # The bindings for CUDA 12 have both, and the first one tells of the whole GPU.
+        """Return the device's UUID; a MIG instance has its own, different from that of the GPU around it."""
+        # The bindings for CUDA 12 have both, and the first one returns that of the whole GPU.
         get = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(get, self._device(ordinal)).bytes)
 
@@ -85,7 +86,7 @@ class Driver:
         return bytes(name).split(b"\0", 1)[0].decode(errors="replace")
 
     def compute_capability(self, ordinal: int) -> int:
-        """Such as 90 for 9.0."""
+        """Return the compute capability, such as 90 for 9.0."""
         device, attribute = self._device(ordinal), cu.CUdevice_attribute
         major = _call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         return 10 * int(major) + int(
@@ -93,33 +94,34 @@ class Driver:
         )
 
     def shares_events(self, ordinal: int) -> bool:
-        """Whether the device can export memory and events to other processes."""
+        """Return whether the device can export memory and events to other processes."""
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
         return bool(_call(cu.cuDeviceGetAttribute, attribute, self._device(ordinal)))
 
     def version(self) -> int:
-        """The driver's version of CUDA, such as 12080 for 12.8."""
+        """Return the driver's version of CUDA, such as 12080 for 12.8."""
         return int(_call(cu.cuDriverGetVersion))
 
     def has_context(self, ordinal: int) -> bool:
-        """Whether this process uses the device already."""
+        """Return whether this process uses the device already."""
         _flags, active = _call(cu.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return bool(active)
 
     def retain_context(self, ordinal: int) -> Context:
-        """The primary context, which torch uses as well; made if there is none yet, which takes a moment."""
+        """Return the primary context, which torch uses as well; created if there is none yet, which takes a moment."""
         return Context(int(_call(cu.cuDevicePrimaryCtxRetain, self._device(ordinal))))
 
     def release_context(self, ordinal: int) -> None:
         _call(cu.cuDevicePrimaryCtxRelease, self._device(ordinal))
 
     def set_current(self, context: Context) -> None:
-        """For this thread, until it ends."""
+        """Make the context current for this thread, until the thread ends."""
         _call(cu.cuCtxSetCurrent, cu.CUcontext(context))
 
     @contextmanager
     def current(self, context: Context) -> Iterator[None]:
-        """For this thread, for the time of a `with`; what was current is so again afterwards."""
+        """Make the context current for this thread within a `with` block; the former one is current again
+        afterwards."""
         _call(cu.cuCtxPushCurrent, cu.CUcontext(context))
         try:
             yield
@@ -127,19 +129,19 @@ class Driver:
             _call(cu.cuCtxPopCurrent)
 
     def stream_priorities(self) -> tuple[int, int]:
-        """The least and the greatest priority of the current context."""
+        """Return the least and the greatest priority of the current context."""
         least, greatest = _call(cu.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
     # memory
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation around a device address begins, and its bytes."""
+        """Return the address of the allocation around a device address, and its bytes."""
         base, nbytes = _call(cu.cuMemGetAddressRange, cu.CUdeviceptr(address))
         return int(base), int(nbytes)
 
     def ordinal_of(self, address: int) -> int:
-        """Of the device that a device address belongs to. Raises `DeviceError` for host memory."""
+        """Return the ordinal of a device address's device. Raises `DeviceError` for host memory."""
         kind = _call(
             cu.cuPointerGetAttribute, cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, cu.CUdeviceptr(address)
         )
@@ -149,7 +151,8 @@ class Driver:
         return int(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
 
     def is_exportable(self, address: int) -> bool:
-        """Whether the memory has a handle for other processes: not that of virtual memory management, nor managed."""
+        """Return whether the memory has a handle for other processes: that of virtual memory management and managed
+        memory has none."""
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         return bool(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
 
@@ -161,16 +164,16 @@ class Driver:
         return int(_call(cu.cuIpcOpenMemHandle, _filled(cu.CUipcMemHandle(), handle), int(flag)))
 
     def close_memory(self, address: int) -> None:
-        """Waits for the device, for a moment."""
+        """Close another process's memory. Waits for the device, for a moment."""
         _call(cu.cuIpcCloseMemHandle, cu.CUdeviceptr(address))
 
     def register_host(self, address: int, nbytes: int) -> int:
-        """Pins host memory and maps it for the device; its address there. Blocking."""
+        """Pin host memory and map it for the device; returns its address there. Blocking."""
         _call(cu.cuMemHostRegister, address, nbytes, cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP)
         return int(_call(cu.cuMemHostGetDevicePointer, address, 0))
 
     def allocate_host(self, nbytes: int) -> tuple[int, int]:
-        """Pinned memory, zeroed by nobody: its address here and on the device."""
+        """Allocate pinned memory, not zeroed; returns its address here and on the device."""
         flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
         address = int(_call(cu.cuMemHostAlloc, nbytes, flags))
         return address, int(_call(cu.cuMemHostGetDevicePointer, address, 0))
@@ -195,7 +198,7 @@ class Driver:
         _call(cu.cuEventRecord, cu.CUevent(event), cu.CUstream(stream))
 
     def reached(self, event: Event) -> bool:
-        """Raises what failed on the device before it."""
+        """Return whether the event was reached. Raises an error of the device's work before it."""
         (status,) = cu.cuEventQuery(cu.CUevent(event))
         if status == cu.CUresult.CUDA_ERROR_NOT_READY:
             return False
@@ -205,28 +208,28 @@ class Driver:
     # streams
 
     def create_stream(self, priority: int) -> RawStream:
-        """One that does not wait for the legacy default stream."""
+        """Create a stream that does not wait for the legacy default stream."""
         flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return RawStream(int(_call(cu.cuStreamCreateWithPriority, flags, priority)))
 
     def destroy_stream(self, stream: RawStream) -> None:
-        """It ends once it has done what it holds; does not wait."""
+        """End the stream once its queued work is done; does not wait."""
         _call(cu.cuStreamDestroy, cu.CUstream(stream))
 
     def wait_event(self, stream: RawStream, event: Event) -> None:
         _call(cu.cuStreamWaitEvent, cu.CUstream(stream), cu.CUevent(event), 0)
 
     def wait_word(self, stream: RawStream, address: int, value: int) -> None:
-        """The stream goes on once the 32-bit word at a device address is `value` or later, cyclically."""
+        """Make the stream wait until the 32-bit word at a device address is `value` or later, cyclically."""
         flag = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         _call(cu.cuStreamWaitValue32, cu.CUstream(stream), cu.CUdeviceptr(address), value, flag)
 
     # work
 
     def batch_copy_address(self) -> int:
-        """Where the driver's `cuMemcpyBatchAsync` is, with the parameters of CUDA 12.8; 0 if it has none.
+        """Return the address of the driver's `cuMemcpyBatchAsync`, with the parameters of CUDA 12.8; 0 if it has none.
 
-        By its address, since the bindings take a Python object for each fragment.
+        The address is used since the bindings take a Python object for each fragment.
         """
         try:
             address, *_ = _call(cu.cuGetProcAddress, b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
@@ -235,12 +238,12 @@ class Driver:
         return int(address or 0)
 
     def load_functions(self, image: bytes, names: Mapping[int, str]) -> dict[int, Function]:
-        """The functions of an image, for as long as the context lives."""
+        """Return the functions of an image, valid for the context's lifetime."""
         module = _call(cu.cuModuleLoadData, image)
         return {key: Function(int(_call(cu.cuModuleGetFunction, module, name.encode()))) for key, name in names.items()}
 
     def launch(self, function: Function, blocks: int, threads: int, stream: RawStream, parameter: int) -> None:
-        """Starts a kernel with one parameter, a struct that lies at host address `parameter` and is copied now."""
+        """Start a kernel with one parameter, a struct at host address `parameter`, which is copied now."""
         pointers = (ctypes.c_void_p * 1)(parameter)
         _call(
             cu.cuLaunchKernel,
@@ -262,17 +265,17 @@ class Driver:
 
 
 def check_status(status: int, call: str) -> None:
-    """For a call that was made by its address: raises what its `CUresult` says."""
+    """Raise the error of a call that was made by its address, by its `CUresult`."""
     if status:
         _check(cu.CUresult(status), call)
 
 
 def _call(function: Any, *arguments: object) -> Any:
-    """The call's one value, a list of several, or None."""
+    """Return the call's one value, a list of several, or None."""
     try:
         status, *values = function(*arguments)
     except RuntimeError as error:
-        # The bindings find no driver, or not this function in it.
+        # The bindings find no driver, or the driver lacks this function.
         raise DeviceError(f"{function.__name__}: {error}", where="cuda_ipc", hint="install a newer driver") from None
     _check(status, function.__name__)
     return values[0] if len(values) == 1 else values or None

@@ -1,4 +1,4 @@
-"""Owns the driver's half in an engine process: memory and events that are exported, streams that wait for a transfer.
+"""The driver's half in an engine process: exported memory and events, streams that wait for a transfer.
 
 Works in the primary contexts of the GPUs that the engine uses, as torch does, and makes none of its own.
 """
@@ -25,8 +25,8 @@ _EXPORT_HINT = (
 
 
 class PooledEvent:
-    """An interprocess event. `behind` is a stream of its own that waits for what the engine gave, made when needed: on
-    one stream for all, a transfer would stand behind another one's engine."""
+    """An interprocess event. `behind` is a stream of its own that waits for the engine's event, created on demand: with
+    one stream for all events, a transfer would wait for another one's engine."""
 
     __slots__ = ("behind", "event", "ordinal")
 
@@ -37,7 +37,7 @@ class PooledEvent:
 
 
 class CudaEngine(EngineDriver[PooledEvent]):
-    """One instance's. `driver` is this process's. Thread-safe, as far as the contract asks for it."""
+    """The half of one instance. `driver` is this process's. Thread-safe, as far as the contract asks for it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -101,8 +101,8 @@ class CudaEngine(EngineDriver[PooledEvent]):
         self._let_go()
 
     def block_stream(self, stream: object | None) -> Callable[[], None]:
-        """Blocks the stream until a word of pinned host memory is written, which the release does. Its further work
-        needs nothing of the host but that."""
+        """Block the stream until a word of pinned host memory is written, which the release does. Its further work
+        needs nothing else of the host."""
         if not self._ordinals:
             raise DeviceError("no memory of a GPU is registered", where="cuda_ipc")
         ordinal = next(iter(self._ordinals.values()))
@@ -117,7 +117,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         return word.release
 
     def close(self) -> None:
-        """Gives the contexts back, once the last event is destroyed; they stay the engine's."""
+        """Release the contexts, once the last event is destroyed; the engine keeps them."""
         with self._lock:
             self._closed = True
         self._let_go()
@@ -143,7 +143,8 @@ class CudaEngine(EngineDriver[PooledEvent]):
 
     @contextmanager
     def _any_context(self) -> Iterator[None]:
-        """One that the engine has anyway: a new one would take memory of a GPU that it does not use."""
+        """Make current a context that the engine has anyway: a new one would take memory of a GPU that it does not
+        use."""
         used = next((each for each in self._driver.devices() if self._driver.has_context(each)), None)
         if used is None:
             raise DeviceError("this process has used no GPU yet: these tensors are not on one", where="cuda_ipc")
@@ -166,8 +167,8 @@ _words_lock = threading.Lock()
 
 
 def _words_of_process(driver: Driver, ordinal: int) -> Words:
-    """One page for all instances, kept for good: streams may still read it when an instance has ended. With it is kept
-    the current context, at whose end it would be freed."""
+    """Return the words of one page for all instances, kept for the life of the process: streams may still read it when
+    an instance has ended. The current context is kept too, since its end would free the page."""
     with _words_lock:
         if not _words:
             driver.retain_context(ordinal)
@@ -176,7 +177,7 @@ def _words_of_process(driver: Driver, ordinal: int) -> Words:
 
 
 def _current_stream(ordinal: int) -> RawStream:
-    """The calling thread's, if torch is in use; the legacy default stream without."""
+    """Return the calling thread's stream, if torch is in use; the legacy default stream without."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return DEFAULT_STREAM

@@ -1,4 +1,4 @@
-"""Owns copies by a kernel (`gather.cu`): a batch's many small fragments in as few launches as its table allows.
+"""Copies by a kernel (`gather.cu`): a batch's many small fragments in as few launches as its table allows.
 
 In the copier process.
 """
@@ -14,7 +14,7 @@ from kvf_cuda_ipc.driver import Driver, Function, RawStream
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
 
-# As in gather.cu.
+# The same as in gather.cu.
 PAIRS = 240
 _STEPS = 4
 _SIZES = (16, 8, 4, 2, 1)
@@ -24,7 +24,7 @@ _MOST_WORDS = 1 << 31
 
 
 class Batch(ctypes.Structure):
-    """`kvf_batch` of gather.cu, at most 4096 bytes: what any GPU takes as parameters."""
+    """`kvf_batch` of gather.cu, at most 4096 bytes: the limit of any GPU for parameters."""
 
     _fields_ = (
         ("arena", ctypes.c_uint64),
@@ -42,7 +42,7 @@ class Batch(ctypes.Structure):
 
 
 class GatherKernel:
-    """`functions` by the bytes of a word, `blocks` of threads at most. Never blocks."""
+    """The compiled kernel: `functions` by the bytes of a word, `blocks` of threads at most. Never blocks."""
 
     def __init__(self, driver: Driver, functions: dict[int, Function], blocks: int) -> None:
         self._driver = driver
@@ -51,7 +51,7 @@ class GatherKernel:
 
     @classmethod
     def built(cls, driver: Driver, blocks: int) -> GatherKernel:
-        """Compiles for the first GPU, in the current context: some 0.2 s. Raises `DeviceError` without NVRTC."""
+        """Compile for the first GPU, in the current context: some 0.2 s. Raises `DeviceError` without NVRTC."""
         from kvf_cuda_ipc.compiling import compiled
 
         image = compiled(source(), "gather.cu", driver.compute_capability(0))
@@ -59,7 +59,7 @@ class GatherKernel:
         return cls(driver, driver.load_functions(image, names), blocks)
 
     def copy(self, stream: RawStream, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:
-        """Starts to copy; `arena` is its address on the GPU."""
+        """Start a copy; `arena` is its address on the GPU."""
         for part in parts(batch):
             size, parameters = described(part, arena, to_arena=to_arena)
             blocks = min(self._blocks, -(-parameters.total // _THREADS))
@@ -67,12 +67,13 @@ class GatherKernel:
 
 
 def source() -> str:
-    """The kernel's, as NVRTC takes it."""
+    """Return the kernel's source for NVRTC."""
     return resources.files("kvf_cuda_ipc").joinpath("gather.cu").read_text()
 
 
 def parts(batch: CopyBatch) -> Iterator[CopyBatch]:
-    """Of a batch, as many lanes and places at once as the table holds, and as many bytes as the kernel can count."""
+    """Yield the parts of a batch: as many lanes and places at once as the table holds, and as many bytes as the kernel
+    can count."""
     lanes, places = len(batch.lane_addresses), len(batch.place_addresses)
     if lanes + places > PAIRS:
         lanes = min(lanes, PAIRS // 2)
@@ -86,7 +87,7 @@ def parts(batch: CopyBatch) -> Iterator[CopyBatch]:
 
 
 def described(batch: CopyBatch, arena: int, *, to_arena: bool) -> tuple[int, Batch]:
-    """The bytes of a word, the most that everything is a multiple of, and the kernel's parameter."""
+    """Return the bytes of a word, the largest that divides all addresses and lengths, and the kernel's parameter."""
     steps = [*(Step(1, 0, 0) for _ in range(_STEPS - len(batch.steps))), *batch.steps]
     addresses = [*batch.lane_addresses, *batch.place_addresses]
     offsets = [*batch.lane_offsets, *batch.place_offsets]

@@ -1,8 +1,8 @@
-"""Owns the words of pinned host memory that streams of the engine wait for, one for each wait under way. Pure but for
-the memory that it is given; thread-safe.
+"""The words of pinned host memory that streams of the engine wait for, one for each wait under way. Pure but for the
+given memory; thread-safe.
 
 A word only grows, and a wait is for its value or later (cyclically, as `cuStreamWaitValue32` compares): so it can serve
-the next wait at once, also while a stream has not come to the last one yet.
+the next wait at once, also while a stream has not reached the last one yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CYCLE = 1 << 32
 
 
 class Words:
-    """Those of one page at `address` here and `device_address` on the device, which the owner frees."""
+    """The words of one page at `address` here and `device_address` on the device, which the owner frees."""
 
     NBYTES = 4096
 
@@ -30,7 +30,7 @@ class Words:
         self._spare = list(range(count))
 
     def take(self) -> Word:
-        """Raises `DeviceError` if all are waited for."""
+        """Return a free word. Raises `DeviceError` if all are in use."""
         with self._lock:
             if not self._spare:
                 raise DeviceError(f"{len(self._memory)} transfers are waited for by streams at once", where="cuda_ipc")
@@ -44,7 +44,7 @@ class Words:
 
 
 class Word:
-    """What one wait waits for: that the word at `device_address` is `value`."""
+    """The condition of one wait: the word at `device_address` is `value`."""
 
     def __init__(self, words: Words, index: int, value: int, device_address: int) -> None:
         self._words = words
@@ -55,7 +55,7 @@ class Word:
         self.device_address = device_address
 
     def release(self) -> None:
-        """Lets the stream go on. Idempotent, from any thread."""
+        """Release the stream. Idempotent, from any thread."""
         with self._lock:
             if self._released:
                 return

@@ -1,4 +1,4 @@
-"""Owns the options of `cuda_ipc`: the server's `[[transport]]` table, and `transport_options` of an engine."""
+"""The options of `cuda_ipc`: the server's `[[transport]]` table, and `transport_options` of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.api.options import ByteSize
 
 
 class CudaOptions(DeviceOptions, frozen=True):
-    """Beside what every device transport has; the server's say how it copies, an engine needs none."""
+    """The options beside those of every device transport; the server's choose how it copies, an engine needs none."""
 
     engine: Annotated[
         Literal["auto", "dma", "kernel"],

@@ -1,4 +1,4 @@
-"""Owns how an engine's events and streams are told from what is none: torch's, those of cuda.core, plain handles."""
+"""The conversion of an engine's events and streams to CUDA's: torch's, those of cuda.core, plain handles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from kvframework.errors import DeviceError
 
 
 def event_of(ready: object) -> Event:
-    """The `CUevent` of what an engine gave with a submit: `torch.cuda.Event`, `torch.Event`, an event of cuda.core, or
-    an integer. Raises `DeviceError` for anything else, and for one without a handle, which torch makes at the first
-    record. An event with a handle that was never recorded cannot be told: it is reached at once, a copy too early."""
+    """Return the `CUevent` of the event that an engine gave with a submit: `torch.cuda.Event`, `torch.Event`, an event
+    of cuda.core, or an integer. Raises `DeviceError` for anything else, and for one without a handle, which torch makes
+    at the first record. An event with a handle that was never recorded cannot be recognised: it is reached at once, a
+    copy too early."""
     for attribute in ("cuda_event", "event_id", "handle"):
         found = getattr(ready, attribute, None)
         if found is not None:
@@ -26,8 +27,8 @@ def event_of(ready: object) -> Event:
 
 
 def stream_of(stream: object) -> RawStream:
-    """The `CUstream` of `torch.cuda.Stream`, of anything with `__cuda_stream__`, or of an integer; 0 is the legacy
-    default stream. Raises `DeviceError` for anything else."""
+    """Return the `CUstream` of `torch.cuda.Stream`, of anything with `__cuda_stream__`, or of an integer; 0 is the
+    legacy default stream. Raises `DeviceError` for anything else."""
     found = getattr(stream, "cuda_stream", None)
     if found is not None:
         return RawStream(_handle(found, stream))

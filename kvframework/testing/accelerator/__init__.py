@@ -1,7 +1,7 @@
-"""A simulated accelerator at driver level, for transports of devices that are not at hand.
+"""A simulated accelerator at driver level, for transports of devices that this machine lacks.
 
-`SimulatedNode` makes devices in a directory; each process that uses them makes an `Accelerator`. What a real device
-hides (work out of order, memory that is gone, the wrong process) is refused and noted.
+`SimulatedNode` makes devices in a directory; each process that uses them makes an `Accelerator`. Mistakes that a real
+device hides (work out of order, freed memory, the wrong process) are refused and noted.
 """
 
 from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse

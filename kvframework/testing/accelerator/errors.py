@@ -1,4 +1,4 @@
-"""Owns the errors of the simulated accelerator's runtime, as a vendor's library has its own."""
+"""The errors of the simulated accelerator's runtime, as a vendor's library has its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class AcceleratorError(RuntimeError):
 
 
 class Misuse(AcceleratorError):
-    """What a device would let pass, with wrong bytes as the likely result. Also noted on the node, see
+    """A mistake that a device would let pass, with wrong bytes as the likely result. Also noted on the node, see
     `SimulatedNode.violations`. `kind` is a short stable name."""
 
     def __init__(self, kind: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Owns what all processes on a simulated node know of each other: allocations, mappings, events, work that is queued.
+"""The shared state of all processes on a simulated node: allocations, mappings, events, queued work.
 
 One SQLite file in the node's directory, so that a process killed at any moment leaves it whole. Every call is short and
 takes the file's lock; thread-safe.
@@ -47,7 +47,7 @@ class Ledger:
 
     @classmethod
     def create(cls, directory: Path) -> Ledger:
-        """A new, empty one."""
+        """Create a new, empty ledger."""
         with sqlite3.connect(directory / FILE) as file:
             file.execute("pragma journal_mode = wal")
             file.executescript(_SCHEMA)
@@ -60,7 +60,7 @@ class Ledger:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """What is done inside becomes visible as one."""
+        """Make the changes within the block visible as one."""
         with self._lock:
             self._file.execute("begin immediate")
             try:
@@ -80,19 +80,19 @@ class Ledger:
             return found
 
     def insert(self, statement: str, *values: object) -> int:
-        """The new row's id."""
+        """Return the new row's id."""
         with self._lock:
             return int(self._file.execute(statement, values).lastrowid or 0)
 
     def run(self, statement: str, *values: object) -> int:
-        """The number of rows changed."""
+        """Return the number of rows changed."""
         with self._lock:
             return self._file.execute(statement, values).rowcount
 
     # processes
 
     def enter(self) -> int:
-        """Adds this process; its number on the node."""
+        """Add this process; return its number on the node."""
         return self.insert("insert into processes(pid, started) values(?, ?)", os.getpid(), _started(os.getpid()))
 
     def lives(self, process: int) -> bool:
@@ -117,8 +117,8 @@ class Ledger:
         self.run("delete from queued where id = ?", queued)
 
     def conflict(self, queued: int) -> str:
-        """What was queued earlier, elsewhere, is not done, and touches the same bytes, one of the two writing; "" if
-        nothing does."""
+        """Return the earlier work of another process that is not done and touches the same bytes, one of the two
+        writing; "" if there is none."""
         mine = self.one("select device, process, stream, writes, spans from queued where id = ?", queued)
         if mine is None:
             return ""
@@ -137,10 +137,10 @@ class Ledger:
                 return f"{what} of process {other}"
         return ""
 
-    # faults and what was done wrong
+    # faults and violations
 
     def take_fault(self, kind: str, device: str) -> bool:
-        """Whether such a fault is to happen now; one that was injected `count` times is used up by that."""
+        """Return whether such a fault happens now; each of the `count` injected ones is used up by that."""
         if self.one("select id from faults where kind = ? and device = ? and remaining > 0", kind, device) is None:
             return False
         with self.change():
@@ -158,7 +158,7 @@ class Ledger:
 
 
 def merged(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, neighbours joined."""
+    """Return the spans sorted, with neighbours joined."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if result and low <= result[-1][1]:
@@ -182,7 +182,7 @@ def _touch(one: bytes, other: bytes) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process began; "" if it is gone or a zombie."""
+    """Return when a process began; "" if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

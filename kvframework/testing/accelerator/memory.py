@@ -1,5 +1,4 @@
-"""Owns what addresses mean in one process of a simulated node: which memory each belongs to, and whether it
-still does."""
+"""The addresses of one process on a simulated node: the memory of each, and whether it is still valid."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from kvframework.testing.accelerator.ledger import Ledger, Spans, merged
 
 _PROCESS_BITS = 44
 _ALIGNMENT = 512
-_GAP = 4096  # so that running over an end hits nothing
+_GAP = 4096  # so that running over an end hits no region
 
 
 class Region(NamedTuple):
@@ -43,14 +42,14 @@ class AddressSpace:
                 self._memory[device] = mmap.mmap(file.fileno(), 0)
 
     def allocate(self, device: str, nbytes: int, token: bytes) -> int:
-        """The address of new memory of this process. Raises `AcceleratorError` if there is not so much left."""
+        """Return the address of new memory of this process. Raises `AcceleratorError` if too little is left."""
         with self._ledger.change():
             taken = self._ledger.all(
                 "select start, nbytes, process, id, freed from allocations where device = ? order by start", device
             )
             start = 0
             for at, size, owner, allocation, freed in taken:
-                # What somebody has open, or a process that lives has not freed, is not given out again.
+                # Memory that is open in a process, or that a living process has not freed, is not reused.
                 used = self._ledger.one("select 1 from mappings where allocation = ?", allocation) is not None
                 if not used and (freed or not self._ledger.lives(owner)):
                     continue
@@ -78,7 +77,7 @@ class AddressSpace:
         self._memory[region.device][region.start : region.start + region.nbytes] = b"\xdd" * region.nbytes
 
     def map(self, device: str, start: int, nbytes: int, allocation: int) -> int:
-        """The address of another process's allocation here."""
+        """Return the address of another process's allocation here."""
         row = self._ledger.insert("insert into mappings(allocation, process) values(?, ?)", allocation, self._process)
         return self._add(nbytes, device, start, allocation, row)
 
@@ -90,14 +89,14 @@ class AddressSpace:
         self._ledger.run("delete from mappings where id = ?", region.mapping)
 
     def region(self, address: int, what: str) -> Region:
-        """Where an address belongs. Raises `Misuse` if nowhere."""
+        """Return the region of an address. Raises `Misuse` if it has none."""
         at = bisect.bisect_right(self._regions, address, key=lambda region: region.address) - 1
         if at >= 0 and address < self._regions[at].address + self._regions[at].nbytes:
             return self._regions[at]
         raise self._wrong(address, what)
 
     def check_live(self, region: Region, what: str) -> None:
-        """Raises `Misuse` if the memory is gone: freed by its owner, or closed here."""
+        """Raise `Misuse` if the memory is invalid: freed by its owner, or closed here."""
         if region not in self._regions:
             raise self._wrong(region.address, what)
         if region.mapping is not None:
@@ -106,7 +105,7 @@ class AddressSpace:
                 raise self._misuse("use_after_free", f"{what}: its owner has freed this memory")
 
     def spans(self, addresses: Sequence[int], length: int, device: str, what: str) -> tuple[Spans, list[Region]]:
-        """What fragments touch of the device's memory, and in which regions. Raises `Misuse`."""
+        """Return the device memory that the fragments touch, and their regions. Raises `Misuse`."""
         regions: dict[int, Region] = {}
         spans = []
         region: Region | None = None
@@ -141,7 +140,7 @@ class AddressSpace:
 
     def _add(self, nbytes: int, device: str, start: int, allocation: int, mapping: int | None) -> int:
         region = Region(self._next, nbytes, device, start, allocation, mapping)
-        # Addresses are never used again, so that those of memory that is gone stay wrong.
+        # Addresses are never reused, so that those of freed memory stay invalid.
         self._next += -(-(nbytes + _GAP) // _ALIGNMENT) * _ALIGNMENT
         bisect.insort(self._regions, region)
         return region.address

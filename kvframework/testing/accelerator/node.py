@@ -1,5 +1,4 @@
-"""Owns a simulated node: its devices' memory and its ledger in one private directory, as a test sees them from
-above."""
+"""A simulated node as a test sees it from above: its devices' memory and its ledger in one private directory."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from kvframework.testing.accelerator.ledger import Ledger
 
 Fault = Literal["copy_fails", "poison", "hold"]
 
-# What a process finds its node by, if nobody tells.
+# The variable by which a process finds its node, unless it is given one.
 NODE_VARIABLE = "KVF_SIMULATED_NODE"
 
 
 class Violation(NamedTuple):
-    """Something that a real device would have hidden. `process` is the process's number on the node."""
+    """A mistake that a real device would have hidden. `process` is the process's number on the node."""
 
     kind: str
     text: str
@@ -25,8 +24,8 @@ class Violation(NamedTuple):
 
 
 class SimulatedNode:
-    """Creates devices in `directory` (made if it is not there, else empty) and watches over them. Delays of queued work
-    are drawn from `seed`, up to `max_delay_s` each. Close it after every process has ended."""
+    """Creates devices in `directory` (created if missing, else empty) and watches over them. Delays of queued work are
+    drawn from `seed`, up to `max_delay_s` each. Close it after every process has ended."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class SimulatedNode:
 
     @classmethod
     def attached(cls, directory: str | Path) -> SimulatedNode:
-        """The node that was made in `directory`, for another observer."""
+        """Return the node that was made in `directory`, for another observer."""
         node = cls.__new__(cls)
         node.path = Path(directory)
         node._ledger = Ledger(node.path)
@@ -69,32 +68,32 @@ class SimulatedNode:
         self._ledger.close()
 
     def inject(self, fault: Fault, device: str, *, count: int = 1) -> None:
-        """The next `count` copies on the device fail, poison the context of their process, or stop in the middle until
-        `release`. Works across processes. Raises `ValueError` for a fault or a device that is not known."""
+        """Make the next `count` copies on the device fail, poison the context of their process, or stop in the middle
+        until `release`. Works across processes. Raises `ValueError` for an unknown fault or device."""
         if fault not in get_args(Fault):
             raise ValueError(f"there is no fault {fault!r}: {', '.join(get_args(Fault))}")
         self._check(device)
         self._ledger.insert("insert into faults(kind, device, remaining) values(?, ?, ?)", fault, device, count)
 
     def hits(self, fault: Fault) -> int:
-        """How often such a fault has happened."""
+        """Return how often such a fault has happened."""
         row = self._ledger.one("select coalesce(sum(hits), 0) from faults where kind = ?", fault)
         return int(row[0]) if row else 0
 
     def release(self) -> None:
-        """Ends every fault that is left, and lets copies on that were held."""
+        """End all remaining faults, and let held copies continue."""
         self._ledger.run("update faults set remaining = 0")
         self._ledger.run(
             "insert into settings values('released', '1') on conflict(name) do update set value = value + 1"
         )
 
     def vanish(self, device: str, *, back: bool = False) -> None:
-        """Every call on the device fails from now on, in every process, until it is `back`."""
+        """Make every call on the device fail from now on, in every process, until it is `back`."""
         self._check(device)
         self._ledger.run("update devices set vanished = ? where uuid = ?", int(not back), device)
 
     def violations(self) -> list[Violation]:
-        """What was done wrong so far, and contexts that dead processes left mapped."""
+        """Return all misuse so far, and contexts that dead processes left mapped."""
         found = [Violation(*row) for row in self._ledger.all("select kind, text, process from violations order by id")]
         return found + [
             Violation("leaked_context", f"memory of the dead process {owner} is mapped by process {process}", process)
@@ -102,20 +101,21 @@ class SimulatedNode:
         ]
 
     def leaks(self) -> list[tuple[int, int]]:
-        """(dead owner, living process that still maps its memory), for every mapping."""
+        """Return (dead owner, living process that still maps its memory) for every mapping."""
         rows = self._ledger.all(
             "select allocations.process, mappings.process from mappings join allocations on allocations.id = allocation"
         )
         return [(owner, user) for owner, user in rows if not self._ledger.lives(owner) and self._ledger.lives(user)]
 
     def events(self) -> int:
-        """How many interprocess events of living processes are not destroyed, and openings of them not closed."""
+        """Return how many interprocess events of living processes are not destroyed, and openings of them not
+        closed."""
         rows = self._ledger.all("select process from events where destroyed = 0")
         rows += self._ledger.all("select process from openings")
         return sum(self._ledger.lives(process) for (process,) in rows)
 
     def mappings(self) -> int:
-        """How many allocations are open in living processes other than their own."""
+        """Return how many allocations are open in living processes other than their owners."""
         rows = self._ledger.all("select process from mappings")
         return sum(self._ledger.lives(process) for (process,) in rows)
 

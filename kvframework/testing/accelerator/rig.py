@@ -1,4 +1,4 @@
-"""Owns the rig of the simulated accelerator: how the transport kit uses a `SimulatedNode` as an engine would."""
+"""The rig of the simulated accelerator: it uses a `SimulatedNode` for the transport kit as an engine would."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LEAD_BYTES = 1280
 
 
 class SimulatedRig(TransportRig):
-    """Works on one device of the node that `runtime` is attached to, if nothing is said the last one: a driver that
-    takes the first must not pass. Owns neither; `transport` copies through it."""
+    """Works on one device of the node to which `runtime` is attached, by default the last one: a driver that always
+    takes the first must fail. Owns neither; `transport` copies through it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SimulatedRig(TransportRig):
         self._holds_writes = False
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        # Not at the beginning, as an allocator that hands out parts of a slab.
+        # Not at the beginning, as with an allocator that cuts parts from a slab.
         address = self._runtime.allocate(self.device, LEAD_BYTES + math.prod(shape) * dtype_bytes(dtype)) + LEAD_BYTES
         return DeviceTensor(self._runtime, address, shape, contiguous(shape), dtype)  # type: ignore[return-value]
 

@@ -1,8 +1,8 @@
-"""Owns `Accelerator`: the runtime library of a simulated device, as a process on its node uses it.
+"""`Accelerator`: the runtime library of a simulated device, as a process on its node uses it.
 
-It does what such libraries do: allocations and interprocess handles, streams and events, batched copies that run later.
-Unlike them it refuses whatever a real device would let pass with wrong bytes, and notes it on the node (`Misuse`).
-Thread-safe. Close it, or end the process.
+It has the functions of such libraries: allocations and interprocess handles, streams and events, batched copies that
+run later. Unlike them it refuses each mistake that a real device would let pass with wrong bytes, and notes it on the
+node (`Misuse`). Thread-safe. Close it, or end the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _HOLD_POLL_S = 0.005
 class Accelerator:
     """This process on the node in `path` (None: that of $KVF_SIMULATED_NODE).
 
-    `devices` are identities, in whatever order this process sees them. Raises `AcceleratorError` if there is no node.
+    `devices` are identities, in the order in which this process sees them. Raises `AcceleratorError` if there is no
+    node.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -53,7 +54,7 @@ class Accelerator:
         self._closed = False
 
     def close(self) -> None:
-        """Ends the streams, frees what this process allocated, closes what it opened. Idempotent."""
+        """End the streams, free this process's allocations, close the memory and events it opened. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -63,11 +64,11 @@ class Accelerator:
         self._ledger.close()
 
     def poison(self, reason: str) -> None:
-        """Every further call of this process fails with `ContextLost`."""
+        """Make every further call of this process fail with `ContextLost`."""
         self._poisoned = self._poisoned or reason
 
     def check(self, device: str) -> None:
-        """Raises `ContextLost` if this process can do nothing with the device, `AcceleratorError` if there is none."""
+        """Raise `ContextLost` if this process can no longer use the device, `AcceleratorError` if there is none."""
         if self._closed:
             raise AcceleratorError("the runtime is closed")
         if self._poisoned:
@@ -81,7 +82,7 @@ class Accelerator:
     # memory
 
     def allocate(self, device: str, nbytes: int) -> int:
-        """The address of new memory. It means nothing to the host and to other processes."""
+        """Return the address of new memory. It is meaningless to the host and to other processes."""
         self.check(device)
         with self._lock:
             return self._space.allocate(device, nbytes, secrets.token_bytes(16))
@@ -91,8 +92,8 @@ class Accelerator:
             self._space.free(address)
 
     def export_memory(self, address: int) -> tuple[str, bytes, int, int]:
-        """Of the allocation around `address`: its device, a handle for other processes, its size, and how many bytes
-        `address` is into it."""
+        """Export the allocation around `address`: return its device, a handle for other processes, its size, and the
+        offset of `address` in it."""
         with self._lock:
             region = self._space.region(address, "export")
         self.check(region.device)
@@ -103,7 +104,7 @@ class Accelerator:
         return region.device, _HANDLE.pack(_MEMORY, region.allocation, row[0]), region.nbytes, address - region.address
 
     def open_memory(self, device: str, handle: bytes, nbytes: int = 0) -> int:
-        """The address here of another process's allocation, which has at least `nbytes`."""
+        """Return the address here of another process's allocation, which has at least `nbytes`."""
         self.check(device)
         number, token = _unpack(handle, _MEMORY)
         row = self._ledger.one(
@@ -130,7 +131,7 @@ class Accelerator:
     # host memory
 
     def pin(self, offset: int, nbytes: int) -> None:
-        """Registers a slice of the host segment that copies go to and come from."""
+        """Register a slice of the host segment for copies."""
         with self._lock:
             self._pinned.append((offset, offset + nbytes))
 
@@ -149,14 +150,14 @@ class Accelerator:
             return stream
 
     def destroy_stream(self, stream: Stream) -> None:
-        """It ends once it has done what it holds. Does not wait."""
+        """End the stream once its queued work is done. Does not wait."""
         stream.end_later()
 
     def default_stream(self, device: str) -> Stream:
         return self._named_stream("default", device)
 
     def compute_stream(self, device: str) -> Stream:
-        """Beside the default one, for work that takes its time."""
+        """Return a stream beside the default one, for slow work."""
         return self._named_stream("compute", device)
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
@@ -196,7 +197,8 @@ class Accelerator:
             self._ledger.run("delete from openings where id = ?", event.opening)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """The event is reached once the stream has come to this point. Recording again replaces the former record."""
+        """Record the event: it is reached once the stream has come to this point. Recording again replaces the former
+        record."""
         self.check(stream.device)
         self._usable(event, stream.device, "record")
         if event.row is None:
@@ -221,8 +223,8 @@ class Accelerator:
         stream.add(reach)
 
     def reached(self, event: Event) -> bool:
-        """Whether the event's last record was reached. Raises `AcceleratorError` with what failed before it, `Misuse`
-        if it was never recorded."""
+        """Return whether the event's last record was reached. Raises `AcceleratorError` with an error of the work
+        before it, `Misuse` if it was never recorded."""
         self.check(event.device)
         self._usable(event, event.device, "query")
         recorded, reached, error, _ = self._state(event)
@@ -233,7 +235,7 @@ class Accelerator:
         return bool(reached >= recorded)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Later work of the stream begins once the event's last record was reached."""
+        """Make later work of the stream begin once the event's last record was reached."""
         self.check(stream.device)
         self._usable(event, stream.device, "wait")
         recorded, _, _, owner = self._state(event)
@@ -246,7 +248,7 @@ class Accelerator:
         )
 
     def hold(self, stream: Stream) -> Callable[[], None]:
-        """Later work of the stream begins once what this returns was called, in any thread. Never waits."""
+        """Make later work of the stream begin once the returned function was called, in any thread. Never waits."""
         self.check(stream.device)
         return stream.hold_behind(lambda: self._closed)
 
@@ -262,7 +264,7 @@ class Accelerator:
         *,
         to_host: bool,
     ) -> None:
-        """Queues a batched copy of fragments of `length` bytes between the device and a pinned host segment."""
+        """Queue a batched copy of fragments of `length` bytes between the device and a pinned host segment."""
         self.check(stream.device)
         what = f"a copy {'from' if to_host else 'to'} the device"
         with self._lock:
@@ -295,15 +297,16 @@ class Accelerator:
         stream.add(run)
 
     def write(self, address: int, data: bytes, stream: Stream | None = None) -> None:
-        """Queues a write by a kernel of the engine; without a stream waits for it."""
+        """Queue a write by a kernel of the engine; without a stream wait for it."""
         self._kernel(address, len(data), stream, lambda memory, at: memory.__setitem__(slice(at, at + len(data)), data))
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """What a kernel of the engine reads there, behind all that the default stream holds. Waits for it."""
+        """Return the bytes that a kernel of the engine reads there, after all work in the default stream. Waits for
+        it."""
         return self.read_later(address, nbytes, None)[0]
 
     def read_later(self, address: int, nbytes: int, stream: Stream | None) -> list[bytes]:
-        """Queues such a read: the list has the bytes once it is done. Without a stream waits for it."""
+        """Queue such a read: the list has the bytes once it is done. Without a stream wait for it."""
         found: list[bytes] = []
         self._kernel(address, nbytes, stream, lambda memory, at: found.append(memory[at : at + nbytes]), writes=False)
         return found
@@ -319,7 +322,7 @@ class Accelerator:
         def enter() -> int:
             return self._ledger.queue(region.device, self.process, target.number, writes=writes, what=what, spans=spans)
 
-        # Behind a hold its turn comes after all that is queued before the release.
+        # Behind a hold, its turn comes after all work queued before the release.
         entered = None if target.held else enter()
 
         def run() -> None:
@@ -342,14 +345,14 @@ class Accelerator:
             return self._named[name, device]
 
     def _begin(self, device: str, queued: int, what: str) -> None:
-        """At the beginning of every piece of work: is it its turn?"""
+        """Check, at the beginning of every piece of work, that its turn has come."""
         self.check(device)
         other = self._ledger.conflict(queued)
         if other:
             raise self._misuse("unordered", f"{what} runs before {other} is done, which was queued earlier")
 
     def _in_the_middle(self, device: str) -> None:
-        """Where injected faults happen."""
+        """The point at which injected faults happen."""
         if self._ledger.take_fault("copy_fails", device):
             raise AcceleratorError("an injected fault: the copy failed")
         if self._ledger.take_fault("poison", device):
@@ -362,7 +365,8 @@ class Accelerator:
                 time.sleep(_HOLD_POLL_S)
 
     def _state(self, event: Event) -> tuple[int, int, str, int]:
-        """Records, records reached, the error before the last one, the process that owns it."""
+        """Return the records, the records reached, the error before the last one, and the process that owns the
+        event."""
         if event.row is None:
             return event.recorded, event.reached, event.error, self.process
         row = self._ledger.one(

@@ -1,4 +1,4 @@
-"""Owns the streams and events of the simulated accelerator: queues with a thread each, and what orders them."""
+"""The streams and events of the simulated accelerator: queues with a thread each, and their order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _POLL_S = 0.0005
 
 
 class Event:
-    """A point in a stream's work. Interprocess ones have a row in the ledger, `row`; others live here alone. `opening`
-    is the row that says that another process's event is open here."""
+    """A point in a stream's work. Interprocess ones have a row in the ledger, `row`; others exist here only. `opening`
+    is the row of another process's event that is open here."""
 
     def __init__(self, device: str, row: int | None = None, *, opening: int | None = None) -> None:
         self.device = device
@@ -29,7 +29,7 @@ class Event:
 
 
 class Stream:
-    """Work in order, each piece after a delay drawn from the node's seed. Its thread ends with the runtime.
+    """A queue of work in order, each piece after a delay drawn from the node's seed. Its thread ends with the runtime.
 
     `poison` is called in that thread, with the reason, when a piece of work loses the context.
     """
@@ -49,18 +49,18 @@ class Stream:
         self._thread.start()
 
     def add(self, work: Callable[[], None]) -> None:
-        """Queues a piece of work. What it raises is the error of the stream until an event has taken it."""
+        """Queue a piece of work. Its error is the stream's until an event has taken it."""
         self._work.put(work)
 
     def hold(self) -> None:
-        """Nothing more of the stream begins until `release`: as if the work before took very long."""
+        """Begin no further work of the stream until `release`: as if the work before took very long."""
         self._open.clear()
 
     def release(self) -> None:
         self._open.set()
 
     def hold_behind(self, ended: Callable[[], bool]) -> Callable[[], None]:
-        """What is queued from now on begins once what this returns was called, in any thread; not at all, if the
+        """Begin the work queued from now on once the returned function was called, in any thread; not at all, if the
         runtime has `ended` before."""
         released = threading.Event()
         self._holds = [each for each in self._holds if not each.is_set()] + [released]
@@ -69,11 +69,11 @@ class Stream:
 
     @property
     def held(self) -> bool:
-        """Whether what is queued now is behind a hold."""
+        """Whether work queued now is behind a hold."""
         return not all(each.is_set() for each in self._holds)
 
     def synchronize(self, timeout: float = 20.0) -> None:
-        """Waits for all that is queued. Raises the stream's error, if there was one."""
+        """Wait for all queued work. Raises the stream's error, if there was one."""
         done = threading.Event()
         self.add(done.set)
         if not done.wait(timeout):
@@ -87,7 +87,7 @@ class Stream:
         return self._thread.is_alive()
 
     def end_later(self) -> None:
-        """Its thread ends behind all that is queued."""
+        """End its thread after all queued work."""
         self._work.put(None)
 
     def end(self) -> None:
@@ -113,7 +113,7 @@ class Stream:
 
 
 def wait_until_reached(reached: Callable[[], bool], ended: Callable[[], bool]) -> None:
-    """In a stream's thread: until an event is reached. Raises `AcceleratorError` if that can no longer be."""
+    """Wait in a stream's thread until an event is reached. Raises `AcceleratorError` if that is no longer possible."""
     while not reached():
         if ended():
             raise AcceleratorError("what it waits for ended before that was reached")

@@ -1,4 +1,4 @@
-"""Owns `DeviceTensor`: strided memory of a simulated device with the methods of a tensor that layouts call. No torch.
+"""`DeviceTensor`: strided memory of a simulated device with the methods of a tensor that layouts call. No torch.
 
 Only its description is on the host: reading and writing goes through the runtime.
 """
@@ -29,11 +29,11 @@ class DeviceTensor:
 
     @classmethod
     def empty(cls, runtime: Accelerator, device: str, shape: Sequence[int], dtype: str) -> DeviceTensor:
-        """A contiguous tensor in an allocation of its own."""
+        """Return a contiguous tensor in an allocation of its own."""
         address = runtime.allocate(device, math.prod(shape) * dtype_bytes(dtype))
         return cls(runtime, address, shape, contiguous(shape), dtype)
 
-    # what layouts call
+    # methods for layouts
 
     def dim(self) -> int:
         return len(self.shape)
@@ -77,7 +77,7 @@ class DeviceTensor:
         return self._with(shape, strides)
 
     def view(self, dtype: object) -> DeviceTensor:
-        """The same bytes as another dtype; the last axis is dense."""
+        """Return the same bytes as another dtype; the last axis is dense."""
         name = str(dtype).removeprefix("torch.")
         old, new = dtype_bytes(self.dtype), dtype_bytes(name)
         return DeviceTensor(
@@ -88,21 +88,21 @@ class DeviceTensor:
             name,
         )
 
-    # what engines do
+    # methods for engines
 
     def fill(self, data: bytes) -> None:
-        """Writes all elements, in row-major order of the axes; blocking."""
+        """Write all elements, in row-major order of the axes; blocking."""
         size = self.element_size()
         for number, (at, length) in enumerate(self._runs()):
             self.runtime.write(self.address + at * size, data[number * length * size : (number + 1) * length * size])
 
     def content(self) -> bytes:
-        """All elements in row-major order of the axes; blocking."""
+        """Return all elements in row-major order of the axes; blocking."""
         size = self.element_size()
         return b"".join(self.runtime.read(self.address + at * size, length * size) for at, length in self._runs())
 
     def _runs(self) -> list[tuple[int, int]]:
-        """(first element, elements) of each dense run, in row-major order; all of one length."""
+        """Return (first element, elements) of each dense run, in row-major order; all of one length."""
         axes = len(self.shape)
         length = 1
         while axes and self.strides[axes - 1] == length:

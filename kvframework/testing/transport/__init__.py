@@ -1,4 +1,5 @@
-"""The conformance kit for transports: what every transport must do, on the simulated accelerator or a vendor's device.
+"""The conformance kit for transports: tests that every transport must pass, on the simulated accelerator or a vendor's
+device.
 
     import pytest
     from kvframework.testing import TransportConformance

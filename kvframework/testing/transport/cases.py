@@ -1,4 +1,4 @@
-"""Owns the layouts that the transport kit tries, and the model that says where each element lies. Pure, no torch.
+"""The layouts that the transport kit tries, and the model of the place of each element. Pure, no torch.
 
 The model knows nothing of layout plugins or planning: it counts, element by element, from the declared axes.
 """
@@ -36,18 +36,18 @@ class GroupCase:
 
     @property
     def units(self) -> int:
-        """Slots that may be written alone: an opaque block is one."""
+        """Slots that may be written alone: an opaque block is one unit."""
         return 1 if self.opaque else self.slots
 
     def table(self, pattern: str, index: int) -> dict[str, object]:
-        """The group in the layout's options."""
+        """Return the group in the layout's options."""
         common = {"layers": [pattern], "block_size": self.block_size, "window": self.window, "state": self.state}
         if self.opaque:
             return {**common, "block_axis": self.axes.index("block")}
         return {**common, "axes": list(self.axes), "compress_ratio": self.compress_ratio}
 
     def shapes(self, blocks: int) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The shape of each tensor by (layer, plane); -1 for an axis that the tensor holds itself."""
+        """Return the shape of each tensor by (layer, plane); -1 for an axis that the tensor itself holds."""
         sizes = {
             "layer": self.layers,
             "plane": self.planes,
@@ -97,7 +97,7 @@ Name = tuple[int, int, int]
 
 
 class MemoryModel:
-    """What an engine's tensors hold, byte by byte: `images` by tensor. Starts with random bytes."""
+    """The expected bytes of an engine's tensors: `images` by tensor. Starts with random bytes."""
 
     def __init__(self, groups: Sequence[GroupCase], blocks: Sequence[int], seed: int) -> None:
         self.groups = groups
@@ -114,7 +114,7 @@ class MemoryModel:
         }
 
     def copy_slots(self, other: MemoryModel, group: int, source: int, target: int, slots: Sequence[int]) -> None:
-        """What `other` holds in slots of its block `source` comes to be in block `target` here."""
+        """Copy the slots of block `source` of `other` into block `target` here."""
         size = DTYPE_BYTES[self.groups[group].dtype]
         for slot in slots:
             for there, here in zip(
@@ -124,7 +124,8 @@ class MemoryModel:
                 self.images[to_name][to_at : to_at + size] = other.images[from_name][from_at : from_at + size]
 
     def canonical_block(self, index: int, block: int) -> bytes:
-        """The bytes of one block as `[planes, layers, slots, hidden]` (of an opaque group, of its raw blocks)."""
+        """Return the bytes of one block as `[planes, layers, slots, hidden]` (of an opaque group, of its raw
+        blocks)."""
         group, size = self.groups[index], DTYPE_BYTES[self.groups[index].dtype]
         rows: dict[tuple[int, int], bytearray] = {}
         slots = range(1) if group.opaque else range(group.slots)
@@ -136,8 +137,8 @@ class MemoryModel:
         return b"".join(bytes(rows[key]) for key in sorted(rows))
 
     def elements(self, index: int, block: int, slot: int) -> Iterator[tuple[Name, int]]:
-        """Every element of one slot (of an opaque group, of the block) as (tensor, byte offset), in the same order
-        whatever the axes."""
+        """Yield every element of one slot (of an opaque group, of the block) as (tensor, byte offset), in the same
+        order for all axes."""
         group = self.groups[index]
         slots = range(group.slots) if group.opaque else [slot]
         for layer, plane, at, head, dim in product(
@@ -154,7 +155,8 @@ class MemoryModel:
 
 
 def loaded_slots(group: GroupCase, blocks: int, skip_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Of a load of `blocks` blocks: for each that is written, which slots. From the definition, token by token."""
+    """Yield, for each written block of a load of `blocks` blocks, its written slots. From the definition, token by
+    token."""
     tokens = blocks * group.block_size
     for at in range(blocks):
         if group.state and at != blocks - 1:

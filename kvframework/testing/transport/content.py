@@ -1,4 +1,4 @@
-"""Owns the transport kit's tests of content: what is stored comes back, where it belongs and nowhere else."""
+"""The transport kit's tests of content: stored bytes come back, in the right place and nowhere else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Content(TransportKit):
         engine = make_engine(groups)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S).ok
-        # The longest first, so that no load finds what it skips written already.
+        # The longest first, so that no load finds its skipped tokens written already.
         for skip in (3 * CHUNK - 1, CHUNK + 6, CHUNK, 7, 1):
             skip -= skip % whole
             assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S).ok
@@ -56,7 +56,7 @@ class Content(TransportKit):
             assert engine.differences() == [], f"{skip} tokens were skipped"
 
     def test_one_block_is_gathered_for_the_canary(self, make_engine: MakeEngine, case: str) -> None:
-        """As its canonical bytes, by the way that stores take."""
+        """The canary receives the canonical bytes of a block, through the path that stores take."""
         engine = make_engine(CASES[case])
         blocks = [count - 2 for count in engine.model.blocks]
         instance = engine.worker._instance
@@ -65,7 +65,7 @@ class Content(TransportKit):
         assert gathered == [engine.model.canonical_block(index, block) for index, block in enumerate(blocks)]
 
     def test_layouts_share_objects(self, make_engine: MakeEngine) -> None:
-        """The same groups in other orders of axes have the same objects."""
+        """The same groups with other orders of axes have the same objects."""
         from dataclasses import replace
 
         one = make_engine([replace(NHD[0], axes=("plane", "block", "token", "head", "dim"))])

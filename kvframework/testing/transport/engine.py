@@ -1,4 +1,4 @@
-"""Owns an engine of the transport kit: memory of known content on the rig's device, registered with a server."""
+"""An engine of the transport kit: memory of known content on the rig's device, registered with a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEEDS = itertools.count(1000)
 
 
 def registry_for(rig: TransportRig) -> PluginRegistry:
-    """What is installed, and the rig's modules."""
+    """Return the registry of installed plugins, with the rig's modules."""
     registry = PluginRegistry()
     for name in rig.plugins:
         registry.register(import_module(name), distribution="kit")
@@ -31,7 +31,7 @@ class KitEngine:
     """One instance: memory for `chunks` chunks twice over, with known content, behind a `WorkerAdapter`.
 
     Blocks to store from and to load into are drawn from `seed`, so that ids are neither in order nor equal between
-    groups. `model` is what the memory should hold.
+    groups. `model` is the expected content of the memory.
     """
 
     def __init__(
@@ -70,22 +70,22 @@ class KitEngine:
         assert self.registration.desc.chunk_tokens == CHUNK
 
     def request(self, seed: int | None = None, request_id: str = "r") -> RequestHashes:
-        """A request with tokens of `seed` (below 1000), or such that nobody else has."""
+        """Return a request with tokens of `seed` (below 1000), or with tokens of its own."""
         seed = next(_SEEDS) if seed is None else seed
         request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
         request.extend([seed * 1000 + at for at in range(self.chunks * CHUNK)])
         return request
 
     def source(self, start: int = 0, end: int | None = None, *, seed: int | None = None) -> list[list[int]]:
-        """The blocks that hold tokens `[start, end)`, per group; those of an engine of another `seed`."""
+        """Return the blocks that hold tokens `[start, end)`, per group; those of an engine of another `seed`."""
         return self._blocks(start, end, 0, self._seed if seed is None else seed)
 
     def target(self, start: int = 0, end: int | None = None) -> list[list[int]]:
-        """Other blocks for the same tokens."""
+        """Return other blocks for the same tokens."""
         return self._blocks(start, end, self.chunks * CHUNK, self._seed)
 
     def model_of(self, seed: int) -> MemoryModel:
-        """What an engine of the same case and another seed holds at first."""
+        """Return the initial memory of an engine of the same case and another seed."""
         return MemoryModel(self.groups, self.model.blocks, seed)
 
     def store(
@@ -114,7 +114,7 @@ class KitEngine:
         )
 
     def hit(self, request: RequestHashes) -> int:
-        """How many tokens a lookup finds."""
+        """Return how many tokens a lookup finds."""
         scheduler = SchedulerAdapter(
             self.client,
             model_name=self.worker.identity.model_name,
@@ -126,13 +126,13 @@ class KitEngine:
         return result.hit_tokens
 
     def expect_loaded(self, other: MemoryModel, sources: BlockIds, targets: BlockIds, skip: int = 0) -> None:
-        """Has the model hold what a load brings of what `other` held when it was stored."""
+        """Update the model with a load of the content that `other` held when it was stored."""
         for index, group in enumerate(self.groups):
             for at, slots in loaded_slots(group, len(targets[index]), skip):
                 self.model.copy_slots(other, index, sources[index][at], targets[index][at], slots)
 
     def overwrite(self, *, later: bool = False) -> object:
-        """Gives the memory other content at once, or later; the event behind it then."""
+        """Give the memory other content at once, or later; return the event behind it in that case."""
         fresh = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
         self.model = fresh
         event = None
@@ -144,13 +144,13 @@ class KitEngine:
         return event
 
     def snapshot(self) -> MemoryModel:
-        """The model as it is now, apart from later changes."""
+        """Return the model as it is now, apart from later changes."""
         copy = MemoryModel(self.groups, self.model.blocks, 0)
         copy.images = {name: bytearray(image) for name, image in self.model.images.items()}
         return copy
 
     def differences(self) -> list[str]:
-        """Where the memory is not what the model says."""
+        """Return the places where the memory differs from the model."""
         found = []
         for name, tensor in self.tensors.items():
             is_there, expected = self.rig.read(tensor), bytes(self.model.images[name])

@@ -1,7 +1,7 @@
 """An engine process of the transport kit: RIG ENDPOINT INSTANCE CASE. Takes one JSON list a line and answers with one.
 
-`["store", seed]` and `["load", seed]` wait for the result, `["begin", "store" or "load", seed]` does not.
-`["check", instance]` tells what is wrong after a load of what another instance of the same case has stored.
+`["store", seed]` and `["load", seed]` wait for the result, `["begin", "store" or "load", seed]` does not. `["check",
+instance]` returns the differences after a load of objects that another instance of the same case has stored.
 """
 
 from __future__ import annotations

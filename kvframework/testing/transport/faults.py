@@ -1,5 +1,5 @@
-"""Owns the transport kit's tests of faults: a copy that fails, a context that is poisoned, memory that is not what its
-handle says."""
+"""The transport kit's tests of faults: a copy that fails, a context that is poisoned, memory that differs from its
+handle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NHD = PAGED["nhd"]
 
 
 class Faults(TransportKit):
-    """Who is harmed by what goes wrong on the device."""
+    """Faults on the device harm only the transfers that they hit."""
 
     def test_a_copy_that_fails_is_one_miss(self, rig: TransportRig, client: KVClient, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
@@ -67,7 +67,7 @@ class Faults(TransportKit):
     def test_memory_smaller_than_it_says_is_refused(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A client may say anything, and a copy beyond the end would harm others."""
+        """A client may send any size, and a copy beyond the end would harm others."""
         engine = make_engine(NHD)
         self._exports(engine)
         engine.close()
@@ -86,7 +86,7 @@ class Faults(TransportKit):
 
 
 def _lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
-    """As `export_memory`, but every allocation is said to be larger than it is by far."""
+    """Return `export_memory`'s result, with far too large sizes for all allocations."""
     device, handles = export_memory(*arguments)
     return device, tuple(map(_enlarged, handles))
 
@@ -116,7 +116,7 @@ def _works(engine: KitEngine) -> None:
 
 
 def _copiers(client: KVClient, rig: TransportRig) -> dict[str, int | None]:
-    """Each device's copier process; empty for a transport that says nothing of it."""
+    """Return each device's copier process; empty for a transport without them."""
     transports = status_of(client)["transports"]
     assert isinstance(transports, dict)
     return {each["device"]: each["pid"] for each in transports.get(rig.transport, {}).get("devices", ())}

@@ -1,5 +1,4 @@
-"""Owns what the transport kit's tests stand on: fixtures, and the check after every test that nothing was done
-wrong."""
+"""The base of the transport kit's tests: fixtures, and the check after every test that no mistake was noted."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ class TransportKit:
 
     # The longest that a submit may keep the engine's thread while its copy is held, in seconds.
     submit_budget_s = 0.05
-    # For how long the kit waits for what comes by itself, such as a copier that is started again, in seconds.
+    # The kit's patience for events that need no call, such as the restart of a copier, in seconds.
     patience_s: ClassVar[float] = 20.0
 
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls) -> Iterator[RigSpec]:
-        """How to make the rig; what it stands on is ended by the fixture."""
+        """The recipe for the rig; the fixture ends the processes under it."""
         raise NotImplementedError("give a `spec` fixture of class scope")
 
     @pytest.fixture(scope="class")
@@ -56,7 +55,7 @@ class TransportKit:
     @pytest.fixture(scope="class")
     @classmethod
     def numbers(cls) -> Iterator[int]:
-        """Never the same twice: instance ids, and seeds of content."""
+        """Numbers that never repeat: instance ids, and seeds of content."""
         return itertools.count(1)
 
     @pytest.fixture
@@ -77,7 +76,7 @@ class TransportKit:
 
     @pytest.fixture(autouse=True)
     def nothing_is_wrong(self, rig: TransportRig, client: KVClient) -> Iterator[None]:
-        """After every test: no pin and no reservation is left, and the device saw nothing wrong."""
+        """After every test: no pin and no reservation is left, and the device noted no mistake."""
         before = len(rig.problems())
         yield
         wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
@@ -101,7 +100,7 @@ class TransportKit:
 
 
 class Entered:
-    """A context manager that was entered already."""
+    """A context manager that has been entered already."""
 
     def __init__(self, context: AbstractContextManager[None]) -> None:
         self._context = context

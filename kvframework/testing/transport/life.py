@@ -1,4 +1,4 @@
-"""Owns the transport kit's tests of life and death: processes killed at the worst moment, and what is left of them."""
+"""The transport kit's tests of life and death: processes killed at the worst moment, and the state that they leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NHD = PAGED["nhd"]
 
 
 class Life(TransportKit):
-    """What is left when somebody is gone."""
+    """The state that remains after the death of a process."""
 
     def test_engine_processes_share_what_one_server_process_keeps(self, spec: RigSpec) -> None:
         with tempfile.TemporaryDirectory(prefix="kvf-") as directory, contextlib.ExitStack() as stack:
@@ -57,7 +57,7 @@ class Life(TransportKit):
         assert rig.events() == events, "every event is closed and destroyed with its instance"
 
     def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        """As an engine does that gave its memory away and got other memory."""
+        """As an engine does that freed its memory and allocated other memory."""
         before = rig.open_elsewhere()
         one = make_engine(NHD)
         request = one.request()
@@ -117,7 +117,7 @@ class Life(TransportKit):
                     assert engine.store(request, engine.source()).result(PATIENCE_S).ok
                     self._kill_in_mid_load(rig, server, engine)
                     server.close()
-                    # The blocks may hold anything now, but nobody writes to them any more.
+                    # The blocks may have any content now, but no copy writes to them any more.
                     engine.overwrite()
                     server = ServerProgram(spec, endpoint)
                     wait_until(

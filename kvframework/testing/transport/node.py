@@ -1,4 +1,4 @@
-"""Owns the servers of the transport kit: one in a thread of the test's process, and one in a process to be killed."""
+"""The servers of the transport kit: one in a thread of the test's process, and one in a process that tests kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 20.0
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = PATIENCE_S) -> None:
-    """Returns once `condition()` is true; fails after `timeout` seconds."""
+    """Return once `condition()` is true; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"
@@ -70,14 +70,14 @@ def client_of(rig: TransportRig, endpoint: str) -> KVClient:
 
 
 def held_by(status: dict[str, object]) -> tuple[int, int]:
-    """(pins, write leases) of a server's status document."""
+    """Return (pins, write leases) of a server's status document."""
     l1 = status["l1"]
     assert isinstance(l1, dict)
     return l1["pins"], l1["write_leases"]
 
 
 class _Program:
-    """A process of the kit that is given a rig."""
+    """A process of the kit with a rig of its own."""
 
     module: str
 
@@ -92,12 +92,12 @@ class _Program:
         )
 
     def kill(self) -> None:
-        """SIGKILL, and the end."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.close()
 
     def close(self) -> None:
-        """Ends it by the end of its input. Idempotent."""
+        """End the process by the end of its input. Idempotent."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -110,7 +110,7 @@ class _Program:
         self.process.stdout.close()
 
     def told(self) -> str:
-        """The next line that it prints."""
+        """Return the next line that it prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the process ended with status {self.process.wait()}"
@@ -128,7 +128,7 @@ class ServerProgram(_Program):
 
 
 class EngineProgram(_Program):
-    """An engine in a process of its own, which does as it is told, see `engine_program`."""
+    """An engine in a process of its own, which obeys commands, see `engine_program`."""
 
     module = "kvframework.testing.transport.engine_program"
 
@@ -147,7 +147,7 @@ class EngineProgram(_Program):
 
 
 def status_of(client: KVClient) -> dict[str, object]:
-    """The server's status document."""
+    """Return the server's status document."""
     from kvframework.wire import messages as m
 
     reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0)
@@ -156,7 +156,7 @@ def status_of(client: KVClient) -> dict[str, object]:
 
 
 def rig_told(argument: str) -> TransportRig:
-    """The rig that a program was given."""
+    """Return the rig that a program was given."""
     factory, arguments = json.loads(argument)
     return RigSpec(factory, arguments).make()
 

@@ -1,4 +1,4 @@
-"""Owns the transport kit's tests of order: copies against the engine's own work, cancel, and the engine's thread."""
+"""The transport kit's tests of order: copies against the engine's own work, cancel, and the engine's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NHD = PAGED["nhd"]
 
 
 class Order(TransportKit):
-    """What happens before what."""
+    """The order of copies and of the engine's own work."""
 
     def test_a_store_holds_what_was_written_before_its_event(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
@@ -30,7 +30,7 @@ class Order(TransportKit):
         assert engine.differences() == []
 
     def test_a_load_comes_after_what_its_event_stands_for(self, make_engine: MakeEngine) -> None:
-        """The blocks are still written by work that the engine had queued: the load is not to be overwritten by it."""
+        """The blocks are still being written by the engine's queued work: that work must not overwrite the load."""
         engine = make_engine(NHD)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S).ok
@@ -77,7 +77,7 @@ class Order(TransportKit):
                 started = time.perf_counter()
                 futures.append(engine.store(request, engine.source()))
                 took.append(time.perf_counter() - started)
-            # The median: any single one may be interrupted by the machine.
+            # The median: the machine may interrupt any single one.
             assert sorted(took)[len(took) // 2] < self.submit_budget_s
             held.leave()
             assert all(future.result(PATIENCE_S) for future in futures)
@@ -94,7 +94,7 @@ class Order(TransportKit):
                 future.result(0.2)
             held.leave()
             assert not future.result(PATIENCE_S).ok
-        # From here on the blocks are the engine's again, at once.
+        # From here on the blocks belong to the engine again, at once.
         engine.overwrite()
         assert engine.hit(request) == 0
         assert engine.store(request, engine.source()).result(PATIENCE_S).ok
@@ -118,7 +118,7 @@ class Order(TransportKit):
             held.leave()
             assert not future.result(PATIENCE_S).ok
         engine.overwrite()
-        # A load behind it has come past everything that could still be under way.
+        # A load behind it has passed everything that could still be under way.
         other = engine.request()
         assert engine.store(other, engine.source()).result(PATIENCE_S).ok
         assert engine.differences() == []
@@ -176,7 +176,7 @@ class Order(TransportKit):
     def test_what_waits_is_cancelled_while_another_copy_stands_still(
         self, rig: TransportRig, make_engine: MakeEngine
     ) -> None:
-        """The copier answers at any time: it waits for no copy, neither when it is launched nor behind it."""
+        """The copier answers at any time: it waits for no copy, neither at a launch nor after it."""
         self.needs_asynchronous(rig)
         engine, other = make_engine(NHD), make_engine(NHD)
         with self.holding(rig) as copies, self.entered(rig.holding_writes()) as writes:

@@ -1,4 +1,4 @@
-"""Owns the transport kit's tests of streams that wait for a transfer while the engine's thread goes on."""
+"""The transport kit's tests of streams that wait for a transfer while the engine's thread goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _A_WHILE_S = 0.2
 
 
 class Streams(TransportKit):
-    """What stands behind a transfer on the engine's own streams."""
+    """Work on the engine's own streams behind a transfer."""
 
     @pytest.mark.parametrize("which", ["its own", "the current"])
     def test_a_stream_waits_for_a_load_and_the_engines_thread_does_not(
@@ -51,9 +51,9 @@ class Streams(TransportKit):
 
     @pytest.mark.parametrize("how", ["is cancelled", "fails"])
     def test_a_stream_goes_on_after_a_load_that(self, rig: TransportRig, make_engine: MakeEngine, how: str) -> None:
-        """What the blocks hold then is for those to ask who use them; but nobody must wait for ever."""
+        """The users of the blocks must check their content; but no stream may wait for ever."""
         streams = [self._stream(rig, "its own") for _ in range(2)]
-        # The load waits for an event of other memory: nothing but the load stands before what is read here.
+        # The load waits for an event of other memory: nothing but the load precedes the read here.
         engine, other = make_engine(NHD), make_engine(NHD)
         request = engine.request()
         assert engine.store(request, engine.source()).result(PATIENCE_S).ok
@@ -102,7 +102,8 @@ class Streams(TransportKit):
         return stream if which == "its own" else None
 
     def _wait(self, future: Future[LoadOutcome], stream: object | None, held: Entered) -> None:
-        """In this thread, since it may be that thread's stream. What is held is let go if it does not come back."""
+        """Wait in this thread, since it may be that thread's stream. Held work is released if the call does not
+        return."""
         watchdog = threading.Timer(self.patience_s, held.leave)
         watchdog.start()
         future.to_cuda_future().wait(stream)

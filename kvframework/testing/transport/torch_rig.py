@@ -1,6 +1,6 @@
-"""Owns the rig of host memory held by torch, for transports that an engine drives: `cpu_gather`, and its like.
+"""The rig of host memory held by torch, for engine-driven transports: `cpu_gather`, and its like.
 
-Its events hold a copy in any process: one that is asked for waits as long as a file in `directory` says so.
+Its events hold a copy in any process: a copy waits for its event as long as a file in `directory` says so.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchRig(TransportRig):
         return self._held.exists()
 
     def wait_while_held(self) -> None:
-        """In whatever process is about to copy."""
+        """Wait in the process that is about to copy."""
         if self._hold.exists():
             self._held.touch()
             while self._hold.exists():
@@ -79,7 +79,7 @@ class TorchRig(TransportRig):
 
 
 class _Event:
-    """As much of `torch.Event` as transports of host memory use."""
+    """The part of `torch.Event` that transports of host memory use."""
 
     def __init__(self, rig: TorchRig, behind: Sequence[threading.Thread]) -> None:
         self._rig = rig
