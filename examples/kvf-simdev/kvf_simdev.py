@@ -79,7 +79,7 @@ class SimEngine(EngineDriver[Event]):
         if behind is None:
             stream = self._runtime.default_stream(event.device)
         elif isinstance(behind, Event):
-            # A stream for each: no transfer waits for the engine's further work, or for another one's event.
+            # A stream for each event: no transfer waits for the engine's further work, or for another one's event.
             if event not in self._behind:
                 self._behind[event] = self._runtime.stream(event.device)
             stream = self._behind[event]
@@ -186,7 +186,7 @@ def create_copier(options: SimOptions, device: str, arena: Arena) -> CopierDrive
 
 
 def probe() -> str | None:
-    """The reason why it cannot run here, or None. The options may also name a node, so only a wrong variable is one."""
+    """Return why it cannot run here, or None. The options may name a node too, so only a wrong variable is a reason."""
     path = os.environ.get(NODE_VARIABLE)
     if path is not None and not Path(path).is_dir():
         return f"${NODE_VARIABLE} is {path!r}, which is no directory"

@@ -1,4 +1,4 @@
-"""One engine process of `kvframework demo`: restores, computes, saves, and tells each step as a JSON line on stdout.
+"""One engine process of `kvframework demo`: restores, computes, saves, and writes each step as a JSON line to stdout.
 
 Started as `python -m kvf_transformers.demo_engine`; everything but the JSON lines goes to stderr.
 """
@@ -24,7 +24,7 @@ _DEADLINE_SCALE = 50.0
 
 
 def main() -> None:
-    """The process. Exit status 0 when all was done, whatever was hit."""
+    """Run the process. Exit status 0 when all steps ran, with any number of hits."""
     arguments = _parse()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     # Libraries may print: stdout is for events only.
@@ -109,7 +109,7 @@ def _serve(
             events.emit("first_token", seconds=time.perf_counter() - started)
         tokens.append(token)
         events.emit("token", text=tokenizer.decode([token]), count=len(tokens))
-    # What was spoiled on purpose must not be stored.
+    # Deliberately damaged KV must not be stored.
     if not arguments.corrupt_kv:
         saved = kv.save(prompt, cache)
         events.emit(

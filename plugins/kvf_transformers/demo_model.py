@@ -1,4 +1,4 @@
-"""Owns the demo's model: a Llama with random weights by seed and a byte-level tokenizer. Nothing is downloaded."""
+"""The demo's model: a Llama with random weights by seed and a byte-level tokenizer. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"full": (6, 1280, 3456, 20, 4), "tiny": (2, 128, 256, 4, 2)}
 
 
 class ByteTokenizer:
-    """A beginning-of-sequence token, then the text's UTF-8 bytes."""
+    """A tokenizer: a beginning-of-sequence token, then the text's UTF-8 bytes."""
 
     bos = 256
     vocab_size = 257
@@ -23,7 +23,8 @@ class ByteTokenizer:
         return [self.bos, *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """What is no UTF-8 (a random model's output rarely is) shows as replacement characters."""
+        """Return the text; bytes that are not UTF-8 (a random model's output rarely is) become replacement
+        characters."""
         return bytes(token for token in tokens if token < self.bos).decode(errors="replace")
 
 
@@ -34,7 +35,7 @@ class DemoModel(NamedTuple):
 
 
 def llama_config(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, **more: Any) -> LlamaConfig:
-    """Of a Llama for the tokens of `ByteTokenizer`, whose answers have no end of their own."""
+    """Return the configuration of a Llama for the tokens of `ByteTokenizer`, whose answers have no end of their own."""
     return LlamaConfig(
         vocab_size=ByteTokenizer.vocab_size,
         hidden_size=hidden,
@@ -50,7 +51,8 @@ def llama_config(layers: int, hidden: int, intermediate: int, heads: int, kv_hea
 
 
 def random_llama(size: str) -> DemoModel:
-    """The same weights in every process. The wide initializer makes greedy tokens depend on the prompt."""
+    """Return a model with the same weights in every process. The wide initializer makes greedy tokens depend on the
+    prompt."""
     hidden = SIZES[size][1]
     config = llama_config(*SIZES[size], initializer_range=1.8 / hidden**0.5)
     torch.manual_seed(SEED)
@@ -58,6 +60,6 @@ def random_llama(size: str) -> DemoModel:
 
 
 def local_model(directory: str) -> DemoModel:
-    """A model and tokenizer of your own, from files only, in fp32 so that tokens can be compared."""
+    """Return a model and tokenizer of the user's own, from files only, in fp32 so that tokens can be compared."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
     return DemoModel(directory, model, AutoTokenizer.from_pretrained(directory, local_files_only=True))

@@ -1,6 +1,5 @@
-"""Owns how a model computes one request: the tokens as users give them, forward passes, greedy decoding. Runs in the
-engine process and thread; blocks for the computation.
-"""
+"""The computation of one request: the user's tokens, forward passes, greedy decoding. Runs in the engine process and
+thread; blocks for the computation."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from kvframework.errors import RequestError
 
 
 class Forward:
-    """Borrows the model."""
+    """The model's forward passes. Borrows the model."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def compute(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
-        """Logits `[1, vocabulary]` behind `tokens`, which come after those in `cache` and are added to it."""
+        """Return logits `[1, vocabulary]` behind `tokens`, which follow those in `cache` and are added to it."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
         only_last: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits else {}
         with torch.no_grad():
@@ -30,7 +29,7 @@ class Forward:
         return logits
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
-        """Greedy tokens one by one, after a prefill; the last one is not in `cache` yet."""
+        """Yield greedy tokens one by one, after a prefill; the last one is not in `cache` yet."""
         for remaining in range(max_new_tokens - 1, -1, -1):
             token = int(logits[0].argmax())
             yield token
@@ -39,7 +38,7 @@ class Forward:
 
 
 def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:
-    """The ids of one request. Raises `RequestError` for a batch and for an empty prompt."""
+    """Return the ids of one request. Raises `RequestError` for a batch and for an empty prompt."""
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() == 2 and input_ids.shape[0] == 1:
             input_ids = input_ids[0]

@@ -1,10 +1,9 @@
-"""What a model's KV is called at this moment, so that two different models, or one model before and after a change,
-never share KV.
+"""The current name of a model's KV: two different models, or one model before and after a change, never share KV.
 
-A name and a revision are what people call a model; weights may still differ under them (a checkpoint overwritten in
-place, an adapter that is active or merged, rope scaling that was changed). A digest over configuration, modules and
-every byte of the weights is therefore part of the revision, unless the user has named the weights too, as engines of
-other kinds need it. Asked before every request, in the engine process.
+People know a model by name and revision; weights may still differ under them (a checkpoint overwritten in place, an
+adapter that is active or merged, rope scaling that was changed). A digest over configuration, modules and every byte of
+the weights is therefore part of the revision, unless the user has named the weights too, as engines of other kinds need
+it. It is computed before every request, in the engine process.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ log = logging.getLogger(__name__)
 class ModelIdentity:
     """The names of one model, which is borrowed. Not thread-safe.
 
-    The name and revision are the model's own unless given; with `weights`, the KV is called as engines of other kinds
-    call it, see `named_identity`: then the names stand for the model as it is now, and no weight is read until
-    something of it changes.
+    The name and revision are the model's own unless given; with `weights`, the KV has the same name as in engines of
+    other kinds, see `named_identity`: then the names stand for the model as it is now, and no weight is read until the
+    model changes.
 
     Raises `RequestError` when a model has no name of its own (made from a configuration) and none was given, when
-    `weights` come without a name or with a revision, and as `current`.
+    `weights` come without a name or with a revision, and the errors of `current`.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class ModelIdentity:
             self._named_state = (state.model.facts, Stamps(state.model))
 
     def current(self) -> KvIdentity:
-        """The name for what the model computes now. Reads weights that were not read before or have changed, and all
-        that belong to adapters at work.
+        """Return the name of the KV that the model computes now. Reads weights that are new or have changed, and all
+        weights of active adapters.
 
         Raises `RequestError` for a model whose KV no name can stand for, see `read_state`.
         """
@@ -83,12 +82,12 @@ class ModelIdentity:
         return name
 
     def weights_changed(self) -> None:
-        """Every weight is read again at the next request, because something wrote to them that torch does not see."""
+        """Have every weight read again at the next request, after a write that torch does not see."""
         self._digests.forget()
         self._named_state = None
 
     def _as_named(self, model: Section) -> bool:
-        """Whether the user's names stand for the model, which has not changed since."""
+        """Return whether the user's names still stand for the model, which has not changed since."""
         if self._named_state is None:
             return False
         facts, stamps = self._named_state

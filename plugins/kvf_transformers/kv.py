@@ -1,7 +1,7 @@
-"""Owns `TransformersKV`: a model whose prompts skip what any process on the node has computed before.
+"""`TransformersKV`: a model whose prompts skip the prefixes that any process on the node has computed before.
 
 Runs in the engine process and thread; every call blocks, with deadlines on all waits for the server. A server that
-fails or is not there costs time, never correctness: a prompt is then computed as without a cache.
+fails or is missing costs time, never correctness: a prompt is then computed as without a cache.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 class TransformersKV:
     """Stores and restores the `DynamicCache` of one decoder model, for one request at a time.
 
-    `model` is borrowed and may change: what is active, merged, scaled or written to it is part of what its KV is
-    called, and is looked at before every request. `model_name` is needed for a model made from a configuration; with
-    `weights`, a name for these as they are now, KV is shared with engines of other kinds that are given both names.
+    `model` is borrowed and may change: adapters, merges, scalings and writes to its weights are part of its KV's name,
+    and are checked before every request. `model_name` is needed for a model made from a configuration; with `weights`,
+    a name for these as they are now, KV is shared with engines of other kinds that are given both names.
     `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. Close it, or use
     it as a context manager. Not thread-safe.
 
-    Raises `BadLayout` for a model whose cache holds other things than keys and values of every token, `RequestError`
-    without a name or for a model whose KV no name can stand for (see `read_state`), and whatever the server refuses the
-    registration with. A server that is not there is waited for `connect_timeout_s` and tried again at each prompt.
+    Raises `BadLayout` for a model whose cache holds more than keys and values of every token, `RequestError` without a
+    name or for a model whose KV no name can stand for (see `read_state`), and the server's refusal of the registration.
+    The constructor waits `connect_timeout_s` for a missing server, which is tried again at each prompt.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TransformersKV:
     ) -> None:
         self._forward = Forward(model)
         self._model = NamedModel(model, model_name, revision, weights)
-        # What the model was when a cache was begun.
+        # The model's state when a cache was begun.
         self._begun: weakref.WeakKeyDictionary[DynamicCache, ModelNow | None] = weakref.WeakKeyDictionary()
         self._session = CacheSession(
             endpoint=endpoint,
@@ -84,18 +84,18 @@ class TransformersKV:
         self.close()
 
     def close(self) -> None:
-        """Unregisters and disconnects. Idempotent."""
+        """Unregister and disconnect. Idempotent."""
         self._session.close()
 
     def weights_changed(self) -> None:
-        """Call it after weights were written in a way that torch does not count: through `tensor.data`, from another
-        process or library, or by merging and unmerging an adapter between two requests. All are read again."""
+        """Have all weights read again; needed after writes to them that torch does not count: through `tensor.data`,
+        from another process or library, or by merging and unmerging an adapter between two requests."""
         self._model.weights_changed()
 
     def restore(self, input_ids: torch.Tensor | Sequence[int]) -> Restored:
-        """A new cache with what the server has of this prompt, always leaving at least one token to compute.
+        """Return a new cache with the server's part of this prompt, always leaving at least one token to compute.
 
-        Whatever fails, the cache is empty and `hit_tokens` 0. Raises `RequestError` for a batch.
+        After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch.
         """
         tokens = token_list(input_ids)
         started = time.perf_counter()
@@ -113,11 +113,12 @@ class TransformersKV:
         return Restored(cache, moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def save(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
-        """Stores the whole chunks of `cache`, which holds the first tokens of `input_ids`; what is stored is skipped.
+        """Store the whole chunks of `cache`, which holds the first tokens of `input_ids`; chunks that are stored
+        already are skipped.
 
-        The cache is one that the model computes as it is now; one that `restore` began while the model was another is
-        not stored. Borrows the cache until it returns. Whatever fails, `tokens` is 0. Raises `BadLayout` for a cache
-        that does not hold every token of each layer, `RequestError` for a batch.
+        The cache must be computed by the model as it is now; one that `restore` began before the model changed is not
+        stored. Borrows the cache until it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that
+        does not hold every token of each layer, `RequestError` for a batch.
         """
         tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
@@ -137,9 +138,9 @@ class TransformersKV:
     def prefill(
         self, input_ids: torch.Tensor | Sequence[int], restored: Restored | None = None
     ) -> tuple[torch.Tensor, Any, Restored]:
-        """Restores what it can and computes the rest: logits `[1, vocabulary]` after the last token, the full
-        cache, and what was restored. `restored` takes the place of an own `restore` of the same prompt; it is not used
-        if the model has changed since."""
+        """Restore as many tokens as possible and compute the rest; return logits `[1, vocabulary]` after the last
+        token, the full cache, and the restored part. `restored` replaces the method's own `restore` of the same prompt;
+        it is not used if the model has changed since."""
         tokens = token_list(input_ids)
         if restored is None or not self._still(restored.cache):
             restored = self.restore(tokens)
@@ -147,7 +148,7 @@ class TransformersKV:
         return logits, restored.cache, restored
 
     def _still(self, cache: DynamicCache) -> bool:
-        """Whether the model is what it was when the cache was begun."""
+        """Return whether the model is the same as when the cache was begun."""
         try:
             now = self._model.now()
         except Exception as error:  # noqa: BLE001 - then it is not known to be
@@ -156,13 +157,13 @@ class TransformersKV:
         return self._begun.get(cache, now) == now
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
-        """Greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
+        """Yield greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
         return self._forward.decode(logits, cache, max_new_tokens)
 
     def generate(
         self, input_ids: torch.Tensor | Sequence[int], max_new_tokens: int = 32, *, stop_ids: Sequence[int] = ()
     ) -> Generated:
-        """Greedy decoding with restore before and save behind it, up to one of `stop_ids`."""
+        """Decode greedily, with a restore before and a save after it, up to one of `stop_ids`."""
         prompt = token_list(input_ids)
         started = time.perf_counter()
         logits, cache, restored = self.prefill(prompt)

@@ -1,4 +1,4 @@
-"""Owns how a failure that costs time only is told. Runs in the engine process."""
+"""The log entry of a failure that costs time only. Runs in the engine process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvframework.errors import KVFrameworkError
 
 
 def warn(log: logging.Logger, what: str, error: Exception) -> None:
-    """One entry in `log`; a traceback only for what nobody foresaw."""
+    """Write one entry to `log`; with a traceback only for an unexpected error."""
     if isinstance(error, KVFrameworkError):
         log.warning("%s: %s", what, error)
     else:

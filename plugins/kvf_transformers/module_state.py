@@ -1,10 +1,10 @@
-"""What decides a model's KV at this moment, read off its modules: their classes, settings and weights, and which
-adapters are at work. Engine side; reads no weight's content, so that it can be asked before every request.
+"""The current state of a model that decides its KV, from its modules: their classes, settings and weights, and the
+active adapters. Engine side; reads no weight's content, so that it can run before every request.
 
-Adapters are known by what PEFT's layers have in common, so that nothing here imports PEFT. A layer whose adapters are
-disabled or merged computes by its base layer alone and counts as that one: with its adapters off a model is called what
-it was called before it had any. Of LoRA only the adapters that are at work count, whatever they are called; of
-other methods, which may share weights between adapters, all that is there.
+Adapters are recognised by the common attributes of PEFT's layers, so that nothing here imports PEFT. A layer whose
+adapters are disabled or merged computes by its base layer alone and counts as that one: with its adapters off a model
+has the name that it had before it got any. Of LoRA only the active adapters count, under any name; of other methods,
+which may share weights between adapters, all count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from kvframework.errors import RequestError
 
-# What may differ between two loads of the same weights, of a configuration and of a module.
+# Settings that may differ between two loads of the same weights, of a configuration and of a module.
 _NOT_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash", "architectures", "use_cache"})
 _NOT_STATE = frozenset(
     {
@@ -41,14 +41,14 @@ _NOT_STATE = frozenset(
         "warnings_issued",
     }
 )
-# Ways to compute the same attention; what they differ in is rounding.
+# Ways to compute the same attention, which differ only in rounding.
 _SAME_ATTENTION = frozenset(
     {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
 )
-# Whose hooks move data and record outputs, and do not change them.
+# The libraries whose hooks move data and record outputs, and do not change them.
 _TRUSTED_HOOKS = ("accelerate.", "peft.", "torch.", "transformers.")
 _RANDOM = ("drop", "jitter")
-# The KV of a prefix depends on what comes behind it, or on more than tokens.
+# Methods where the KV of a prefix depends on later tokens, or on more than tokens.
 _REFUSED_METHODS = frozenset({"XLORA", "POLY"})
 _MERGE = "merge the adapter into the weights (merge_and_unload), or use the model without the cache"
 
@@ -70,7 +70,7 @@ class Weight(NamedTuple):
 
 @dataclasses.dataclass
 class Section:
-    """What was found, in the order of the modules. `packed` are modules that keep more than their tensors show."""
+    """The findings, in the order of the modules. `packed` are modules that keep more than their tensors show."""
 
     facts: list[str] = dataclasses.field(default_factory=list)
     weights: list[Weight] = dataclasses.field(default_factory=list)
@@ -78,19 +78,19 @@ class Section:
 
 
 class ModelState(NamedTuple):
-    """`adapters` is empty unless one is at work."""
+    """The state of a model. `adapters` is empty unless one is active."""
 
     model: Section
     adapters: Section
 
 
 def read_state(model: Any) -> ModelState:
-    """Walks over all modules. Raises `RequestError` for a model whose KV no name can stand for: it draws random
-    numbers, runs hooks of foreign code, or has an adapter that makes KV depend on more than the tokens before."""
+    """Walk over all modules. Raises `RequestError` for a model whose KV no name can stand for: it draws random numbers,
+    runs hooks of foreign code, or has an adapter that makes KV depend on more than the tokens before."""
     walk = _Walk()
     inner = _unwrapped(model)
     if inner.training:
-        # Some modules ask the configuration at each forward pass.
+        # Some modules read the configuration at each forward pass.
         _check_not_random(inner.config.to_dict(), "the configuration")
     walk.module(inner, "", walk.model)
     walk.active.update(_names(model) if model is not inner else ())
@@ -107,7 +107,7 @@ class _Walk:
         self.model = Section()
         self.adapters = Section()
         self.active: set[str] = set()
-        # Modules that were met, and configurations, which most modules of a model share.
+        # The visited modules, and configurations, which most modules of a model share.
         self._met: set[int] = set()
         self._configs: dict[int, int] = {}
 
@@ -133,7 +133,7 @@ class _Walk:
     def _own(
         self, module: torch.nn.Module, own: Mapping[str, Any], path: str, into: Section, merged: tuple[str, ...] = ()
     ) -> None:
-        """The module itself, without its children."""
+        """Read the module itself, without its children."""
         facts = [_called(type(module))]
         for key, value in own.items():
             if key[0] != "_" and key not in _NOT_STATE:
@@ -149,7 +149,7 @@ class _Walk:
     def _tuner(
         self, module: Any, own: Mapping[str, Any], path: str, into: Section, merged_around: tuple[str, ...]
     ) -> None:
-        """A layer that adds adapters to its base layer, or has them merged into it."""
+        """Read a layer that adds adapters to its base layer, or has them merged into it."""
         merged = tuple(module.merged_adapters or ())
         if merged and own["_disable_adapters"]:
             raise RequestError(
@@ -167,7 +167,7 @@ class _Walk:
         if not at_work:
             return
         self.active.update(at_work)
-        # What an adapter is called changes nothing, its place among those at work may.
+        # An adapter's name changes nothing, its place among the active ones may.
         places = {name: str(place) for place, name in enumerate(at_work)} if lora else {name: name for name in here}
         facts = [_called(type(module)), *(() if lora else at_work)]
         for key, value in own.items():
@@ -186,7 +186,7 @@ class _Walk:
                 self._by_adapter(child, f"{path}{name}.", places if lora else None)
 
     def _by_adapter(self, child: Any, path: str, places: Mapping[str, str] | None) -> None:
-        """A dictionary of modules or tensors by adapter; of those in `places`, or of all."""
+        """Read a dictionary of modules or tensors by adapter; of those in `places`, or of all."""
         items = getattr(child, "items", None)
         if places is None or items is None:
             self.module(child, path, self.adapters)
@@ -200,7 +200,7 @@ class _Walk:
                 self.adapters.weights.append(Weight(path + places[name], each))
 
     def _wrapper(self, module: Any, own: Mapping[str, Any], path: str, into: Section) -> None:
-        """A module that PEFT replaces whole by one of an adapter, or changes in a way of its own."""
+        """Read a module that PEFT replaces whole by one of an adapter, or changes in a way of its own."""
         active = [name for name in module.active_adapters if name in own["_adapters"] and not own["_disable_adapters"]]
         replacements = own["_modules"].get("modules_to_save")
         if active and replacements is not None:
@@ -217,7 +217,7 @@ class _Walk:
                     self.module(child, f"{path}{name}.", self.adapters)
 
     def _plain(self, value: object, path: str, into: Section, depth: int = 0) -> str:
-        """A value by what it says, other objects by their class. Tensors and modules in it count as weights."""
+        """Return a simple value's text, and the class of other objects. Tensors and modules in it count as weights."""
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return repr(value)
         if isinstance(value, torch.Tensor):
@@ -249,7 +249,7 @@ class _Walk:
         return repr([f"{key}: {self._plain(each, f'{path}.{key}', into, depth + 1)}" for key, each in pairs])
 
     def _config(self, config: Any, into: Section) -> str:
-        """Which configuration; what it says is a fact of the first module that has it."""
+        """Return a configuration's number as text; its content is a fact of the first module that has it."""
         if id(config) not in self._configs:
             self._configs[id(config)] = len(self._configs)
             described = {key: each for key, each in config.to_dict().items() if key not in _NOT_CONFIG}
@@ -261,12 +261,12 @@ class _Walk:
 
 
 def _called(code: object) -> str:
-    """A class or function by its name, which is all of it that can be compared."""
+    """Return the name of a class or function, which is all of it that can be compared."""
     return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside `torch.compile` and PEFT's wrapper."""
+    """Return the model inside `torch.compile` and PEFT's wrapper."""
     while True:
         if "_orig_mod" in vars(model).get("_modules", {}):
             model = model._orig_mod
@@ -310,7 +310,7 @@ def _method(config: Any) -> str:
 
 
 def _adapters_of(module: Any) -> set[str]:
-    """Every adapter that the layer has something of."""
+    """Return every adapter that has a part in the layer."""
     names: set[str] = set()
     for attribute in (*module.adapter_layer_names, *module.other_param_names):
         keys = getattr(getattr(module, attribute, None), "keys", None)

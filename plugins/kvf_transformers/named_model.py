@@ -22,8 +22,9 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class ModelNow:
-    """Equal for a model that computes the same KV into the same kind of memory. `templates` are keys and values of no
-    tokens, per layer. Prompts of `max_tokens` and more have KV that depends on what comes behind it; 0: none do."""
+    """The current state of a model; equal for models that compute the same KV into the same kind of memory. `templates`
+    are keys and values of no tokens, per layer. Prompts of `max_tokens` and more have KV that depends on later tokens;
+    0: none do."""
 
     identity: KvIdentity
     device: str
@@ -31,25 +32,26 @@ class ModelNow:
     max_tokens: int = field(compare=False, default=0)
 
     def holds(self, tokens: int) -> bool:
-        """Whether the KV of a text of that length is that of its prefixes."""
+        """Return whether the KV of a text of that length is that of its prefixes."""
         return not self.max_tokens or tokens < self.max_tokens
 
 
 class NamedModel:
-    """Borrows the model. Raises as `ModelIdentity` and `learn_layers`. Not thread-safe."""
+    """A model and its names. Borrows the model. Raises as `ModelIdentity` and `learn_layers` do. Not thread-safe."""
 
     def __init__(
         self, model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
     ) -> None:
         self._model = model
-        # The first forward pass makes what some models make late.
+        # The first forward pass creates the parts that some models create late.
         templates = tuple(learn_layers(model))
         self._identity = ModelIdentity(model, model_name, revision, weights)
         self._known: OrderedDict[ModelNow, ModelNow] = OrderedDict()
         self._know(ModelNow(self._identity.current(), str(model.device), templates, length_limit(model.config)))
 
     def now(self) -> ModelNow:
-        """Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as `learn_layers`."""
+        """Return the current state. Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as
+        `learn_layers` does."""
         for _ in range(_ATTEMPTS):
             found = ModelNow(self._identity.current(), str(self._model.device))
             known = self._known.get(found)
@@ -65,7 +67,7 @@ class NamedModel:
         raise RequestError("the model changes with every forward pass", hint="use it without the cache")
 
     def weights_changed(self) -> None:
-        """Every weight is read again, see `ModelIdentity.weights_changed`."""
+        """Have every weight read again, see `ModelIdentity.weights_changed`."""
         self._identity.weights_changed()
 
     def _know(self, now: ModelNow) -> ModelNow:
@@ -76,8 +78,8 @@ class NamedModel:
 
 
 def length_limit(config: Any) -> int:
-    """Texts of so many tokens and more get other positions for all of their tokens (dynamic NTK, LongRoPE); 0 if the
-    position of a token depends on nothing behind it."""
+    """Return the length from which texts get other positions for all of their tokens (dynamic NTK, LongRoPE); 0 if the
+    position of a token depends on no later one."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     given = getattr(text, "rope_parameters", None) or {}
     limits = [

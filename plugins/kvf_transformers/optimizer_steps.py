@@ -1,8 +1,8 @@
 """The steps of optimizers, by the memory they write to: fused kernels and those of other libraries write to a parameter
 without counting up its version. Engine side.
 
-Every `torch.optim.Optimizer` of the process counts, from the first `watch` on. The optimizers themselves, and what
-autograd knows of their parameters, stay as they are.
+Every `torch.optim.Optimizer` of the process counts, from the first `watch` on. The optimizers themselves, and
+autograd's knowledge of their parameters, stay as they are.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class OptimizerSteps:
     """Thread-safe without a lock, which a forked child might find taken. Holds no memory of parameters."""
 
     def __init__(self) -> None:
-        # By storage; the weak reference keeps its address from being given to another.
+        # By storage; the weak reference keeps its address from being reused.
         self._steps: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Of optimizers whose parameters' memory is not known: they may have written to any.
+        # Steps of optimizers whose parameters' memory is not known: they may have written to any.
         self._elsewhere = 0
         self._purge_at = _MANY
         self._watched = False
 
     def watch(self) -> None:
-        """Counts from now on. Idempotent."""
+        """Count from now on. Idempotent."""
         if not self._watched:
             self._watched = True
             register_optimizer_step_post_hook(self._stepped)
 
     def of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Another value after each step of an optimizer that has this plain tensor's memory."""
+        """Return a value that changes with each step of an optimizer that has this plain tensor's memory."""
         _, steps = self._steps.get(tensor.untyped_storage()._cdata, (None, 0))
         return steps, self._elsewhere
 

@@ -1,4 +1,4 @@
-"""Owns what the calls of `TransformersKV` return."""
+"""The results of the calls of `TransformersKV`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Restored:
 
 @dataclass(frozen=True)
 class Saved:
-    """The server holds the first `tokens` tokens. Copying the `nbytes` that it lacked took `copy_seconds` of
-    `seconds`."""
+    """The result of a save: the server holds the first `tokens` tokens. Copying the `nbytes` that it lacked took
+    `copy_seconds` of `seconds`."""
 
     tokens: int = 0
     nbytes: int = 0

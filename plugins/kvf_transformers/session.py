@@ -1,9 +1,9 @@
 """One model's session with the server: registration, then loads and stores of keys and values, by token ids or by
-digests that another plugin gave. A model that changes, by other adapters for example, is registered once for each name
-of its KV.
+digests from another plugin. A model that changes, by other adapters for example, is registered once for each name of
+its KV.
 
-Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`;
-that a failure is only a miss is decided by the caller.
+Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`; the
+caller decides that a failure is only a miss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvframework.errors import DeadlineExceeded
 if TYPE_CHECKING:
     import torch
 
-# What a DynamicCache holds has no pages; 16 keeps chunks at the configured size for every usual chunk size.
+# A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
 BLOCK_TOKENS = 16
 # Registrations that are kept for a model that is switched between adapters.
 _KEPT = 8
@@ -37,7 +37,7 @@ O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """What stands once the server has accepted the registration. `templates` tell the layers' shapes."""
+    """The session's state once the server has accepted the registration. `templates` have the layers' shapes."""
 
     templates: tuple[LayerPair, ...]
     worker: WorkerAdapter
@@ -47,7 +47,8 @@ class Attached:
 
 @dataclass(frozen=True)
 class Moved:
-    """`pairs` (of a load) hold the first `tokens` tokens; `nbytes` were copied in `seconds`."""
+    """The result of a load or store: `pairs` (of a load) hold the first `tokens` tokens; `nbytes` were copied in
+    `seconds`."""
 
     tokens: int = 0
     nbytes: int = 0
@@ -56,8 +57,8 @@ class Moved:
 
 
 class CacheSession:
-    """Every call names the model as it is `now`. A server that is not there yet is tried again at each call. `requests`
-    are those of plugins that `client` is to know. Not thread-safe."""
+    """A session, whose every call names the model as it is `now`. A missing server is tried again at each call.
+    `requests` are specs of plugins' requests for `client`. Not thread-safe."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class CacheSession:
         )
 
     def attach(self, now: ModelNow, timeout_s: float = 0.0) -> Attached:
-        """Registers unless done; the client keeps the registration over a server's restart.
+        """Register unless done; the client keeps the registration over a server's restart.
 
-        Raises `ServerGone` if there is no server within `timeout_s`, or why the server refuses.
+        Raises `ServerGone` if there is no server within `timeout_s`, or the server's refusal.
         """
         attached = self._attached.get(now)
         if attached is not None:
@@ -109,7 +110,7 @@ class CacheSession:
             transport=self._transport,
             layout="dynamic_cache",
         )
-        # What is stored and loaded comes with each call; these stand for it, and prove the declaration.
+        # Stored and loaded tensors come with each call; these stand for them, and prove the declaration.
         scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in now.templates])
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
@@ -121,7 +122,7 @@ class CacheSession:
         return Attached(now.templates, worker, scheduler, registration)
 
     def load(self, now: ModelNow, tokens: Sequence[int]) -> Moved:
-        """New tensors with what the server has of `tokens`, always leaving at least one token to compute."""
+        """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
         attached = self.attach(now)
         request = self._hashed(tokens, attached)
         found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
@@ -134,30 +135,30 @@ class CacheSession:
             attached.scheduler.end_request(request.request_id)
 
     def store(self, now: ModelNow, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
-        """Stores the whole chunks of `tokens`, which `pairs` hold from the first one on."""
+        """Store the whole chunks of `tokens`, which `pairs` hold from the first one on."""
         attached = self.attach(now)
         return self._store(self._hashed(tokens, attached), pairs, attached)
 
     def load_named(self, now: ModelNow, digests: bytes) -> Moved:
-        """New tensors with the chunks that `digests` name, one behind the other. Nothing if one of them is not in L1:
+        """Return new tensors with the chunks that `digests` name, in that order. Nothing if one of them is not in L1:
         pin them before."""
         attached = self.attach(now)
         request = self._request(attached, digests)
         return self._retrieve(request, request.hashed_tokens, attached)
 
     def store_named(self, now: ModelNow, digests: bytes, pairs: Sequence[LayerPair]) -> Moved:
-        """Stores one chunk for each of `digests`, which `pairs` hold one behind the other."""
+        """Store one chunk for each of `digests`, which `pairs` hold in that order."""
         attached = self.attach(now)
         return self._store(self._request(attached, digests), pairs, attached)
 
     def close(self) -> None:
-        """Unregisters and disconnects. Idempotent."""
+        """Unregister and disconnect. Idempotent."""
         while self._attached:
             self._attached.popitem()[1].worker.close()
         self.client.close()
 
     def _retrieve(self, request: RequestHashes, end: int, attached: Attached) -> Moved:
-        """The first `end` tokens, which are pinned; nothing if that fails."""
+        """Return the first `end` tokens, which are pinned; nothing if that fails."""
         if not end:
             return Moved()
         desc = attached.registration.desc
@@ -203,10 +204,10 @@ class CacheSession:
         return [range(tokens // group.block_size) for group in attached.registration.layout.groups]
 
     def _settle(self, future: Future[O], pairs: Sequence[LayerPair]) -> O:
-        """The outcome within the deadline. The tensors live until the server touches them no more."""
+        """Return the outcome within the deadline. The tensors live until the server no longer touches them."""
 
         def let_go(_done: Future[O], _kept: Sequence[LayerPair] = pairs) -> None:
-            """Holds the tensors for as long as the future holds this function."""
+            """Keep the tensors for as long as the future holds this function."""
 
         future.add_done_callback(let_go)
         try:

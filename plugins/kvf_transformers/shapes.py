@@ -1,4 +1,4 @@
-"""Owns what is learnt of a model before its first prompt: the shape of each layer's KV, or why it cannot be kept.
+"""The inspection of a model before its first prompt: the shape of each layer's KV, or the reason why it cannot be kept.
 
 Runs in the engine process, once a model; blocks for a forward pass of one token.
 """
@@ -21,9 +21,10 @@ _HINT = "only attention layers that keep keys and values of every token can be s
 
 
 def learn_layers(model: Any) -> list[LayerPair]:
-    """A template per layer: keys and values of no tokens, with the model's heads, head sizes, dtypes and devices.
+    """Return a template per layer: keys and values of no tokens, with the model's heads, head sizes, dtypes and
+    devices.
 
-    Raises `BadLayout` for models that keep anything else than keys and values per token.
+    Raises `BadLayout` for models that keep anything but keys and values per token.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -44,7 +45,7 @@ def learn_layers(model: Any) -> list[LayerPair]:
 
 
 def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
-    """Keys and values of each layer, borrowed from `cache`.
+    """Return keys and values of each layer, borrowed from `cache`.
 
     Raises `BadLayout` unless every layer holds all of the first `tokens` tokens of one request.
     """
@@ -66,7 +67,7 @@ def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
 
 
 def _check_classes(where: str, layers: Sequence[object], *, sliding: bool) -> None:
-    """Subclasses may keep more than keys and values, so only the very classes are taken."""
+    """Accept only the very classes, since subclasses may keep more than keys and values."""
     allowed = {DynamicLayer, DynamicSlidingWindowLayer} if sliding else {DynamicLayer}
     others = sorted({type(layer).__name__ for layer in layers if type(layer) not in allowed})
     if others:

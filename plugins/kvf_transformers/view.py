@@ -1,4 +1,4 @@
-"""Owns the canary's way to a cache: how transformers' attention lays out keys and values. Engine side."""
+"""The canary's access to a cache: the order in which transformers' attention reads keys and values. Engine side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class CacheView(EngineView):
         self._planes[group][layer][plane][0].transpose(0, 1).copy_(values)
 
     def _planes_of(self, name: str, planes: int, heads_and_dim: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-        """Keys and values; of a layer that was split because they differ in shape, the one that is meant."""
+        """Return keys and values; of a layer that was split because they differ in shape, only the one with this
+        shape."""
         pair = self._pairs[name]
         if planes == len(pair):
             return pair

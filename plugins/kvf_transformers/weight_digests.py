@@ -1,10 +1,10 @@
-"""Digests of weights in memory: XXH3-128 over all their bytes, on whatever device they lie, computed again when a
-weight has changed. Engine side.
+"""Digests of weights in memory: XXH3-128 over all their bytes, on any device, computed again when a weight has changed.
+Engine side.
 
-A change is seen by what torch keeps of a tensor: its storage, address, shape and version, which in-place operations
-count up; steps of optimizers, whose fused kernels do not, are counted in `optimizer_steps.py`. Other writes that go
-around it, through `tensor.data` or foreign code, are not seen; PEFT merges adapters that way, so what is merged counts
-too, and what is at work unmerged is read before every request.
+A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place operations
+count up; steps of optimizers, whose fused kernels do not, are counted in `optimizer_steps.py`. Other writes that bypass
+it, through `tensor.data` or foreign code, are not seen; PEFT merges adapters that way, so merged adapters count too,
+and active unmerged ones are read before every request.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20
 _THREADS = 8
 
-# Which memory, and what tells that it was written to.
+# The identity of memory, with the signs of a write to it.
 Place = tuple[object, ...]
 Stamp = tuple[object, ...]
 
 
 class _Known(NamedTuple):
-    # Storages by weak references: they hold no memory, and keep an address from being given to another storage.
+    # Storages by weak references: they hold no memory, and keep an address from being reused by another storage.
     kept: tuple[object, ...]
     stamp: Stamp
     digest: str
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What is read together. A stamp with None in it is of tensors that do not count their changes."""
+    """Weights that are read together. A stamp with None in it is of tensors that do not count their changes."""
 
     path: str
     place: Place
@@ -65,13 +65,13 @@ class WeightDigests:
         self._known: dict[Place, _Known] = {}
 
     def forget(self) -> None:
-        """Everything is read again at the next call."""
+        """Have everything read again at the next call."""
         self._known.clear()
 
     def of(self, section: Section, *, always: bool = False) -> list[str]:
-        """Path and digest of each weight. Reads what is new or changed, or all of it if `always`.
+        """Return path and digest of each weight. Reads new and changed weights, or all if `always`.
 
-        Blocks for that: about a second for several GB, in up to 8 threads with 64 MiB each, copied from accelerators.
+        Blocks meanwhile: about a second for several GB, in up to 8 threads with 64 MiB each, copied from accelerators.
         Raises `RequestError` for a tensor that has no plain memory.
         """
         parts = list(_parts(section))
@@ -100,7 +100,7 @@ class WeightDigests:
 
 
 class Stamps:
-    """What tells, without reading any weight, whether one of them was written to or replaced since."""
+    """The signs, without reading any weight, that one of them was written to or replaced since."""
 
     def __init__(self, section: Section) -> None:
         parts = list(_parts(section))
@@ -116,7 +116,7 @@ def _parts(section: Section) -> Iterator[_Part]:
         yield from _parts_of(weight)
     for path, module in section.packed:
         tensors = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-        # What is packed beside the tensors is made together with them.
+        # The data packed beside the tensors is made together with them.
         yield _Part(
             f"{path}packed",
             ("packed", id(module), *(_place(each) for each in tensors)),
@@ -159,7 +159,7 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None for a tensor that does not count its changes."""
+    """Return the version, None for a tensor that does not count its changes."""
     return None if tensor.is_inference() else (tensor._version, *STEPS.of(tensor))
 
 
@@ -172,7 +172,8 @@ def _loaded(offloaded: Offloaded) -> list[tuple[str, torch.Tensor]]:
 
 
 def _packed(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a module saves beside its parameters and buffers: scales of quantised weights and the like."""
+    """Yield the data that a module saves beside its parameters and buffers: scales of quantised weights and the
+    like."""
     kept: dict[str, object] = {}
     module._save_to_state_dict(kept, path, keep_vars=True)
     own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
@@ -197,8 +198,8 @@ def _digest(named: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> st
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements in their order, as bytes in host memory, at most 64 MiB at a time where the tensor is contiguous or
-    its rows are smaller."""
+    """Yield the elements in their order, as bytes in host memory, at most 64 MiB at a time where the tensor is
+    contiguous or its rows are smaller."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
