@@ -1,6 +1,4 @@
-"""`kvframework bench`: its commands and how they print. Found by the entry point `bench` of
-`kvframework.commands`.
-"""
+"""`kvframework bench`: its commands and their output. Found by the entry point `bench` of `kvframework.commands`."""
 
 from __future__ import annotations
 
@@ -240,7 +238,7 @@ def _run(
     markdown: bool,
     plot: pathlib.Path | None,
 ) -> None:
-    """Looks at the machine, runs, prints. A bench that is terminated leaves no processes behind either."""
+    """Look at the machine, run the bench, print. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
 
     from kvframework_bench.console import bars
@@ -268,7 +266,7 @@ def _run(
         stdout.print(document.as_json(), markup=False)
         return
     stdout.print(headline(document), markup=False)
-    # A figure must not be cut off, so a table is as wide as it needs to be.
+    # A figure must not be cut off, so a table has the width that its content needs.
     console = Console(width=_WIDTH, highlight=False)
     for table in tables(document, markdown=markdown):
         console.print(table)

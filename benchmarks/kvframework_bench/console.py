@@ -1,4 +1,4 @@
-"""Table cells and progress bars, whichever benchmark they belong to."""
+"""Table cells and progress bars of all benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def new_table(*headers: str) -> Table:
-    """A table whose first column is text and whose others are figures."""
+    """Return a table whose first column is text and whose others are figures."""
     table = Table(pad_edge=False)
     for index, header in enumerate(headers):
         table.add_column(header, justify="right" if index else "left", no_wrap=True)
@@ -25,7 +25,7 @@ def new_table(*headers: str) -> Table:
 
 
 def skipped_table(rows: Sequence[Skipped]) -> Table:
-    """Names what could not be measured."""
+    """Return a table of the parts that could not be measured."""
     table = new_table("skipped", "reason", "hint")
     for row in rows:
         table.add_row(row.what, row.reason, row.hint)
@@ -33,12 +33,12 @@ def skipped_table(rows: Sequence[Skipped]) -> Table:
 
 
 def format_rate(gb_s: Spread) -> tuple[str, str]:
-    """Median and range."""
+    """Return median and range."""
     return f"{gb_s.median:.2f}", format_range(gb_s)
 
 
 def format_ratio(ratio: Spread) -> tuple[str, str]:
-    """Median and range of a ratio."""
+    """Return median and range of a ratio."""
     return f"{ratio.median:.2f} x", format_range(ratio)
 
 
@@ -47,7 +47,7 @@ def format_range(spread: Spread) -> str:
 
 
 def format_latency(latency: Latency) -> tuple[str, str]:
-    """p50 and p99."""
+    """Return p50 and p99."""
     return format_time(latency.p50_us), format_time(latency.p99_us)
 
 
@@ -55,7 +55,7 @@ def format_time(us: float) -> str:
     return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
-# Enters a stage of so many steps and gives the call to make after each of them.
+# Enters a stage of that many steps and yields the call to make after each of them.
 Stage = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 
@@ -66,12 +66,12 @@ def no_progress(_title: str, _steps: int) -> Iterator[Callable[[], None]]:
 
 
 def bars(console: Console) -> Stage:
-    """Stages as bars that go when they are done; nothing where the output is no terminal."""
+    """Return stages as bars that disappear when they are done; nothing where the output is no terminal."""
 
     @contextmanager
     def stage(title: str, steps: int) -> Iterator[Callable[[], None]]:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        # Drawn only between steps: a thread that redraws would take its share of what is measured.
+        # Drawn only between steps: a thread that redraws would take processor time from the measurement.
         with Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
         ) as shown:

@@ -41,7 +41,7 @@ class Copy:
 
 
 class Buffers:
-    """A source and a target of equal size, page-aligned, both touched. They go with the last view of them."""
+    """A source and a target of equal size, page-aligned, both touched. They are freed with the last view of them."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -51,7 +51,7 @@ class Buffers:
         ctypes.memset(self.target_at, 0, nbytes)
 
     def check(self, copy: Copy) -> None:
-        """One copy into an empty target. Raises `WrongBytes` if the source did not arrive there."""
+        """Copy once into an empty target. Raises `WrongBytes` if the source did not arrive there."""
         ctypes.memset(self.target_at, 0, self.nbytes)
         copy.run()
         if _memcmp(self.source_at, self.target_at, self.nbytes):
@@ -59,13 +59,13 @@ class Buffers:
 
 
 def slices(nbytes: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` ranges `(start, length)` that cover `nbytes`, cut at pages; fewer if there are fewer pages."""
+    """Return `parts` ranges `(start, length)` that cover `nbytes`, cut at pages; fewer if there are fewer pages."""
     step = -(-nbytes // parts // mmap.PAGESIZE) * mmap.PAGESIZE
     return [(start, min(step, nbytes - start)) for start in range(0, nbytes, step)]
 
 
 def libc_copies(name: str, buffers: Buffers, pool: ThreadPoolExecutor, threads: int) -> list[Copy]:
-    """The C library's copy. ctypes lets the interpreter go meanwhile."""
+    """Return the C library's copies. ctypes releases the interpreter meanwhile."""
 
     def part(start: int, length: int) -> None:
         ctypes.memmove(buffers.target_at + start, buffers.source_at + start, length)
@@ -76,7 +76,7 @@ def libc_copies(name: str, buffers: Buffers, pool: ThreadPoolExecutor, threads: 
 def threaded(
     name: str, nbytes: int, part: Callable[[int, int], None], pool: ThreadPoolExecutor, threads: int
 ) -> list[Copy]:
-    """`part(start, length)` over all bytes by one thread, and by `threads` over slices."""
+    """Return copies by `part(start, length)`: over all bytes by one thread, and by `threads` over slices."""
 
     def alone() -> float:
         return timed(lambda: part(0, nbytes))
@@ -99,13 +99,13 @@ def _address(buffer: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-# Copied by each way before one is chosen, so that small sizes, which scatter more, are tried more often.
+# Bytes that each way copies before one is chosen, so that small sizes, which scatter more, are tried more often.
 _TRIED_BYTES = 4 << 30
 
 
 @contextmanager
 def copies(nbytes: int) -> Iterator[list[Copy]]:
-    """All ways to copy `nbytes` here, each one checked. Their buffers and threads live as long as the context."""
+    """Yield all ways to copy `nbytes` here, each one checked. Their buffers and threads live as long as the context."""
     buffers, threads = Buffers(nbytes), cores()
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="kvf-copy") as pool,
@@ -123,14 +123,14 @@ def copies(nbytes: int) -> Iterator[list[Copy]]:
 
 @contextmanager
 def fastest_copy(nbytes: int) -> Iterator[Copy]:
-    """`copy` for a bench of `nbytes`: the way with the best median of some interleaved rounds. Some seconds."""
+    """Yield `copy` for a bench of `nbytes`: the way with the best median of some interleaved rounds. Some seconds."""
     rounds = min(max(_TRIED_BYTES // nbytes, 5), 50)
     with copies(nbytes) as ways:
         yield fastest(ways, interleave({way.name: way.run for way in ways}, rounds=rounds))
 
 
 def fastest(ways: Sequence[Copy], measured: dict[str, list[list[float]]]) -> Copy:
-    """The way with the smallest median."""
+    """Return the way with the smallest median."""
     return min(ways, key=lambda way: percentile(sorted(s for samples in measured[way.name] for s in samples), 0.5))
 
 
@@ -169,7 +169,7 @@ _TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 @contextmanager
 def streaming_copies(nbytes: int, threads: int) -> Iterator[list[Copy]]:
-    """Copies of `nbytes` by one thread and by `threads`, each checked, in a process that lives as long as the
+    """Yield copies of `nbytes` by one thread and by `threads`, each checked, in a process that lives as long as the
     context. Raises `BenchFailed` if it cannot be started."""
     known = os.environ.get("GLIBC_TUNABLES")
     setting = f"GLIBC_TUNABLES={known + ':' if known else ''}{_TUNABLES}"

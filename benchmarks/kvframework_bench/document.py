@@ -49,7 +49,7 @@ class HostFigures(msgspec.Struct, frozen=True):
 
 class RequestFigures(msgspec.Struct, frozen=True):
     """A request and its answer as the caller sees them, next to a bare echo of the request's size. `target_ratio` is
-    aimed at, 0 for none."""
+    the target, 0 for none."""
 
     name: str
     tokens: int
@@ -61,8 +61,8 @@ class RequestFigures(msgspec.Struct, frozen=True):
 
 
 class HashFigures(msgspec.Struct, frozen=True):
-    """Hashing a request once: from the engine's list of token ids, and `packed`, from bytes. The ratios are to one
-    pass of the bare hash over the same bytes, None if there is no such."""
+    """Hashing a request once: from the engine's list of token ids, and `packed`, from bytes. The ratios are to one pass
+    of the bare hash over the same bytes, None without one."""
 
     tokens: int
     hasher: str
@@ -78,9 +78,9 @@ class LookupFigures(msgspec.Struct, frozen=True):
 
 
 class TransferFigures(msgspec.Struct, frozen=True):
-    """Stores or retrieves. `first_gb_s` is that of the first one, which a store begins without a page of the arena
-    mapped in this process. `ratio_to_copy` and `ratio_to_zmq` are shares of the references' speed, the latter for the
-    wire path only."""
+    """Stores or retrieves. `first_gb_s` is the speed of the first one; a first store finds no page of the arena mapped
+    in this process. `ratio_to_copy` and `ratio_to_zmq` are shares of the references' speed, the latter for the wire
+    path only."""
 
     gb_s: Spread
     first_gb_s: float
@@ -89,7 +89,7 @@ class TransferFigures(msgspec.Struct, frozen=True):
 
 
 class ShapeFigures(msgspec.Struct, frozen=True):
-    """`verified` says that every byte was compared after the first and after the last retrieve."""
+    """One shape's figures. `verified` says that every byte was compared after the first and after the last retrieve."""
 
     shape: str
     summary: str

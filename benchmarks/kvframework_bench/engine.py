@@ -27,7 +27,7 @@ _POISON = 0xA5
 class PagedMemory:
     """One tensor a layer, `[plane, block, token, head, dim]`, with `source` and `target` blocks of one request each.
 
-    All of it is random and so touched. `shuffled` blocks lie anywhere, as after a while in an engine; else each
+    All of it is random and so touched. `shuffled` blocks are scattered, as after a while in an engine; else each
     request's blocks are neighbours.
     """
 
@@ -45,12 +45,12 @@ class PagedMemory:
         self.source, self.target = ids[: shape.blocks], ids[shape.blocks :]
 
     def poison(self) -> None:
-        """Fills the target with one byte over and over, so that what is not loaded is seen."""
+        """Fill the target with one repeated byte, so that missing loads are seen."""
         for kv in self.kv.values():
             _bytes(kv)[:, self.target] = _POISON
 
     def verify(self) -> None:
-        """Raises `WrongBytes`, naming the first place, unless the target equals the source byte for byte."""
+        """Raise `WrongBytes`, naming the first place, unless the target equals the source byte for byte."""
         for name, kv in self.kv.items():
             data = _bytes(kv)
             wrong = (data[:, self.source] != data[:, self.target]).nonzero()
@@ -69,7 +69,7 @@ def _bytes(kv: torch.Tensor) -> torch.Tensor:
 
 
 def block_ids(blocks: Sequence[int]) -> list[list[int]]:
-    """Of the one layer group."""
+    """Return the ids of the one layer group."""
     return [list(blocks)]
 
 
@@ -77,7 +77,7 @@ _TIMEOUT_S = 60.0
 
 
 class Transfers:
-    """Registers at once. Raises what registration raises."""
+    """An instance's transfers. The constructor registers, and raises the errors of a registration."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Transfers:
         self.chunk_tokens = desc.chunk_tokens
         self.object_bytes = desc.nbytes
         self._chunks = shape.tokens // desc.chunk_tokens
-        # Digests are computed once a request, so not here, where bytes are timed.
+        # Digests are computed once a request, so not here, where transfers are timed.
         self.request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
         self.request.extend(range(shape.tokens))
         self._source, self._target = block_ids(memory.source), block_ids(memory.target)
@@ -126,20 +126,21 @@ class Transfers:
         )
 
     def store(self) -> float:
-        """The seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is stored."""
+        """Return the seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is
+        stored."""
         cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
         return self._stored(self.request)
 
     def store_new(self) -> float:
-        """The seconds of one store of a new prompt, for which L1 evicts. Raises as `store` does."""
-        # Its digests are another's, as if it were: no time goes to hashing.
+        """Return the seconds of one store of a new prompt, for which L1 evicts. Raises as `store` does."""
+        # Digests as of another prompt: no time is spent on hashing.
         digests = os.urandom(DIGEST_BYTES * self._chunks)
         return self._stored(RequestHashes(self._client.hasher, self.chunk_tokens, request_id="new", digests=digests))
 
     def retrieve(self) -> float:
-        """The seconds of one retrieve of what was stored. Raises `BenchFailed` if it was a miss."""
+        """Return the seconds of one retrieve of the stored prompt. Raises `BenchFailed` if it was a miss."""
         started = time.perf_counter()
         outcome = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
@@ -149,7 +150,8 @@ class Transfers:
         return seconds
 
     def verify(self) -> float:
-        """`retrieve` into poisoned blocks. Raises `WrongBytes` unless what came is what was stored."""
+        """Return the seconds of a `retrieve` into poisoned blocks. Raises `WrongBytes` unless they equal the stored
+        ones."""
         self.memory.poison()
         seconds = self.retrieve()
         self.memory.verify()

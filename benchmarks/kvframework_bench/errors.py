@@ -45,7 +45,7 @@ class Skipped(msgspec.Struct, frozen=True):
 
 
 def measure_or_skip(skipped: list[Skipped], what: str, make: Callable[[], T]) -> T | None:
-    """What `make` gives; None, and a line more in `skipped`, if it raises `BenchUnavailable`."""
+    """Return the result of `make`; None, and a line more in `skipped`, if it raises `BenchUnavailable`."""
     try:
         return make()
     except BenchUnavailable as error:
@@ -54,7 +54,7 @@ def measure_or_skip(skipped: list[Skipped], what: str, make: Callable[[], T]) ->
 
 
 def require_torch() -> None:
-    """Raises `BenchUnavailable` where no engine's tensors can be played. Imports nothing."""
+    """Raise `BenchUnavailable` without torch, for an engine's tensors. Imports nothing."""
     missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
         raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[torch]"')

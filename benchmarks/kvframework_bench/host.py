@@ -1,4 +1,4 @@
-"""`kvframework bench host`: what the machine reaches bare, and what an idle server costs."""
+"""`kvframework bench host`: the speed of the bare machine, and the cost of an idle server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARENA_BYTES = 64 * _MIB
 
 
 def bench_host(*, quick: bool, stage: Stage = no_progress) -> HostFigures:
-    """Takes a quarter of a minute (`quick`: about three seconds). Raises `BenchFailed`."""
+    """Measure the machine; takes a quarter of a minute (`quick`: about three seconds). Raises `BenchFailed`."""
     nbytes = (8 if quick else 256) * _MIB
     with scratch() as directory:
         copied, copy = _copies(nbytes, 3 if quick else 15, stage)

@@ -1,4 +1,4 @@
-"""`kvframework bench lookup`: how long a scheduler waits for an answer, next to an echo of the same size."""
+"""`kvframework bench lookup`: a scheduler's wait for an answer, next to an echo of the same size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from kvframework_bench.rounds import Case, Latency, interleave, ratio, timed
 from kvframework_bench.server import running_server
 from kvframework_bench.zmq_reference import ZmqPeer, running_zmq_peer
 
-# Tokens of a lookup, and the ratio to the bare echo that is aimed at.
+# Tokens of a lookup, and the target ratio to the bare echo.
 _LENGTHS = {1024: 2.0, 8192: 3.0, 32768: 4.0}
 _ARENA_BYTES = 64 << 20
 
 
 def bench_lookup(*, quick: bool, stage: Stage = no_progress) -> LookupFigures:
-    """Takes a quarter of a minute (`quick`: about two seconds). Raises `BenchFailed`, also when an answer is wrong."""
+    """Measure lookups; takes a quarter of a minute (`quick`: about two seconds). Raises `BenchFailed`, also when an
+    answer is wrong."""
     rounds, calls = (2, 5) if quick else (50, 20)
     with (
         scratch() as directory,
@@ -103,7 +104,7 @@ def _hash_cases(client: KVClient, tokens: list[int]) -> dict[str, Case]:
 
 
 def _bare_hash(name: str) -> Callable[[bytes], object] | None:
-    """One pass of the hash that a hasher is named after, if the standard library has it."""
+    """Return one pass of the hash after which a hasher is named, if the standard library has it."""
     if name not in hashlib.algorithms_available:
         return None
     return lambda data: hashlib.new(name, data).digest()

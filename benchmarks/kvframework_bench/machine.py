@@ -32,12 +32,12 @@ def cores() -> int:
 
 
 def available_bytes() -> int:
-    """The memory that new processes can have without pushing others out, as the kernel estimates it."""
+    """Return the memory that new processes can have without pushing others out, by the kernel's estimate."""
     return int(_field(Path("/proc/meminfo").read_text(), "MemAvailable").split()[0]) * 1024
 
 
 def describe_machine() -> Machine:
-    """Reads /proc; imports nothing of what it names."""
+    """Return the machine; reads /proc and imports none of the packages that it names."""
     return Machine(
         cpu=_field(Path("/proc/cpuinfo").read_text(), "model name") or platform.machine(),
         cores=cores(),
@@ -63,7 +63,7 @@ def _version(name: str) -> str:
         return ""
 
 
-# A quiet machine's own housekeeping stays well below.
+# The load of a quiet machine's own housekeeping stays well below.
 BUSY_CORES = 0.1
 
 _LOOK_S = 0.5
@@ -88,7 +88,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class CpuSeconds(NamedTuple):
-    """Processor time spent up to a moment: by everybody, and by this process and its children that have ended."""
+    """Processor time spent up to a moment: by all processes, and by this process and its children that have ended."""
 
     at: float
     everybody: float
@@ -101,7 +101,7 @@ class CpuSeconds(NamedTuple):
         return cls(time.monotonic(), busy, sum(own[:4]))
 
     def others_until(self, later: CpuSeconds) -> float:
-        """Cores that others kept busy in between, on average."""
+        """Return the cores that other processes kept busy in between, on average."""
         spent = (later.everybody - self.everybody) - (later.own - self.own)
         return max(0.0, spent) / max(later.at - self.at, 1e-9)
 
@@ -125,6 +125,6 @@ class LoadMeter:
 
 
 def busy_seconds(proc_stat: str, ticks_per_second: int) -> float:
-    """Seconds of all cores together that were not idle, from the text of /proc/stat."""
+    """Return the seconds of all cores together that were not idle, from the text of /proc/stat."""
     fields = [int(field) for field in proc_stat.splitlines()[0].split()[1:]][:_COUNTED_FIELDS]
     return sum(ticks for index, ticks in enumerate(fields) if index not in _IDLE_FIELDS) / ticks_per_second

@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Both axes are logarithmic."""
+    """A chart of lines; both axes are logarithmic."""
 
     title: str
     x: str
@@ -37,7 +37,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """`low` to `high` is its range; `target_ratio` what is aimed at, None for none. Those of a `kind` look alike."""
+    """One bar. `low` to `high` is its range; `target_ratio` the target, None for none. Bars of a `kind` look alike."""
 
     name: str
     value: float
@@ -49,7 +49,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal ones, from the top; the axis begins at 0 unless it is logarithmic."""
+    """A chart of horizontal bars, from the top; the axis begins at 0 unless it is logarithmic."""
 
     title: str
     unit: str
@@ -61,7 +61,7 @@ Panel = Lines | Bars
 
 
 def panels(figures: Figures) -> list[Panel]:
-    """Those of one document; [] if it has no figures at all."""
+    """Return the panels of one document; [] if it has no figures at all."""
     if isinstance(figures, ScaleFigures):
         return [*_scale(figures.by_clients, clients=True), *_scale(figures.by_objects, clients=False)]
     if isinstance(figures, HostFigures):
@@ -227,10 +227,10 @@ def _cuda(figures: CudaFigures) -> list[Panel]:
 
 
 def spread_bar(name: str, spread: Spread, target_ratio: float | None = None, kind: str = "") -> Bar:
-    """The median, and the range of the rounds."""
+    """Return the median, and the range of the rounds."""
     return Bar(name, spread.median, spread.min, spread.max, target_ratio, kind)
 
 
 def latency_bar(name: str, latency: Latency, kind: str = "") -> Bar:
-    """p50, and p99 as the upper end of its range."""
+    """Return p50, and p99 as the upper end of its range."""
     return Bar(name, latency.p50_us, latency.p50_us, latency.p99_us, kind=kind)

@@ -30,7 +30,7 @@ _FIXED = {"": "C0", "reference": "0.7"}
 
 
 def check_plot(file: Path) -> None:
-    """To be asked before anything is measured. Raises `BenchUnavailable` if `file` could not be written."""
+    """Check before any measurement that `file` can be written. Raises `BenchUnavailable`."""
     if file.suffix.lower() not in ENDINGS:
         raise BenchUnavailable(
             f"a plot is no {file.suffix or 'file without ending'}", where=f"--plot {file}", available=", ".join(ENDINGS)
@@ -48,7 +48,7 @@ def check_plot(file: Path) -> None:
 
 
 def write_plot(document: Document, file: Path) -> None:
-    """Draws what says something about a document. Raises what `draw` raises."""
+    """Draw the panels of a document. Raises the errors of `draw`."""
     columns = 3 if isinstance(document.figures, ScaleFigures) else 2
     about = headline(document)
     if warnings := warning(document):
@@ -57,7 +57,7 @@ def write_plot(document: Document, file: Path) -> None:
 
 
 def draw(made: Sequence[Panel], file: Path, *, title: str, about: str, columns: int = 2) -> None:
-    """Draws panels row by row under a title and a description of machine and versions. Overwrites `file`.
+    """Draw panels row by row under a title and a description of machine and versions. Overwrites `file`.
 
     Raises `BenchUnavailable` as `check_plot` does, and if it cannot be written after all.
     """

@@ -38,7 +38,7 @@ _SHAPE = m.RegisterNonGpuContextPayload(
 
 
 def shape_of(object_bytes: int) -> m.RegisterNonGpuContextPayload:
-    """A shape whose objects, of the default chunk, have so many bytes: a multiple of 1 MiB."""
+    """Return a shape whose objects, of the default chunk, have this many bytes: a multiple of 1 MiB."""
     layers, rest = divmod(object_bytes, 2 * _CHUNK_TOKENS * _WIDE * 2)
     if rest or not layers:
         raise ValueError(f"no shape has objects of {object_bytes} bytes")
@@ -46,12 +46,12 @@ def shape_of(object_bytes: int) -> m.RegisterNonGpuContextPayload:
 
 
 def token_ids(count: int, *, known: bool) -> list[int]:
-    """Token ids as of a big vocabulary. The known ones of a length begin like those of every greater length."""
+    """Return token ids as of a big vocabulary. The known ones of a length begin like those of every greater length."""
     return [(index * 7919 + (0 if known else 1)) % 128_000 for index in range(count)]
 
 
 class Prefixes:
-    """Registers an instance; makes requests and stores them. For one thread."""
+    """An instance's prompts: the constructor registers, the methods make requests and store them. For one thread."""
 
     def __init__(self, client: KVClient, shape: m.RegisterNonGpuContextPayload = _SHAPE) -> None:
         """Raises `ServerGone` and typed refusals."""
@@ -64,13 +64,13 @@ class Prefixes:
         self.object_bytes = registered.desc.nbytes
 
     def request(self, tokens: list[int]) -> RequestHashes:
-        """A request whose digests are computed, whole chunks of them."""
+        """Return a request whose digests are computed, whole chunks of them."""
         request = RequestHashes(self._client.hasher, self.chunk_tokens, request_id="bench")
         request.extend(tokens)
         return request
 
     def key(self, request: RequestHashes, *, rank: int | None) -> CacheKey:
-        """As the adapters make it."""
+        """Return the key as the adapters make it."""
         end = request.hashed_tokens
         return CacheKey(
             model_name=MODEL,
@@ -89,7 +89,8 @@ class Prefixes:
         )
 
     def store(self, request: RequestHashes, content: Callable[[int], Buffer] = os.urandom) -> None:
-        """Every chunk of the request; `content` makes so many bytes. Raises `BenchFailed` unless all is stored."""
+        """Store every chunk of the request; `content` makes the bytes of an object. Raises `BenchFailed` unless all is
+        stored."""
         transfer = bare_transfer(self._registration, self.key(request, rank=0))
         with self._client.prepare_store(transfer).result() as plan:
             for place in plan.ranges:
@@ -100,12 +101,12 @@ class Prefixes:
             raise BenchFailed(f"stored {outcome.stored} of {chunks} chunks")
 
     def lookup_bytes(self, request: RequestHashes) -> int:
-        """Size of the frames of its LOOKUP."""
+        """Return the size of the frames of its LOOKUP."""
         return sum(len(frame) for frame in join(1, "LOOKUP", m.Lookup(self.key(request, rank=None))))
 
 
 def lookup_case(scheduler: SchedulerAdapter, request: RequestHashes, expected: int) -> Case:
-    """One LOOKUP that finds `expected` tokens in L1. Raises `BenchFailed` if it does not, or failed."""
+    """Return one LOOKUP that finds `expected` tokens in L1. Raises `BenchFailed` if it does not, or failed."""
 
     def run() -> float:
         failures = scheduler.failures
@@ -113,7 +114,7 @@ def lookup_case(scheduler: SchedulerAdapter, request: RequestHashes, expected: i
         result = scheduler.lookup(request)
         seconds = time.perf_counter() - started
         scheduler.free(result)
-        # A failed lookup reads as a miss, and would make a fast one.
+        # A failed lookup reads as a miss, and would look like a fast one.
         if (result.hit_tokens, result.pending, scheduler.failures) != (expected, False, failures):
             raise BenchFailed(
                 f"a lookup found {result.hit_tokens} tokens",

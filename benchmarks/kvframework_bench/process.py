@@ -20,13 +20,13 @@ from kvframework.cli.demo.child import Child, uninterrupted
 from kvframework_bench.errors import BenchFailed
 
 _STOP_S = 5.0
-# What a bench measures does not depend on the caller's own configuration.
+# A bench is independent of the caller's own configuration.
 _FOREIGN = ("KVFRAMEWORK_CONFIG", "KVFRAMEWORK_ENDPOINT")
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A directory of this user's alone, short enough for the path of a socket."""
+    """Yield a directory of this user's alone, short enough for the path of a socket."""
     short = len(tempfile.gettempdir()) < 60
     with tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=None if short else "/tmp") as directory:
         yield Path(directory)
@@ -34,7 +34,7 @@ def scratch() -> Iterator[Path]:
 
 @contextmanager
 def running(name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> Iterator[BenchChild]:
-    """A new child, until the way out. `piped`: what it prints is for this process, not for its log."""
+    """Yield a new child, which ends with the context. `piped`: its output is for this process, not for its log."""
     with ExitStack() as stack:
         with uninterrupted():
             child = stack.enter_context(BenchChild(name, command, directory, piped=piped))
@@ -42,7 +42,7 @@ def running(name: str, command: Sequence[str], directory: Path, *, piped: bool =
 
 
 class BenchChild(Child):
-    """As a context manager it is asked to end before it is killed. `running` starts one."""
+    """A child process. As a context manager it is asked to end before it is killed. `running` starts one."""
 
     failed = BenchFailed
 
@@ -66,12 +66,12 @@ class BenchChild(Child):
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Of a piped child only."""
+        """The output of a piped child only."""
         assert self._process.stdout is not None
         return self._process.stdout
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that is not enough. Idempotent."""
+        """Send SIGTERM, and SIGKILL if that is not enough. Idempotent."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)
@@ -85,21 +85,21 @@ _ANSWER_S = 120.0
 
 
 class LineChannel:
-    """To one piped child."""
+    """Lines to and from one piped child."""
 
     def __init__(self, child: BenchChild) -> None:
         self._child = child
         self._unread = b""
 
     def send(self, line: bytes) -> None:
-        """`line` has no end of line. Raises `BenchFailed` if the child has ended."""
+        """Send `line`, which has no end of line. Raises `BenchFailed` if the child has ended."""
         try:
             os.write(self._child.stdin.fileno(), line + b"\n")
         except OSError as error:
             raise self._child.failure(f"takes no input any more: {error}") from error
 
     def receive(self) -> bytes:
-        """Waits for a line, two minutes at most. Raises `BenchFailed` without one."""
+        """Wait for a line, two minutes at most. Raises `BenchFailed` without one."""
         deadline = time.monotonic() + _ANSWER_S
         fd = self._child.stdout.fileno()
         with selectors.DefaultSelector() as selector:

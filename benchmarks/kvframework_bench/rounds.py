@@ -15,12 +15,12 @@ from typing import Protocol
 
 import msgspec
 
-# One measurement: does its work once and returns the seconds that it took, without preparations.
+# One measurement: runs once and returns its seconds, without preparations.
 Case = Callable[[], float]
 
 
 def timed(call: Callable[[], object]) -> float:
-    """The seconds of one call."""
+    """Return the seconds of one call."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -29,7 +29,7 @@ def timed(call: Callable[[], object]) -> float:
 def interleave(
     cases: Mapping[str, Case], *, rounds: int, calls: int = 1, advance: Callable[[], None] = lambda: None
 ) -> dict[str, list[list[float]]]:
-    """The samples of each case: `rounds` lists of `calls` seconds. Blocks until all is measured.
+    """Return the samples of each case: `rounds` lists of `calls` seconds. Blocks until every case is measured.
 
     Every other round goes backwards, so that no case always profits from the one before it.
     """
@@ -45,7 +45,7 @@ Rounds = Sequence[Sequence[float]]
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Smallest, middle and largest of what was measured."""
+    """Smallest, middle and largest of the measured values."""
 
     min: float
     median: float
@@ -73,7 +73,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of all `ordered` (ascending) values do not exceed.
+    """Return the smallest value that at least `fraction` of all `ordered` (ascending) values do not exceed.
 
     Raises `ValueError` without values.
     """
@@ -83,18 +83,19 @@ def percentile(ordered: Sequence[float], fraction: float) -> float:
 
 
 def rate_gb_s(nbytes: int, rounds: Rounds) -> Spread:
-    """GB (10^9 bytes) a second of each sample that moved `nbytes`."""
+    """Return GB (10^9 bytes) a second of each sample that moved `nbytes`."""
     return Spread.of([nbytes / second / 1e9 for samples in rounds for second in samples])
 
 
 def ratio(over: Rounds, under: Rounds) -> Spread:
-    """The median seconds of `over` in units of those of `under`, round by round: a drift of the machine that lasts
-    longer than a round cancels. Raises `ValueError` if the rounds do not pair."""
+    """Return the median seconds of `over` in units of those of `under`, round by round: a drift of the machine that
+    lasts longer than a round cancels. Raises `ValueError` if the rounds do not pair."""
     return Spread.of([median(a) / median(b) for a, b in zip(over, under, strict=True)])
 
 
 class Disturbance(Protocol):
-    """Something that wants the machine too. Both calls return once it is so, and do nothing if it was so already."""
+    """A load that competes for the machine. Both calls return once the state is reached, and do nothing if it was
+    already."""
 
     def begin(self) -> None: ...
 
@@ -109,8 +110,8 @@ def measure_quiet_and_disturbed(
     calls: int = 1,
     advance: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Rounds], dict[str, Rounds]]:
-    """The samples of each case on a quiet machine, and next to `disturbance`. Turning it on and off is in no case's
-    time; it is off between rounds and at the end. Blocks until all is measured."""
+    """Return the samples of each case on a quiet machine, and next to `disturbance`. Turning it on and off is in no
+    case's time; it is off between rounds and at the end. Blocks until every case is measured."""
     both: dict[str, Case] = {f"quiet {name}": partial(_after, disturbance.end, case) for name, case in cases.items()}
     both |= {f"disturbed {name}": partial(_after, disturbance.begin, case) for name, case in cases.items()}
 

@@ -26,14 +26,14 @@ from kvframework_bench.process import BenchChild, running
 _START_S = 30.0
 _READY_S = 120.0
 _POLL_S = 0.005
-# A bench waits where an engine would compute: a late answer shows in the figures and is no miss.
-# The scale of clients' deadlines: a figure is worth waiting for.
+# A bench waits where an engine would compute: a late answer shows in the figures and is no miss. This is the scale of
+# clients' deadlines.
 PATIENT = 20.0
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """`start_s` is the time from the start of the process to its first answer."""
+    """A server under measurement. `start_s` is the time from the start of the process to its first answer."""
 
     child: BenchChild
     endpoint: str
@@ -41,7 +41,7 @@ class RunningServer:
 
     @contextmanager
     def client(self) -> Iterator[KVClient]:
-        """A connected client. Waits until all of the arena may be handed out. Raises `BenchFailed`."""
+        """Yield a connected client. Waits until all of the arena is usable. Raises `BenchFailed`."""
         with KVClient(self.endpoint, name="bench", deadline_scale=PATIENT) as client:
             deadline = time.monotonic() + _READY_S
             while not _arena_ready(client):
@@ -54,8 +54,8 @@ class RunningServer:
 
 @contextmanager
 def running_server(directory: Path, capacity: int, settings: Sequence[str] = ()) -> Iterator[RunningServer]:
-    """A new server with `capacity` bytes of L1, and `settings` in the words of `serve --set`. Waits for its first
-    answer; ends it on the way out.
+    """Yield a new server with `capacity` bytes of L1, and `settings` in the words of `serve --set`. Waits for its first
+    answer; the server ends with the context.
 
     Raises `BenchFailed` with the end of its log.
     """
@@ -70,7 +70,7 @@ def running_server(directory: Path, capacity: int, settings: Sequence[str] = ())
 
 
 def _await_answer(child: BenchChild, endpoint: str) -> None:
-    """Returns with the first answer. A bare socket: a client's pauses between its tries would be measured too."""
+    """Return with the first answer. A bare socket: a client's pauses between its tries would be measured too."""
     context = zmq.Context()
     try:
         dealer = context.socket(zmq.DEALER)
@@ -87,7 +87,7 @@ def _await_answer(child: BenchChild, endpoint: str) -> None:
 
 
 def status(client: KVClient) -> dict[str, Any]:
-    """The document of REPORT_STATUS."""
+    """Return the document of REPORT_STATUS."""
     document: dict[str, Any] = msgspec.json.decode(client.request("REPORT_STATUS", m.Empty(), m.StatusReply).document)
     return document
 
@@ -99,7 +99,7 @@ def _arena_ready(client: KVClient) -> bool:
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """Resident memory in bytes. The arena is shared memory, so `shmem` is left out of what a server costs."""
+    """Resident memory in bytes. The arena is shared memory, so `shmem` is left out of a server's cost."""
 
     anon: int
     file: int
@@ -115,7 +115,7 @@ def resident(pid: int) -> Resident:
 
 
 def parse_status(text: str) -> Resident:
-    """From the text of /proc/PID/status. Raises `ValueError` if it names no such sizes."""
+    """Parse the text of /proc/PID/status. Raises `ValueError` if the sizes are missing."""
     sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(Rss\w+):\s*(\d+) kB$", text, re.MULTILINE)}
     try:
         return Resident(sizes["RssAnon"], sizes["RssFile"], sizes["RssShmem"])
@@ -124,24 +124,25 @@ def parse_status(text: str) -> Resident:
 
 
 def has_mapped(pid: int, library: str) -> bool:
-    """Whether a file whose name contains `library` is mapped by the process."""
+    """Return whether a file whose name contains `library` is mapped by the process."""
     return library in Path(f"/proc/{pid}/maps").read_text()
 
 
 def idle_cores(pid: int, seconds: float) -> float:
-    """The share of a core that the process uses during the next `seconds`. Blocks so long."""
+    """Return the share of a core that the process uses during the next `seconds`. Blocks so long."""
     before, started = run_ns(pid), time.perf_counter_ns()
     time.sleep(seconds)
     return (run_ns(pid) - before) / (time.perf_counter_ns() - started)
 
 
 def run_ns(pid: int) -> int:
-    """Nanoseconds that the process's threads have run; ticks of 10 ms are too coarse for an idle process."""
+    """Return the nanoseconds that the process's threads have run; ticks of 10 ms are too coarse for an idle process."""
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 class PeakMeter:
-    """Starts when made. Where the kernel cannot reset a process's peak, what it reached before counts as well."""
+    """The peak of a process's memory since the constructor. Where the kernel cannot reset the peak, an earlier one
+    counts as well."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -150,13 +151,15 @@ class PeakMeter:
         self._before = resident(pid)
 
     def growth(self) -> int:
-        """Bytes above those at the start, at the highest. Shared memory that was mapped since then counts, too."""
+        """Return the bytes above those at the start, at the highest. Shared memory that was mapped since then counts,
+        too."""
         before = self._before.excluding_shared + self._before.shmem
         return max(parse_peak(Path(f"/proc/{self._pid}/status").read_text()) - before, 0)
 
 
 def parse_peak(text: str) -> int:
-    """The highest resident memory in bytes, from the text of /proc/PID/status. Raises `ValueError` without it."""
+    """Return the highest resident memory in bytes, from the text of /proc/PID/status. Raises `ValueError` without
+    it."""
     found = re.search(r"^VmHWM:\s*(\d+) kB$", text, re.MULTILINE)
     if found is None:
         raise ValueError("no VmHWM in the status of a process")

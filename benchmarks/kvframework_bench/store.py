@@ -29,8 +29,8 @@ def bench_store(
     shuffled: bool = True,
     stage: Stage = no_progress,
 ) -> StoreFigures:
-    """Takes some seconds a shape. Raises `BenchFailed`; `WrongBytes` if a single byte that came back is wrong, and
-    `BenchUnavailable` without torch or the path."""
+    """Measure the shapes; takes some seconds each. Raises `BenchFailed`; `WrongBytes` if a single retrieved byte is
+    wrong, and `BenchUnavailable` without torch or the path."""
     require_torch()
     options = transport_options(path, PluginRegistry())
     figures = [_shape(shape, path, options, shuffled=shuffled, stage=stage) for shape in shapes]

@@ -26,13 +26,13 @@ from kvframework_bench.scale.figures import ScaleFigures, scale_tables
 
 
 def headline(document: Document) -> str:
-    """The machine, its GPU if that is what was measured, and the versions, in one line."""
+    """Return the machine, its GPU if that was measured, and the versions, in one line."""
     gpu = f"{document.figures.gpu.name}; " if isinstance(document.figures, CudaFigures) else ""
     return gpu + machine_line(document.machine)
 
 
 def machine_line(machine: Machine) -> str:
-    """The same, of a machine."""
+    """Return the machine in one line."""
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     return (
         f"{machine.cpu}, {machine.cores} cores, {ByteSize(machine.memory_bytes)}, Linux {machine.kernel}; "
@@ -41,7 +41,7 @@ def machine_line(machine: Machine) -> str:
 
 
 def warning(document: Document) -> str:
-    """What makes the figures doubtful; "" if nothing does."""
+    """Return the reason to doubt the figures; "" if there is none."""
     load, warnings = document.load, []
     if load.busy:
         warnings.append(
@@ -54,7 +54,7 @@ def warning(document: Document) -> str:
 
 
 def tables(document: Document, *, markdown: bool = False) -> list[Table]:
-    """The tables of one document."""
+    """Return the tables of one document."""
     figures = document.figures
     if isinstance(figures, HostFigures):
         made = [_copies(figures), _echoes(figures), _transfers(figures.transfers), _server(figures.server)]

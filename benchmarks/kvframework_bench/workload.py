@@ -1,4 +1,4 @@
-"""The shapes of KV that stores are measured with, their targets, and the choice of the transfer path."""
+"""The shapes of KV for stores, their targets, and the choice of the transfer path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_TOKENS = 16
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """One model's KV and the tokens of one request. `target_ratio` is the share of `copy` that is aimed at."""
+    """One model's KV and the tokens of one request. `target_ratio` is the target share of `copy`."""
 
     name: str
     layers: int
@@ -66,7 +66,8 @@ class TransferPath(str, enum.Enum):
 
 
 def transport_options(path: TransferPath, plugins: PluginRegistry) -> dict[str, object]:
-    """What makes the transport take `path`. Raises `BenchUnavailable` if it has no choice and takes another one."""
+    """Return the options with which the transport takes `path`. Raises `BenchUnavailable` if it has no choice and takes
+    another one."""
     provider = plugins.resolve("transport", TRANSPORT, where="bench store")
     if _OPTION in provider.options.__struct_fields__:
         return {_OPTION: path.value}

@@ -20,7 +20,7 @@ ECHO, PUT, PUT_LAST, GET = b"echo", b"put", b"put last", b"get"
 
 
 def serve(endpoint: str, end_fd: int) -> None:
-    """Serves until `end_fd` is readable. Blocks."""
+    """Serve until `end_fd` is readable. Blocks."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     poller = zmq.Poller()
@@ -53,7 +53,7 @@ _TIMEOUT_MS = 20_000
 
 
 class ZmqPeer:
-    """A connected DEALER. Every call blocks until its answer is here and returns the seconds that took.
+    """A connected DEALER. Every call blocks until its answer arrives and returns the seconds.
 
     Raises `BenchFailed` if there is none. For one thread.
     """
@@ -69,7 +69,7 @@ class ZmqPeer:
         return self._child.pid
 
     def echo(self, payload: bytes) -> float:
-        """One message there and back."""
+        """Send one message there and back."""
         started = time.perf_counter()
         self._dealer.send_multipart([ECHO, payload])
         answer = self._receive()
@@ -79,7 +79,7 @@ class ZmqPeer:
         return seconds
 
     def put(self, nbytes: int, frame_bytes: int) -> float:
-        """Sends `nbytes` in messages of `frame_bytes`, without a copy here."""
+        """Send `nbytes` in messages of `frame_bytes`, without a copy here."""
         sizes = _cut(nbytes, frame_bytes)
         frames = [self._frame(size) for size in sizes]
         started = time.perf_counter()
@@ -90,7 +90,7 @@ class ZmqPeer:
         return time.perf_counter() - started
 
     def get(self, nbytes: int, frame_bytes: int) -> float:
-        """Receives `nbytes` in messages of `frame_bytes`, a divisor, without a copy here."""
+        """Receive `nbytes` in messages of `frame_bytes`, a divisor, without a copy here."""
         count, rest = divmod(nbytes, frame_bytes)
         if rest:
             raise ValueError(f"{nbytes} bytes are no whole number of messages of {frame_bytes}")
@@ -112,7 +112,8 @@ class ZmqPeer:
 
 @contextmanager
 def running_zmq_peer(directory: Path) -> Iterator[ZmqPeer]:
-    """A new peer process on an `ipc://` socket in `directory`. Waits for its first answer; ends it on the way out."""
+    """Yield a new peer process on an `ipc://` socket in `directory`. Waits for its first answer; the process ends with
+    the context."""
     endpoint = f"ipc://{directory}/bare.sock"
     context = zmq.Context()
     try:

@@ -1,4 +1,4 @@
-"""The commands as processes: that they run and which fields they print. No figure is asserted."""
+"""The commands as processes: that they run, and the fields that they print. No figure is asserted."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_interrupted_bench_leaves_nothing_behind(number: signal.Signals, tmp_
 
 @pytest.mark.redis
 def test_a_stalled_redis_is_not_left_behind() -> None:
-    """It is stopped, and so hears no SIGTERM."""
+    """It is stopped, and so does not react to SIGTERM."""
     command = [*COMMAND, "l2", "--part", "stalled"]
     process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:

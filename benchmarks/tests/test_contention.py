@@ -1,4 +1,5 @@
-"""The bench of an engine next to others: what disturbs really does and always ends, and a hit's cost is separated."""
+"""The bench of an engine next to others: a disturbance really happens and always ends, and a hit's cost is
+separated."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ TINY = msgspec.structs.replace(SHAPES["1kb"].quick(), tokens=256)
 
 
 def spin(seconds: float) -> None:
-    """Spends so much processor time of this thread."""
+    """Spend `seconds` of processor time of this thread."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -43,7 +44,7 @@ def spin(seconds: float) -> None:
 
 
 class Switch:
-    """A disturbance that notes what happens to it."""
+    """A disturbance that records its calls."""
 
     def __init__(self) -> None:
         self.on = False
@@ -130,7 +131,7 @@ def test_a_spinner_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_killed_bench_leaves_no_stopped_spinner(tmp_path: Path) -> None:
-    """Nobody would ever continue it."""
+    """No process would ever continue it."""
     program = (
         "import pathlib, sys\n"
         "from kvframework_bench.contention.spinners import running_spinners\n"
@@ -154,7 +155,7 @@ def zombie(pid: int) -> bool:
         return True
 
 
-# where it goes
+# the profile
 
 
 def test_the_hottest_functions_are_those_with_most_own_time() -> None:

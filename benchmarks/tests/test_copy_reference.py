@@ -58,7 +58,7 @@ def test_without_numpy_and_torch_there_is_still_a_copy(monkeypatch: pytest.Monke
 
 
 def test_streaming_stores_are_those_of_a_process_of_their_own() -> None:
-    """It is told so before it starts; an odd size is copied whole, too, or it would not have begun."""
+    """Its environment is set before it starts; an odd size is copied whole too, otherwise it would not have begun."""
     with streaming_copies(NBYTES + 13, 2) as ways:
         assert [way.name for way in ways] == ["streaming stores, 1 thread", "streaming stores, 2 threads"]
         assert all(way.nbytes == NBYTES + 13 and 0 < way.run() < 60 for way in ways)

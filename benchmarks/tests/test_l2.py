@@ -1,4 +1,4 @@
-"""`bench l2` with tiny sizes: what it verifies, what it claims, and what it says of what is not here."""
+"""`bench l2` with tiny sizes: its verification, its claims, and its report of missing parts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_spread(spread: Spread) -> bool:
 
 
 class Counting:
-    """A stage that must be walked to its end."""
+    """A stage that must run to its end."""
 
     def __init__(self, _title: str, total: int) -> None:
         self.left = total
@@ -181,7 +181,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_lookups_beside_a_stalled_redis() -> None:
     figures = bench_l2(TINY, parts=["stalled"], stage=Counting)
     (row,) = figures.stalled
-    # Redis has stopped: what was stored after that is still to be written.
+    # Redis has stopped: objects stored after that are still pending.
     assert row.write_pending == 4
     assert row.without_l2.samples == row.stalled.samples == 6
     assert is_spread(row.ratio)

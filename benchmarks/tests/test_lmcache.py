@@ -38,7 +38,7 @@ TINY = Shape("tiny", layers=2, heads=1, head_dim=16, tokens=512, target_ratio=0,
 
 
 class StandIn:
-    """Copies blocks within the process; `flips` one bit of what it gives back over the path that `flips` names."""
+    """Copies blocks within the process; flips one bit of the result over the path that `flips` names."""
 
     def __init__(self, kv: dict[str, torch.Tensor], way: str, *, flips: bool) -> None:
         self.way = way

@@ -1,4 +1,4 @@
-"""What the benches read of /proc: who else is busy, and what a process costs."""
+"""The benches' readings of /proc: the load by others, and the cost of a process."""
 
 from __future__ import annotations
 

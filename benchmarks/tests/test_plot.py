@@ -1,4 +1,4 @@
-"""Pictures of figures: what is in them, and what is said before anything is measured."""
+"""Pictures of figures: their content, and the errors before any measurement."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SETTINGS = ["server.chunk_size=16"]
 
 @contextmanager
 def client_process(capacity: int) -> Iterator[tuple[ClientProcess, FullServer, ZmqPeer]]:
-    """A client of a server with so many bytes of L1."""
+    """Yield a client of a server with `capacity` bytes of L1."""
     with (
         scratch() as directory,
         running_zmq_peer(directory) as peer,
@@ -78,7 +78,7 @@ def test_the_command_measures_the_steps_it_is_told() -> None:
 
 
 def test_a_full_server_still_has_what_is_asked_for() -> None:
-    """Its stores evict, and the prompts that are asked for must not be among those."""
+    """Its stores evict, and the requested prompts must not be among the evicted."""
     prompts = 8
     with client_process(prompts * CHUNKS * 4096) as (client, server, peer):
         client.do(Fill(0, prompts))
@@ -94,7 +94,7 @@ def test_a_full_server_still_has_what_is_asked_for() -> None:
 
 
 def test_the_server_s_time_counts_from_the_first_order() -> None:
-    """Next to other processes the clients may have done all they were asked for before the bench runs again."""
+    """Next to other processes the clients may have finished before the bench runs again."""
 
     class Prompt:
         """A client that has answered by the time it got its command."""

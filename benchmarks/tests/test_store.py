@@ -1,4 +1,4 @@
-"""`bench store` with a tiny shape: what it verifies, and that nothing wrong is ever reported."""
+"""`bench store` with a tiny shape: its verification, and that no wrong bytes are ever reported as good."""
 
 from __future__ import annotations
 

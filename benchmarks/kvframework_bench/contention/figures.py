@@ -23,7 +23,9 @@ class SpinningTransfers(msgspec.Struct, frozen=True):
     """Stores or retrieves, on a quiet machine and next to the spinners.
 
     `quiet_ratio_to_copy` and `ratio_to_copy` are shares of the speed of `copy` on a quiet machine, the latter next to
-    the spinners; `ratio_to_quiet` is a share of the own speed there. `target_ratio` is that of `ratio_to_copy`."""
+    the spinners; `ratio_to_quiet` is a share of the same transfer's speed there. `target_ratio` is that of
+    `ratio_to_copy`.
+    """
 
     operation: str
     quiet_gb_s: Spread
@@ -35,9 +37,9 @@ class SpinningTransfers(msgspec.Struct, frozen=True):
 
 
 class SpinningShape(msgspec.Struct, frozen=True):
-    """`spun_cores` is how much of a core each spinner had while it was not stopped. `copy_ratio_to_quiet` is what the
-    spinners leave to `copy` itself. `verified` says that every byte was compared after the first and after the last
-    round, next to the spinners."""
+    """One shape's figures. `spun_cores` is the share of a core that each spinner had while it was not stopped.
+    `copy_ratio_to_quiet` is the share of `copy`'s own speed that is left next to the spinners. `verified` says that
+    every byte was compared after the first and after the last round, next to the spinners."""
 
     shape: str
     nbytes: int
@@ -64,7 +66,8 @@ class StoringLookup(msgspec.Struct, frozen=True):
 
 
 class StoringFigures(msgspec.Struct, frozen=True):
-    """What the other client stored meanwhile: prompts of `prompt_bytes`, so many a round, at this speed of its own."""
+    """The stores of the other client meanwhile: prompts of `prompt_bytes`, their number a round, and the speed of its
+    own."""
 
     shape: str
     prompt_bytes: int
@@ -76,8 +79,8 @@ class StoringFigures(msgspec.Struct, frozen=True):
 class HitRow(msgspec.Struct, frozen=True):
     """One hit: LOOKUP, retrieve and free of a request that is hashed. Processor time of all threads of the engine's
     process, in microseconds: `processor_us` of it all, `copy_us` of the copy, `overhead_us` of the rest, hit by hit;
-    `asking_us` of that rest is the thread's that asks, the others are the connection's. `wall_us` is what went by.
-    `target_us` is meant for the median of `overhead_us`."""
+    `asking_us` is the part of that rest in the asking thread, the others are the connection's. `wall_us` is the wall
+    time. `target_us` is meant for the median of `overhead_us`."""
 
     shape: str
     tokens: int
@@ -102,7 +105,7 @@ class HotSpot(msgspec.Struct, frozen=True):
 
 
 class HitFigures(msgspec.Struct, frozen=True):
-    """`hot_spots` are of `profiled` hits of the shape `profiled_shape`, in the thread that asks, the copy left out."""
+    """`hot_spots` are of `profiled` hits of the shape `profiled_shape`, in the asking thread, without the copy."""
 
     rows: list[HitRow]
     profiled_shape: str
@@ -111,7 +114,7 @@ class HitFigures(msgspec.Struct, frozen=True):
 
 
 class ContentionFigures(msgspec.Struct, frozen=True):
-    """A part that was left out or not asked for is None or empty."""
+    """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
     spinning: list[SpinningShape]
     storing: StoringFigures | None
@@ -120,7 +123,7 @@ class ContentionFigures(msgspec.Struct, frozen=True):
 
 
 def contention_tables(figures: ContentionFigures) -> list[Table]:
-    """One or two tables for each part that has figures, and one for what has none."""
+    """Return one or two tables for each part that has figures, and one for those without."""
     made = []
     if figures.spinning:
         made.append(_spinning(figures.spinning))

@@ -31,7 +31,8 @@ _TOP = 8
 
 
 def bench_hit(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> HitFigures:
-    """Raises `BenchUnavailable` without torch or the copy kernel, `BenchFailed` if a hit is none, and `WrongBytes`."""
+    """Measure hits. Raises `BenchUnavailable` without torch or the copy kernel, `BenchFailed` if a hit is a miss, and
+    `WrongBytes`."""
     require_torch()
     options = transport_options(TransferPath.arena, registry)
     rows = []
@@ -52,8 +53,8 @@ def bench_hit(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: St
 
 
 class Cost(NamedTuple):
-    """Of one hit, in seconds: what went by; processor time of the process, of its copy, and of the thread that asks,
-    this without the copy."""
+    """The cost of one hit, in seconds: wall time; processor time of the process, of its copy, and of the asking thread
+    without the copy."""
 
     wall: float
     processor: float
@@ -62,7 +63,7 @@ class Cost(NamedTuple):
 
 
 class Hits:
-    """Hits of the one prompt that is stored. For one thread."""
+    """Hits of the one stored prompt. For one thread."""
 
     def __init__(self, transfers: Transfers, clock: CopyClock, tokens: int) -> None:
         self.transfers = transfers
@@ -71,7 +72,7 @@ class Hits:
         self._scheduler = transfers.scheduler()
 
     def hit(self) -> None:
-        """LOOKUP, retrieve, free. Raises `BenchFailed` unless all of it was a hit."""
+        """Run LOOKUP, retrieve, free. Raises `BenchFailed` unless all of it was a hit."""
         found = self._scheduler.lookup(self.transfers.request)
         if found.hit_tokens != self._tokens:
             raise BenchFailed(f"a lookup found {found.hit_tokens} tokens", available=f"{self._tokens} were expected")
@@ -79,7 +80,7 @@ class Hits:
         self._scheduler.free(found)
 
     def measured(self) -> Cost:
-        """One hit. Raises `BenchFailed`, also if its copy was not seen."""
+        """Return the cost of one hit. Raises `BenchFailed`, also if its copy was not seen."""
         clock = self._clock
         calls, copied, copied_here = clock.calls, clock.seconds, clock.own
         started, before, before_here = time.perf_counter(), time.process_time(), time.thread_time()
@@ -94,7 +95,7 @@ class Hits:
 
 @contextmanager
 def _running_hits(shape: Shape, directory: Path, options: dict[str, object]) -> Iterator[Hits]:
-    """Of a prompt in a new server's L1, all pages of it mapped here and its bytes compared."""
+    """Yield hits of a prompt in a new server's L1, with all of its pages mapped here and its bytes compared."""
     from kvframework_bench.engine import PagedMemory, Transfers
 
     with ExitStack() as stack:

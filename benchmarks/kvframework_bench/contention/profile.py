@@ -24,8 +24,8 @@ FILE = __file__
 
 
 class CopyClock:
-    """Processor time within `calls` copies so far, in seconds: of all threads of this process, and `own` of the thread
-    that asks for them."""
+    """Processor time within `calls` copies so far, in seconds: of all threads of this process, and `own` of the asking
+    thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,7 +33,7 @@ class CopyClock:
         self.calls = 0
 
     def around(self, copy: Callable[..., int]) -> Callable[..., int]:
-        """`copy`, timed. It starts and joins its own threads, whose time counts."""
+        """Return `copy`, timed. It starts and joins its own threads, whose time counts."""
 
         def timed_copy(*arguments: object) -> int:
             before, own_before = time.process_time(), time.thread_time()
@@ -49,7 +49,8 @@ class CopyClock:
 
 @contextmanager
 def copy_clock() -> Iterator[CopyClock]:
-    """Runs for the copies of whatever registers within the context. Raises `BenchUnavailable` without the kernel."""
+    """Run the clock for the copies of instances that register within the context. Raises `BenchUnavailable` without the
+    kernel."""
     if kernel.load_kernel() is None:
         raise BenchUnavailable(
             "the copy kernel of transport cpu_gather was not built", hint="install it where there is a C compiler"
@@ -59,12 +60,12 @@ def copy_clock() -> Iterator[CopyClock]:
         yield clock
 
 
-# It counts its own end among the calls.
+# The profiler counts its own end among the calls.
 _PROFILER = "_lsprof"
 
 
 class Entry(NamedTuple):
-    """What the profiler says of a function: its code (the name of one that has none), calls, and own seconds."""
+    """The profiler's entry of a function: its code (its name if it has none), calls, and own seconds."""
 
     code: CodeType | str
     calls: int
@@ -72,7 +73,7 @@ class Entry(NamedTuple):
 
 
 def profiled(call: Callable[[], object], count: int) -> list[Entry]:
-    """`count` calls under the profiler, whose clock is this thread's processor time: who waits costs nothing."""
+    """Make `count` calls under the profiler, whose clock is this thread's processor time: waiting costs nothing."""
     profile = cProfile.Profile(time.thread_time_ns, 1e-9)
     for _ in range(count):
         profile.runcall(call)
@@ -85,7 +86,7 @@ def profiled(call: Callable[[], object], count: int) -> list[Entry]:
 
 
 def hottest(entries: Iterable[Entry], count: int, *, top: int, without: Collection[str]) -> list[HotSpot]:
-    """The `top` functions by own time, of `count` calls, but for those of the files `without`."""
+    """Return the `top` functions by own time, of `count` calls, except those of the files `without`."""
     kept = [entry for entry in entries if isinstance(entry.code, str) or entry.code.co_filename not in without]
     total = sum(entry.own_s for entry in kept)
     ordered = sorted(kept, key=lambda entry: entry.own_s, reverse=True)[:top]

@@ -24,8 +24,8 @@ T = TypeVar("T")
 def bench_contention(
     sizes: Sizes = FULL, *, parts: Collection[str] = PARTS, stage: Stage = no_progress
 ) -> ContentionFigures:
-    """Takes about a minute. For the main thread. A part that cannot be measured here is named in the figures. Raises
-    `BenchFailed`, and `WrongBytes` if what is retrieved is not what was stored."""
+    """Run the parts; takes about a minute. For the main thread. A part that cannot be measured here is named in the
+    figures. Raises `BenchFailed`, and `WrongBytes` if a retrieved byte differs from the stored one."""
     registry = PluginRegistry()
     skipped: list[Skipped] = []
 

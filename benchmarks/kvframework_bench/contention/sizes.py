@@ -6,7 +6,7 @@ import msgspec
 
 from kvframework_bench.workload import SHAPES, Shape
 
-# What spinners leave of the share of `copy` that a quiet machine reaches.
+# The share of `copy`'s quiet ratio that spinners leave.
 SPINNING_RATIO = 0.5
 # LOOKUP's p99 next to stores, in units of its quiet p99.
 STORING_P99_RATIO = 5.0
@@ -14,9 +14,9 @@ HIT_US = 300.0
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """`storing` is what the other client stores, with room for `storing_prompts` of it in L1; lookups are
-    `lookup_calls` a round, of each length, quiet and next to it. `hits` are of shape and number; the first shape is
-    profiled, `profiled` hits of it."""
+    """The sizes of all parts. The other client stores prompts of `storing`, with room for `storing_prompts` of them in
+    L1; lookups are `lookup_calls` a round, of each length, quiet and next to it. `hits` are of shape and number; the
+    first shape is profiled, `profiled` hits of it."""
 
     shapes: tuple[Shape, ...] = tuple(SHAPES.values())
     lookup_tokens: tuple[int, ...] = (1024, 32768)

@@ -1,6 +1,6 @@
-"""Spinners: child processes that are stopped (SIGSTOP), and continued (SIGCONT) while something is measured.
+"""Spinners: child processes that are stopped (SIGSTOP), and continued (SIGCONT) during a measurement.
 
-`python -m kvframework_bench.contention.spinners PARENT` prints one line, then takes all of a core it can have
+`python -m kvframework_bench.contention.spinners PARENT` prints one line, then uses as much of a core as it can get
 until it is killed, with its parent at the latest.
 """
 
@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int) -> None:
-    """Never returns."""
+    """Spin; never returns."""
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) or os.getppid() != parent:
         sys.exit("the parent has ended")
     os.write(sys.stdout.fileno(), b"spinning\n")
@@ -39,23 +39,24 @@ _SEEN_S = 0.0001
 
 
 class Spinner(BenchChild):
-    """`running_spinners` starts one, stopped."""
+    """One spinner. `running_spinners` starts it, stopped."""
 
     def __init__(self, name: str, directory: Path) -> None:
         command = [sys.executable, "-m", "kvframework_bench.contention.spinners", str(os.getpid())]
         super().__init__(name, command, directory, piped=True)
 
     def stop(self) -> None:
-        """At once: a stopped one hears nothing but SIGKILL."""
+        """Kill it at once: a stopped process reacts to no other signal."""
         self.kill()
 
     def send(self, number: signal.Signals) -> None:
-        """Raises `BenchFailed` if it has ended."""
+        """Send a signal. Raises `BenchFailed` if the process has ended."""
         self.check_alive()
         self._process.send_signal(number)
 
     def spun_s(self) -> float:
-        """Processor time so far. By the process's clock: what `/proc` says of a running process is of its last tick."""
+        """Return the processor time so far, by the process's clock: `/proc` has that of a running process only up to
+        its last tick."""
         self.check_alive()
         clock = ctypes.c_int()
         if _clock_of(self.pid, ctypes.byref(clock)):
@@ -71,7 +72,8 @@ class Spinner(BenchChild):
 
 
 class Spinners:
-    """A `Disturbance`. `cores` are the cores that each of them had between `begin` and `end`: one figure each time."""
+    """All spinners, as a `Disturbance`. `cores` are the cores that each of them had between `begin` and `end`: one
+    figure each time."""
 
     def __init__(self, spinners: Sequence[Spinner]) -> None:
         self.count = len(spinners)
@@ -80,7 +82,7 @@ class Spinners:
         self._since: tuple[float, float] | None = None
 
     def begin(self) -> None:
-        """Returns once each of them has run. Raises `BenchFailed` if one does not."""
+        """Continue them, and return once each of them has run. Raises `BenchFailed` if one does not."""
         if self._since is not None:
             return
         goals = [spinner.spun_s() + _SEEN_S for spinner in self._spinners]
@@ -91,7 +93,7 @@ class Spinners:
         self._since = time.perf_counter(), self._spun_s()
 
     def end(self) -> None:
-        """Returns once all are stopped. Raises `BenchFailed` if one has ended."""
+        """Stop them, and return once all are stopped. Raises `BenchFailed` if one has ended."""
         if self._since is None:
             return
         began, before = self._since
@@ -100,7 +102,7 @@ class Spinners:
         self.halt()
 
     def halt(self) -> None:
-        """Returns once all are stopped."""
+        """Return once all are stopped."""
         for spinner in self._spinners:
             spinner.send(signal.SIGSTOP)
         for spinner in self._spinners:
@@ -112,8 +114,8 @@ class Spinners:
 
 @contextmanager
 def running_spinners(directory: Path, count: int | None = None) -> Iterator[Spinners]:
-    """`count` of them (default: one for each core but one, at least one), stopped. They are killed on the way out, and
-    with this process. Call it in the main thread. Raises `BenchFailed`."""
+    """Yield `count` spinners (default: one for each core but one, at least one), stopped. They are killed on the way
+    out, and with this process. Call it in the main thread. Raises `BenchFailed`."""
     with ExitStack() as stack:
         made = []
         for index in range(max(cores() - 1, 1) if count is None else count):

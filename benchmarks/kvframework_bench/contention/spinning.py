@@ -23,7 +23,8 @@ _ARENA_SLACK = 32 << 20
 
 
 def bench_spinning(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> list[SpinningShape]:
-    """Raises `BenchUnavailable` without torch, `BenchFailed`, and `WrongBytes` if a byte that came back is wrong."""
+    """Measure the shapes. Raises `BenchUnavailable` without torch, `BenchFailed`, and `WrongBytes` if a retrieved byte
+    is wrong."""
     require_torch()
     options = transport_options(TransferPath.arena, registry)
     return [_shape(shape, directory, options, stage) for shape in sizes.shapes]

@@ -22,12 +22,13 @@ from kvframework_bench.rounds import Case, Latency, Rounds, Spread, measure_quie
 from kvframework_bench.server import running_server, status
 from kvframework_bench.workload import TransferPath, transport_options
 
-# Of the prompt that is looked up, and next to it.
+# Room in L1 for the prompt of the lookups, and beside it.
 _ARENA_SLACK = 8 << 20
 
 
 def bench_storing(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> StoringFigures:
-    """Raises `BenchUnavailable` without torch, and `BenchFailed`, also if a lookup is wrong or nothing was stored."""
+    """Measure lookups. Raises `BenchUnavailable` without torch, and `BenchFailed`, also if a lookup is wrong or nothing
+    was stored."""
     require_torch()
     options = transport_options(TransferPath.arena, registry)
     capacity = sizes.storing.nbytes * sizes.storing_prompts + _ARENA_SLACK
@@ -88,7 +89,7 @@ def _end_round(pin: _Pin, advance: Callable[[], None]) -> None:
 
 
 class _Pin:
-    """A ticket that keeps what is looked up in L1, whatever is stored there. Its time ends, so it is renewed."""
+    """A ticket that keeps the looked-up prompt in L1 against all stores. Its time ends, so it is renewed."""
 
     def __init__(self, scheduler: SchedulerAdapter, request: RequestHashes) -> None:
         self._scheduler = scheduler

@@ -34,7 +34,8 @@ _INSTANCE = 2
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where to connect to, what to store, how the transport moves it, and how many stores come before the answer."""
+    """The client's start: the server's endpoint, the shape to store, the transport's options, and the number of stores
+    before the answer."""
 
     server: str
     shape: Shape
@@ -43,7 +44,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """How many stores ended, each of all its chunks, and the seconds that went by. `error`: why there are no more."""
+    """The number of complete stores, and their wall time in seconds. `error`: the reason why they stopped."""
 
     stores: int = 0
     seconds: float = 0.0
@@ -51,7 +52,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Blocks until the standard input ends."""
+    """Run the client; blocks until the standard input ends."""
     with ExitStack() as stack:
         commands = _CommandLines()
         if not (line := commands.next()):
@@ -68,7 +69,7 @@ def main() -> None:
                 _answer(Stored(1))
                 _answer(_store_until_stopped(transfers, commands))
         except KVFrameworkError as error:
-            # The benchmark may not read the answer any more; then the log has it.
+            # The benchmark may no longer read the answer; then the log has it.
             sys.stderr.write(f"{error}\n")
             _answer(Stored(error=str(error)))
 
@@ -93,17 +94,17 @@ def _store_until_stopped(transfers: Transfers, commands: _CommandLines) -> Store
 
 
 class _CommandLines:
-    """Lines of the standard input, unbuffered, so that a look at the descriptor sends whether there is one."""
+    """Lines of the standard input, unbuffered, so that a poll of the descriptor shows whether there is one."""
 
     def __init__(self) -> None:
         self._unread = b""
 
     def ready(self) -> bool:
-        """Never blocks. Also at the end."""
+        """Return whether there is a line, or the end. Never blocks."""
         return b"\n" in self._unread or bool(select.select([0], [], [], 0)[0])
 
     def next(self) -> bytes:
-        """b"" at the end."""
+        """Return the next line, b"" at the end."""
         while b"\n" not in self._unread:
             data = os.read(0, 1 << 16)
             if not data:
@@ -118,7 +119,7 @@ def _answer(stored: Stored) -> None:
 
 
 class StoringClient:
-    """`stored` is what it did each time between `begin` and `end`."""
+    """The client as a `Disturbance`. `stored` has its report of each time between `begin` and `end`."""
 
     def __init__(self, child: BenchChild) -> None:
         self.stored: list[Stored] = []
@@ -127,14 +128,14 @@ class StoringClient:
         self._storing = False
 
     def begin(self) -> None:
-        """Returns once it has stored one prompt and is at the next. Raises `BenchFailed`."""
+        """Start its stores; returns once it has stored one prompt and is at the next. Raises `BenchFailed`."""
         if not self._storing:
             self._channel.send(b"store")
             self.receive()
             self._storing = True
 
     def end(self) -> None:
-        """Returns once it has reported what it stored, the store that was under way included. Raises `BenchFailed`."""
+        """Stop its stores; returns once it has reported them, including the one under way. Raises `BenchFailed`."""
         if not self._storing:
             return
         self._storing = False
@@ -145,7 +146,7 @@ class StoringClient:
         self.stored.append(stored)
 
     def start(self, start: Start) -> None:
-        """Returns once it is registered and has warmed up. Raises `BenchFailed`."""
+        """Return once it is registered and has warmed up. Raises `BenchFailed`."""
         self._channel.send(msgspec.json.encode(start))
         self.receive()
 
@@ -158,7 +159,7 @@ class StoringClient:
 
 @contextmanager
 def running_storing_client(directory: Path, start: Start) -> Iterator[StoringClient]:
-    """A new one, which stores nothing yet. It ends on the way out. Raises `BenchFailed`."""
+    """Yield a new client, which stores nothing yet. It ends with the context. Raises `BenchFailed`."""
     command = [sys.executable, "-m", "kvframework_bench.contention.storing_client"]
     with running("storing client", command, directory, piped=True) as child:
         client = StoringClient(child)

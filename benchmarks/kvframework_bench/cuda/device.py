@@ -34,7 +34,7 @@ class PinnedMemory(NamedTuple):
 
 
 class Device:
-    """The first GPU that this process sees. As a context manager it gives back all that was made of it."""
+    """The first GPU that this process sees. As a context manager it frees everything allocated from it."""
 
     def __init__(self) -> None:
         """Raises `BenchUnavailable` where there is no GPU, no driver, or no bindings of it."""
@@ -47,7 +47,7 @@ class Device:
             self._device = self._call("cuDeviceGet", 0)
             context = self._call("cuDevicePrimaryCtxRetain", self._device)
             self._made.callback(self._call, "cuDevicePrimaryCtxRelease", self._device)
-            # torch uses the same one.
+            # torch uses the same context.
             self._call("cuCtxSetCurrent", context)
         except BenchFailed as error:
             self._made.close()
@@ -62,12 +62,13 @@ class Device:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A context that is lost takes everything with it, and says so to each of these calls.
+        # A lost context takes all allocations with it, and fails each of these calls.
         with suppress(BenchFailed):
             self._made.close()
 
     def describe(self) -> Gpu:
-        """Its description by the driver and the kernel. The link rests between copies: ask behind some."""
+        """Return the GPU's description by the driver and the kernel. The link saves power between copies: ask right
+        after some."""
         name = bytes(self._call("cuDeviceGetName", 256, self._device)).split(b"\0", 1)[0].decode(errors="replace")
         bus = bytes(self._call("cuDeviceGetPCIBusId", 64, self._device)).split(b"\0", 1)[0].decode(errors="replace")
         version = int(self._call("cuDriverGetVersion"))
@@ -88,7 +89,7 @@ class Device:
 
     @contextmanager
     def memory(self, nbytes: int) -> Iterator[int]:
-        """An allocation of its own, of any content; its address. Raises `BenchFailed`."""
+        """Yield the address of an allocation of its own, of any content. Raises `BenchFailed`."""
         address = self._call("cuMemAlloc", nbytes)
         try:
             yield int(address)
@@ -98,7 +99,7 @@ class Device:
 
     @contextmanager
     def pinned(self, nbytes: int) -> Iterator[PinnedMemory]:
-        """Touched, of any content. Raises `BenchFailed`."""
+        """Yield pinned memory, touched, of any content. Raises `BenchFailed`."""
         address = int(self._call("cuMemHostAlloc", nbytes, 0))
         try:
             ctypes.memset(address, 1, nbytes)
@@ -108,25 +109,25 @@ class Device:
                 self._call("cuMemFreeHost", address)
 
     def stream(self) -> Any:
-        """One that waits for no other; as long as the device is open."""
+        """Return a stream that waits for no other; it lives as long as the device is open."""
         stream = self._call("cuStreamCreate", int(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._made.callback(self._call, "cuStreamDestroy", stream)
         return stream
 
     def to_host(self, host: int, device: int, nbytes: int, stream: Any) -> None:
-        """Starts one plain copy into pinned memory."""
+        """Start one plain copy into pinned memory."""
         self._call("cuMemcpyDtoHAsync", host, self._cu.CUdeviceptr(device), nbytes, stream)
 
     def to_device(self, device: int, host: int, nbytes: int, stream: Any) -> None:
-        """Starts one plain copy out of pinned memory."""
+        """Start one plain copy out of pinned memory."""
         self._call("cuMemcpyHtoDAsync", self._cu.CUdeviceptr(device), host, nbytes, stream)
 
     def fill(self, device: int, byte: int, nbytes: int) -> None:
-        """Starts to fill memory; `synchronize` waits for it as well."""
+        """Start filling memory; `synchronize` waits for it as well."""
         self._call("cuMemsetD8", self._cu.CUdeviceptr(device), byte, nbytes)
 
     def synchronize(self, stream: Any = None) -> None:
-        """Waits for a stream; None: for all that this process has the device do."""
+        """Wait for a stream; None: for all work of this process on the device."""
         if stream is None:
             self._call("cuCtxSynchronize")
         else:
@@ -141,11 +142,11 @@ class Device:
         return int(self._call("cuDeviceGetAttribute", attribute, self._device))
 
     def _call(self, name: str, *arguments: object) -> Any:
-        """The call's one value, or a list of several. Raises `BenchFailed`."""
+        """Return the call's one value, or a list of several. Raises `BenchFailed`."""
         try:
             status, *values = getattr(self._cu, name)(*arguments)
         except RuntimeError as error:
-            # The bindings find no driver, or not this call in it.
+            # The bindings find no driver, or the driver lacks this call.
             raise BenchFailed(f"{name}: {one_line(str(error))}") from None
         if status != self._cu.CUresult.CUDA_SUCCESS:
             raise BenchFailed(f"{name}: {status.name}")
@@ -153,8 +154,8 @@ class Device:
 
 
 def link_of(bus: str, devices: Path) -> str:
-    """How a GPU at a PCI address such as "0000:65:00.0" is attached, as the kernel says: "32.0 GT/s PCIe x16"; "" if
-    it does not."""
+    """Return the link of a GPU at a PCI address such as "0000:65:00.0" from the kernel: "32.0 GT/s PCIe x16"; "" if
+    unknown."""
     folder = devices / bus.lower()[-12:]
     speed, width = _line(folder / "current_link_speed"), _line(folder / "current_link_width")
     return f"{speed} x{width}" if speed and width not in ("", "0") else ""
@@ -175,7 +176,7 @@ def _line(file: Path) -> str:
 
 
 class PlainCopies:
-    """Each direction has a stream and memory of its own, in one piece. The calls give seconds."""
+    """Plain copies; each direction has a stream and memory of its own, in one piece. The calls return seconds."""
 
     def __init__(self, device: Device, places: tuple[int, int, int, int]) -> None:
         self._device = device
@@ -183,7 +184,7 @@ class PlainCopies:
         self._down, self._up = device.stream(), device.stream()
 
     def store(self, nbytes: int) -> float:
-        """From the GPU to the host."""
+        """Copy from the GPU to the host."""
 
         def run() -> None:
             self._start_down(nbytes)
@@ -192,7 +193,7 @@ class PlainCopies:
         return timed(run)
 
     def retrieve(self, nbytes: int) -> float:
-        """From the host to the GPU."""
+        """Copy from the host to the GPU."""
 
         def run() -> None:
             self._start_up(nbytes)
@@ -201,7 +202,7 @@ class PlainCopies:
         return timed(run)
 
     def both(self, nbytes: int) -> float:
-        """So many bytes each way."""
+        """Copy `nbytes` each way at once."""
 
         def run() -> None:
             self._start_up(nbytes)
@@ -220,7 +221,7 @@ class PlainCopies:
 
 @contextmanager
 def plain_copies(device: Device, largest: int) -> Iterator[PlainCopies]:
-    """Copies of at most `largest` bytes. Raises `BenchFailed` if there is not so much memory."""
+    """Yield copies of at most `largest` bytes. Raises `BenchFailed` if there is too little memory."""
     with (
         device.memory(largest) as source,
         device.memory(largest) as target,

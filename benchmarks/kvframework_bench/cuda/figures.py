@@ -12,8 +12,8 @@ from kvframework_bench.rounds import Latency, Spread
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """`cuda` is the version of CUDA that the driver speaks, `driver` the driver's own and `link` how the GPU is
-    attached; "" where the kernel does not say."""
+    """The GPU. `cuda` is the driver's version of CUDA, `driver` its own version and `link` its connection; "" where the
+    kernel has no answer."""
 
     name: str
     memory_bytes: int
@@ -35,7 +35,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class TransferRow(msgspec.Struct, frozen=True):
-    """One step of a shape. `fragment_bytes` is what lies together in one block and one layer; `both` is a store and a
+    """One step of a shape. `fragment_bytes` is the contiguous part of one block and one layer; `both` is a store and a
     retrieve at once. `target_ratio` is meant for the median of each `ratio_to_reference`."""
 
     engine: str
@@ -52,7 +52,7 @@ class TransferRow(msgspec.Struct, frozen=True):
 
 
 class SubmitRow(msgspec.Struct, frozen=True):
-    """What a submit takes of the engine's thread; `target_us` is meant for the p99."""
+    """The engine thread's time for a submit; `target_us` is meant for the p99."""
 
     operation: str
     chunks: int
@@ -62,8 +62,8 @@ class SubmitRow(msgspec.Struct, frozen=True):
 
 
 class MatmulRow(msgspec.Struct, frozen=True):
-    """The loop's time next to transfers in units of its time without, by the GPU's clock; `gb_s` is what the transfers
-    reached meanwhile. The engine "plain" is a plain pinned copy."""
+    """The loop's time next to transfers in units of its time without, by the GPU's clock; `gb_s` is the speed of the
+    transfers meanwhile. The engine "plain" is a plain pinned copy."""
 
     engine: str
     operation: str
@@ -72,7 +72,7 @@ class MatmulRow(msgspec.Struct, frozen=True):
 
 
 class MatmulFigures(msgspec.Struct, frozen=True):
-    """`quiet_tflop_s` is what the loop reaches alone, with square matrices of `size`."""
+    """The figures of `matmul`. `quiet_tflop_s` is the loop's speed alone, with square matrices of `size`."""
 
     size: int
     shape: str
@@ -95,15 +95,16 @@ class SweepRow(msgspec.Struct, frozen=True):
 
 class SweepFigures(msgspec.Struct, frozen=True):
     """`cross` is the smallest measured size from which on copy engines are at least as fast as the kernel both ways:
-    what `kernel_below` should be. None: the kernel is faster to the end."""
+    the right value of `kernel_below`. None: the kernel is faster to the end."""
 
     rows: list[SweepRow]
     cross: int | None
 
 
 class CudaFigures(msgspec.Struct, frozen=True):
-    """A part that was left out or not asked for is None or empty. `verified` says that every byte was compared, for
-    each shape and each engine, before anything was measured and behind the last round of each step."""
+    """The figures of all parts. A part that was left out or not asked for is None or empty. `verified` says that every
+    byte was compared, for each shape and each engine, before anything was measured and behind the last round of each
+    step."""
 
     gpu: Gpu
     verified: bool
@@ -115,7 +116,7 @@ class CudaFigures(msgspec.Struct, frozen=True):
 
 
 def cuda_tables(figures: CudaFigures) -> list[Table]:
-    """The GPU, a table or more for each part that has figures, and one for what has none."""
+    """Return the GPU, a table or more for each part that has figures, and one for those without."""
     made = [_gpu(figures.gpu)]
     for engine in dict.fromkeys(row.engine for row in figures.transfers):
         made.append(_transfers(engine, [row for row in figures.transfers if row.engine == engine]))

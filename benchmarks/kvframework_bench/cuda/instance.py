@@ -32,14 +32,16 @@ _ARENA_SLACK = 32 << 20
 
 
 class Timing(NamedTuple):
-    """Seconds of one transfer: `submit` of the engine's thread until the call is back, `whole` until all is moved."""
+    """Seconds of one transfer: `submit` until the call returns to the engine's thread, `whole` until all bytes are
+    moved."""
 
     submit: float
     whole: float
 
 
 class DeviceInstance:
-    """Registers at once. Raises `BenchUnavailable` if the server cannot copy so here, else what registration raises.
+    """One instance, registered by the constructor. Raises `BenchUnavailable` if the server cannot copy this way here,
+    and the errors of a registration.
 
     Every transfer is of the first `chunks` chunks of one request, whose digests are computed.
     """
@@ -60,7 +62,7 @@ class DeviceInstance:
         except DeviceLost:
             raise
         except DeviceError as error:
-            # Its copier says why nothing can copy so: an old driver, no compiler for the kernel.
+            # The copier names the cause: an old driver, no compiler for the kernel.
             raise BenchUnavailable(error.fact, where=TRANSPORT, hint=error.hint) from None
         self._request = RequestHashes(client.hasher, CHUNK_TOKENS, request_id="bench")
         self._request.extend(range(chunks * CHUNK_TOKENS))
@@ -75,14 +77,14 @@ class DeviceInstance:
         self._worker.close()
 
     def store(self, chunks: int) -> Timing:
-        """Into an empty L1. Raises `BenchFailed` unless all is stored."""
+        """Store into an empty L1. Raises `BenchFailed` unless all is stored."""
         self._clear()
         took = self._store(self._request, chunks)
         self._stored = chunks
         return took
 
     def retrieve(self, chunks: int) -> Timing:
-        """Of what was stored. Raises `BenchFailed` if it was a miss."""
+        """Retrieve the stored chunks. Raises `BenchFailed` if it was a miss."""
         self._need(chunks)
         blocks = self._blocks(self._memory.target, chunks)
         started = time.perf_counter()
@@ -92,12 +94,12 @@ class DeviceInstance:
         return Timing(submitted - started, time.perf_counter() - started)
 
     def cases(self, chunks: int) -> dict[str, Case]:
-        """`store` and `retrieve`, each giving the seconds of the whole."""
+        """Return `store` and `retrieve`, each giving the seconds of the whole."""
         return {"store": lambda: self.store(chunks).whole, "retrieve": lambda: self.retrieve(chunks).whole}
 
     def both(self, chunks: int) -> float:
-        """The seconds of a retrieve of what was stored and a store of another prompt, both at once, until both are
-        done. Raises as they do."""
+        """Return the seconds of a retrieve of the stored chunks and a store of another prompt, both at once, until both
+        are done. Raises as they do."""
         self._clear()
         self._store(self._request, chunks)
         self._stored = chunks
@@ -111,7 +113,7 @@ class DeviceInstance:
         return time.perf_counter() - started
 
     def verify(self, chunks: int) -> None:
-        """A retrieve into poisoned blocks. Raises `WrongBytes` unless what came is what the source always held."""
+        """Retrieve into poisoned blocks. Raises `WrongBytes` unless they equal the source."""
         self._memory.poison(chunks)
         self.retrieve(chunks)
         self._memory.verify(chunks)
@@ -127,7 +129,7 @@ class DeviceInstance:
         self._stored = 0
 
     def _unseen(self, chunks: int) -> RequestHashes:
-        # Its digests are another's: no time goes to hashing.
+        # Digests of another prompt: no time is spent on hashing.
         digests = os.urandom(DIGEST_BYTES * chunks)
         return RequestHashes(self._client.hasher, CHUNK_TOKENS, request_id="unseen", digests=digests)
 
@@ -163,7 +165,7 @@ class DeviceInstance:
 
 @contextmanager
 def running_client(directory: Path, engine: str, largest: int) -> Iterator[KVClient]:
-    """A client of a new server whose `engine` copies, with room in L1 for two requests of `largest` bytes. Raises
+    """Yield a client of a new server whose `engine` copies, with room in L1 for two requests of `largest` bytes. Raises
     `BenchFailed`."""
     settings = [
         f"server.chunk_size={CHUNK_TOKENS}",

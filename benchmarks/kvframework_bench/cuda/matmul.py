@@ -1,8 +1,7 @@
-"""The part `matmul`: what transfers take of the GPU's other work, by each engine, and what plain copies take.
+"""The part `matmul`: the cost of transfers for the GPU's other work, by each engine, and the cost of plain copies.
 
-A loop of matrix products, timed by the GPU's own clock, plays the engine's work. In every round it runs once
-alone and once next to each kind of transfer. Imports torch when a loop is made. For the thread that opened the
-device.
+A loop of matrix products, timed by the GPU's own clock, plays the engine's work. In every round it runs once alone and
+once next to each kind of transfer. Imports torch when a loop is made. For the thread that opened the device.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class Loop(Protocol):
     """Work of the GPU that begins with `start` and ends by itself. One run at a time."""
 
     def start(self) -> None:
-        """Never waits."""
+        """Start a run; never waits."""
 
     def ended(self) -> bool:
-        """Never waits."""
+        """Return whether the run has ended; never waits."""
 
     def seconds(self) -> float:
-        """Of the run, by the GPU's clock. Waits until it has ended."""
+        """Return the seconds of the run, by the GPU's clock. Waits until it has ended."""
 
 
 class MatmulLoop:
@@ -65,11 +64,11 @@ class MatmulLoop:
 
     @property
     def operations(self) -> int:
-        """Of one run."""
+        """The floating-point operations of one run."""
         return 2 * self._size**3 * self.products
 
     def start(self) -> None:
-        # Not on the current stream: a transfer without an event of the engine's waits for what that holds.
+        # Not on the current stream: a transfer without an event waits for the work in that.
         with self._torch.cuda.stream(self._stream):
             self._begun.record()
             for _ in range(self.products):
@@ -88,7 +87,7 @@ _QUIET = "quiet"
 
 
 def bench_matmul(sizes: Sizes, device: Device, _directory: Path, skipped: list[Skipped], stage: Stage) -> MatmulFigures:
-    """Raises `BenchUnavailable` without a torch that can use the GPU, and `BenchFailed`."""
+    """Measure the loop. Raises `BenchUnavailable` without a torch that can use the GPU, and `BenchFailed`."""
     loop = MatmulLoop(sizes.matmul_size, sizes.loop_s)
     shape, chunks = sizes.shapes[0], sizes.matmul_chunks
     rows, quiet = slowdowns(sizes, device, loop, skipped, stage)
@@ -99,7 +98,8 @@ def bench_matmul(sizes: Sizes, device: Device, _directory: Path, skipped: list[S
 def slowdowns(
     sizes: Sizes, device: Device, loop: Loop, skipped: list[Skipped], stage: Stage
 ) -> tuple[list[MatmulRow], Spread]:
-    """Of `loop` next to stores and next to retrieves of each engine and of plain copies; and its quiet seconds."""
+    """Return the slowdowns of `loop` next to stores and next to retrieves of each engine and of plain copies; and its
+    quiet seconds."""
     shape, chunks = sizes.shapes[0], sizes.matmul_chunks
     nbytes = shape.nbytes(chunks)
     transfers: dict[tuple[str, str], _LoopAndTransfers] = {}
@@ -142,7 +142,7 @@ def _alone(loop: Loop) -> float:
 
 
 class _LoopAndTransfers:
-    """The loop, with one transfer after the other until it has ended; `moved` are the seconds of all of them."""
+    """The loop, with one transfer after the other until it has ended; `moved` has the seconds of all transfers."""
 
     def __init__(self, loop: Loop, transfer: Case) -> None:
         self.moved: list[float] = []

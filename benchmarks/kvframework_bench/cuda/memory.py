@@ -27,8 +27,8 @@ _NEXT_LAYER = 1_000_003
 
 
 class DeviceMemory:
-    """One allocation a layer with `source` and `target` blocks of one request each, which lie anywhere, as after a
-    while in an engine. All of it has a content of its own. `kv` is what layouts take for tensors."""
+    """One allocation a layer with `source` and `target` blocks of one request each, which are scattered, as after a
+    while in an engine. Every byte has known content. `kv` stands for tensors in layouts."""
 
     def __init__(self, device: Device, shape: CudaShape, chunks: int, *, seed: int = 1) -> None:
         """Raises `BenchFailed` if there is not so much memory."""
@@ -49,7 +49,7 @@ class DeviceMemory:
                 self._write(pinned)
             self._stack = stack.pop_all()
         dims = shape.dims(self._blocks)
-        # Only layouts look at them, which ask for addresses and strides.
+        # Only layouts use them, for addresses and strides.
         runtime = cast("Accelerator", None)
         tensors = {
             f"layers.{index}": DeviceTensor(runtime, address, dims, contiguous(dims), shape.dtype)
@@ -66,7 +66,7 @@ class DeviceMemory:
         self._stack.close()
 
     def poison(self, chunks: int) -> None:
-        """Fills the first `chunks` of the target with one byte over and over, so that what is not loaded is seen."""
+        """Fill the first `chunks` of the target with one repeated byte, so that missing loads are seen."""
         piece = self.shape.piece_bytes
         for address in self._layers:
             for start in range(0, self._nbytes, self._blocks * piece):
@@ -75,8 +75,8 @@ class DeviceMemory:
         self._device.synchronize()
 
     def verify(self, chunks: int) -> None:
-        """Raises `WrongBytes`, naming the first place, unless the first `chunks` of the target are those that the
-        source had at the beginning, byte for byte."""
+        """Raise `WrongBytes`, naming the first place, unless the first `chunks` of the target equal the source's
+        original content, byte for byte."""
         piece, blocks = self.shape.piece_bytes, self.shape.blocks(chunks)
         with self._device.pinned(self._nbytes) as pinned:
             for layer, address in enumerate(self._layers):

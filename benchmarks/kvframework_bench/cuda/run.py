@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 
 def bench_cuda(sizes: Sizes = FULL, *, parts: Collection[str] = PARTS, stage: Stage = no_progress) -> CudaFigures:
-    """Takes some minutes. For the main thread, whose current CUDA context it sets. Raises `BenchUnavailable` without a
-    GPU, its driver or the transport, `BenchFailed`, and `WrongBytes` if a single byte that came back is wrong."""
+    """Run the parts; takes some minutes. For the main thread, whose current CUDA context it sets. Raises
+    `BenchUnavailable` without a GPU, its driver or the transport, `BenchFailed`, and `WrongBytes` if a single retrieved
+    byte is wrong."""
     if not sizes.shapes:
         raise BenchUnavailable("no shape is left to be measured", where="bench cuda")
     skipped: list[Skipped] = []

@@ -26,7 +26,7 @@ ENGINES = ("dma", "kernel")
 def bench_sweep(
     sizes: Sizes, device: Device, _directory: Path, _not_measured: list[Skipped], stage: Stage
 ) -> SweepFigures:
-    """Raises `BenchFailed`, and `WrongBytes` if a byte that came back is wrong."""
+    """Measure the sweep. Raises `BenchFailed`, and `WrongBytes` if a retrieved byte is wrong."""
     rows: list[SweepRow] = []
     shapes = [fragment_shape(size, sizes.sweep_bytes) for size in sizes.sweep_fragments]
     largest = max(shape.nbytes(chunks) for shape, chunks in shapes)
@@ -42,8 +42,8 @@ def bench_sweep(
 
 
 def crossing(rows: Sequence[SweepRow]) -> int | None:
-    """The smallest size from which on copy engines are at least as fast as the kernel, in all rows of it and of larger
-    ones; None if there is none."""
+    """Return the smallest size from which on copy engines are at least as fast as the kernel, in all rows of it and of
+    larger ones; None if there is none."""
     slower = [row.fragment_bytes for row in rows if row.dma_gb_s.median < row.kernel_gb_s.median]
     return min((row.fragment_bytes for row in rows if row.fragment_bytes > max(slower, default=0)), default=None)
 

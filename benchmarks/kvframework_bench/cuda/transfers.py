@@ -27,7 +27,7 @@ def bench_transfers(
     sizes: Sizes, device: Device, directory: Path, skipped: list[Skipped], stage: Stage
 ) -> list[TransferRow]:
     """Steps that do not fit into memory, or would take too long, are named in `skipped`. Raises `BenchFailed`, and
-    `WrongBytes` if a byte that came back is wrong."""
+    `WrongBytes` if a retrieved byte is wrong."""
     fitting = {shape: fitting_steps(sizes, shape, device, skipped) for shape in sizes.shapes}
     largest = max((shape.nbytes(max(steps)) for shape, steps in fitting.items() if steps), default=0)
     if not largest:
@@ -50,7 +50,7 @@ def bench_transfers(
 
 
 def fitting_steps(sizes: Sizes, shape: CudaShape, device: Device, skipped: list[Skipped]) -> tuple[int, ...]:
-    """The steps of `shape` for which there is memory now; the others are named."""
+    """Return the steps of `shape` for which there is memory now; the others are added to `skipped`."""
     device_free, host_free = device.free_bytes(), available_bytes()
     steps = sizes.fitting(shape, device_free=device_free, host_free=host_free)
     for chunks in sizes.chunks:
@@ -74,7 +74,7 @@ def _shape(
 ) -> list[TransferRow]:
     rows: list[TransferRow] = []
     with DeviceMemory(device, shape, steps[-1]) as memory, DeviceInstance(client, memory, steps[-1]) as instance:
-        # Of the first request the copier's preparations are a part.
+        # The first request includes the copier's preparations.
         instance.store(steps[0])
         instance.verify(steps[0])
         bytes_s = shape.nbytes(steps[0]) / instance.store(steps[0]).whole
@@ -130,7 +130,7 @@ def _row(
 
 
 def moved(nbytes: int, own: Rounds, plain: Rounds) -> Moved:
-    """Of seconds that each moved `nbytes`."""
+    """Return the figures of transfers that each moved `nbytes` in these seconds."""
     return Moved(rate_gb_s(nbytes, own), rate_gb_s(nbytes, plain), ratio(plain, own))
 
 
@@ -141,8 +141,8 @@ def _name(shape: CudaShape, chunks: int) -> str:
 def bench_submits(
     sizes: Sizes, device: Device, directory: Path, skipped: list[Skipped], stage: Stage
 ) -> list[SubmitRow]:
-    """Of the first shape, by the first engine: a submit names blocks and does not see them. One transfer at a time,
-    each waited for. Raises `BenchFailed`."""
+    """Measure submits of the first shape, by the first engine: a submit names blocks and does not read them. One
+    transfer at a time, each waited for. Raises `BenchFailed`."""
     shape = sizes.shapes[0]
     steps = fitting_steps(sizes, shape, device, skipped)
     rows: list[SubmitRow] = []

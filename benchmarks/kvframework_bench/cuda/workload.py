@@ -25,11 +25,11 @@ class CudaShape(msgspec.Struct, frozen=True):
     dtype: str = "bfloat16"
 
     def with_block(self, tokens: int) -> CudaShape:
-        """The same with blocks of so many tokens."""
+        """Return the same shape with blocks of `tokens` tokens."""
         return msgspec.structs.replace(self, block_tokens=tokens)
 
     def dims(self, blocks: int) -> tuple[int, ...]:
-        """Of one layer's tensor."""
+        """Return the dimensions of one layer's tensor."""
         return tuple(self._sizes(blocks)[axis] for axis in self.axes)
 
     def tensor_bytes(self, blocks: int) -> int:
@@ -39,12 +39,12 @@ class CudaShape(msgspec.Struct, frozen=True):
         return chunks * CHUNK_TOKENS // self.block_tokens
 
     def nbytes(self, chunks: int) -> int:
-        """Of a request of so many chunks."""
+        """Return the bytes of a request of `chunks` chunks."""
         return self.layers * self.tensor_bytes(self.blocks(chunks))
 
     @property
     def piece_bytes(self) -> int:
-        """Of a block, what lies together: all of it, or what it has of one plane."""
+        """The contiguous bytes of a block: all of it, or one plane of it."""
         inner = self.axes[self.axes.index("block") + 1 :]
         return math.prod(self._sizes(1)[axis] for axis in inner) * dtype_bytes(self.dtype)
 
@@ -86,7 +86,7 @@ def fragment_shape(fragment_bytes: int, nbytes: int) -> tuple[CudaShape, int]:
     return shape, max(nbytes // shape.nbytes(1), 1)
 
 
-# Of the speed of one plain pinned copy.
+# The target, as a share of the speed of one plain pinned copy.
 TARGET_RATIO = 0.9
 SUBMIT_US = 200.0
 
@@ -118,7 +118,8 @@ class Sizes(msgspec.Struct, frozen=True):
     reserve: int = _RESERVE
 
     def only(self, *, shapes: Collection[str], blocks: Collection[int], engines: Collection[str]) -> Sizes:
-        """What of these was named; nothing named is all. A shape is named by how it begins."""
+        """Return the sizes limited to the named ones; no name selects all. A name selects every shape that begins with
+        it."""
         return msgspec.structs.replace(
             self,
             shapes=tuple(
@@ -130,14 +131,15 @@ class Sizes(msgspec.Struct, frozen=True):
         )
 
     def fitting(self, shape: CudaShape, *, device_free: int, host_free: int) -> tuple[int, ...]:
-        """The steps that fit into what is free. On the GPU a request is there twice and each of two plain copies has
-        its memory; so it is on the host, in L1 and in pinned memory. `reserve` is for contexts and processes."""
+        """Return the steps that fit into the free memory. On the GPU a request is there twice and each of two plain
+        copies has its memory; so it is on the host, in L1 and in pinned memory. `reserve` is for contexts and
+        processes."""
         free = min(device_free, host_free) - self.reserve
         return tuple(chunks for chunks in self.chunks if 4 * shape.nbytes(chunks) <= free)
 
     def rounds_of(self, store_s: float) -> int:
-        """How many rounds a step has whose store takes so long. A round is six transfers or copies, and stores between
-        them that are not measured."""
+        """Return the number of rounds of a step whose store takes `store_s`. A round is six transfers or copies, and
+        stores between them that are not measured."""
         return max(min(int(self.row_s / (8 * store_s)), self.rounds), min(self.rounds, 3))
 
 

@@ -39,7 +39,7 @@ _FILE_SLACK = 1 << 16
 
 
 class Mode(NamedTuple):
-    """How the tier writes, and how plain files are written: past the page cache, and with a sync each."""
+    """A mode of writing, of the tier and of plain files: past the page cache, and with a sync each."""
 
     title: str
     direct: bool
@@ -51,8 +51,9 @@ class Mode(NamedTuple):
 
 
 class DiskFiles:
-    """`open_files` makes one. Every call blocks; those that are cases return the seconds of the tier or of the plain
-    file alone. `cached` is the largest share of the tier's files that was in the page cache before a cold read."""
+    """The tier's files and the plain ones, made by `open_files`. Every call blocks; those that are cases return the
+    seconds of the tier or of the plain file alone. `cached` is the largest share of the tier's files that was in the
+    page cache before a cold read."""
 
     def __init__(self, tier: Tier, tier_folder: Path, plain_folder: Path, values: Values, mode: Mode) -> None:
         self.cached = 0.0
@@ -63,19 +64,19 @@ class DiskFiles:
         self._mode = mode
         self._rooms = [memoryview(bytearray(values.nbytes + _FILE_SLACK)) for _ in values.sources]
         self._keys = keys_for(len(values.sources), b"d")
-        # As the core stores an object: behind a header of its own.
+        # As the core stores an object: after a header of its own.
         self._headers = [memoryview(bytearray(HEADER_BYTES)) for _ in self._keys]
 
     @property
     def of_tier(self) -> list[Path]:
-        """The files of the values. Raises `BenchFailed` if there is not one for each."""
+        """Return the files of the values. Raises `BenchFailed` if there is not one for each."""
         found = sorted(path for path in self._tier_folder.glob("*/*") if path.is_file())
         if len(found) != len(self._keys):
             raise BenchFailed(f"the tier holds {len(found)} files for {len(self._keys)} values")
         return found
 
     def put(self) -> float:
-        """By the tier, as new files."""
+        """Write new files by the tier."""
         self._tier.delete(self._keys, deadline=_deadline())
         parts = [[header, source] for header, source in zip(self._headers, self._values.sources, strict=True)]
         seconds = timed(lambda: expect(self._tier.put(self._keys, parts, deadline=_deadline()), Outcome.STORED))
@@ -83,7 +84,7 @@ class DiskFiles:
         return seconds
 
     def write_plain(self) -> float:
-        """As new files."""
+        """Write new plain files."""
         for path in self._plain_paths:
             path.unlink(missing_ok=True)
         seconds = write_files(self._plain_paths, self._values.sources, direct=self._mode.direct, sync=self._mode.sync)
@@ -91,16 +92,16 @@ class DiskFiles:
         return seconds
 
     def get(self) -> float:
-        """By the tier."""
+        """Read by the tier."""
         parts = [[header, target] for header, target in zip(self._headers, self._values.targets, strict=True)]
         return timed(lambda: expect(self._tier.get_into(self._keys, parts, deadline=_deadline()), Outcome.FOUND))
 
     def read_plain(self) -> float:
-        """The tier's files, whole."""
+        """Read the tier's files whole."""
         return read_files(self.of_tier, self._rooms)
 
     def cold(self, read: Case) -> Case:
-        """`read` of files that are not in the page cache, if the kernel forgets them."""
+        """Return `read` for files that are not in the page cache, if the kernel can drop them."""
 
         def run() -> float:
             drop_from_cache(self.of_tier)
@@ -110,11 +111,11 @@ class DiskFiles:
         return run
 
     def cached_now(self) -> float:
-        """The share of the tier's files that is in the page cache."""
+        """Return the share of the tier's files that is in the page cache."""
         return cached_share(self.of_tier)
 
     def verify(self) -> None:
-        """Raises `WrongBytes` unless the tier gives back what was put."""
+        """Raise `WrongBytes` unless the tier returns the stored values."""
         self._values.poison()
         self.get()
         self._values.verify("the filesystem tier")
@@ -122,7 +123,7 @@ class DiskFiles:
 
 @contextmanager
 def open_files(folder: Path, registry: PluginRegistry, values: Values, mode: Mode) -> Iterator[DiskFiles]:
-    """In two new folders below `folder`, which are removed on the way out."""
+    """Open two new folders below `folder`, which are removed at the end of the context."""
     tier_folder, plain_folder = folder / "tier", folder / "plain"
     plain_folder.mkdir()
     try:
@@ -151,7 +152,8 @@ _COLD_READ = "read, cold"
 def bench_disk(
     sizes: Sizes, folder: Path, registry: PluginRegistry, skipped: list[Skipped], stage: Stage
 ) -> DiskFigures:
-    """Raises `BenchFailed`, `WrongBytes` and `OSError`. All files are below `folder`, which is left as it was."""
+    """Measure the tier. Raises `BenchFailed`, `WrongBytes` and `OSError`. All files are below `folder`, which is
+    unchanged afterwards."""
     kind = file_system(folder)
     modes = [_DEFAULT, _BUFFERED, _SYNCED]
     if not can_bypass_cache(folder):

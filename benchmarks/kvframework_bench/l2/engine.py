@@ -32,7 +32,8 @@ _WAIT_S = 60.0
 
 
 def bench_engine(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> list[EngineRow]:
-    """Raises `BenchUnavailable` without torch, redis-py or a redis-server, `BenchFailed`, and `WrongBytes`."""
+    """Measure the loads. Raises `BenchUnavailable` without torch, redis-py or a redis-server, `BenchFailed`, and
+    `WrongBytes`."""
     require_torch()
     check_plugin(registry, "tier", "redis")
     return [_row(shape, sizes.engine_rounds, directory, stage) for shape in sizes.shapes]
@@ -87,7 +88,8 @@ def _verify(loads: _Loads) -> None:
 
 
 class _Loads:
-    """LOOKUP, polls and RETRIEVE of what only Redis has. `to_l1` are the seconds until LOOKUP's hit was pinned."""
+    """LOOKUP, polls and RETRIEVE of a prompt that only Redis has. `to_l1` are the seconds until LOOKUP's hit was
+    pinned."""
 
     def __init__(self, client: KVClient, transfers: Transfers, tokens: int) -> None:
         self.transfers = transfers
@@ -97,7 +99,7 @@ class _Loads:
         self._scheduler = transfers.scheduler()
 
     def load(self) -> float:
-        """The seconds of one. Raises `BenchFailed` unless Redis had all of it and L1 nothing."""
+        """Return the seconds of one load. Raises `BenchFailed` unless Redis had all of it and L1 nothing."""
         cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a lookup")

@@ -93,7 +93,7 @@ class MemoryRow(msgspec.Struct, frozen=True):
 
 
 class L2Figures(msgspec.Struct, frozen=True):
-    """A part that was left out or not asked for is None or empty."""
+    """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
     redis: RedisFigures | None
     engine: list[EngineRow]
@@ -104,7 +104,7 @@ class L2Figures(msgspec.Struct, frozen=True):
 
 
 def l2_tables(figures: L2Figures) -> list[Table]:
-    """A table for each part that has figures, and one for what has none."""
+    """Return a table for each part that has figures, and one for those without."""
     made = []
     if figures.redis is not None:
         made.append(_redis(figures.redis))

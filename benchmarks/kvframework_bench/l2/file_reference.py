@@ -23,8 +23,8 @@ _mincore.restype = ctypes.c_int
 
 
 def write_files(paths: Sequence[Path], values: Sequence[memoryview], *, direct: bool, sync: bool) -> float:
-    """The seconds of writing each value into a new file. `direct` bypasses the page cache (then values are page-aligned
-    and whole pages); `sync` has each file on the disk before the next."""
+    """Return the seconds of writing each value into a new file. `direct` bypasses the page cache (then values are
+    page-aligned and whole pages); `sync` has each file on the disk before the next."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     step = _DIRECT_STEP if direct else _STEP
     started = time.perf_counter()
@@ -42,7 +42,7 @@ def write_files(paths: Sequence[Path], values: Sequence[memoryview], *, direct: 
 
 
 def read_files(paths: Sequence[Path], rooms: Sequence[memoryview]) -> float:
-    """The seconds of reading each file into the beginning of a room of its own, which is at least as long."""
+    """Return the seconds of reading each file into the beginning of a room of its own, which is at least as long."""
     started = time.perf_counter()
     for path, room in zip(paths, rooms, strict=True):
         fd = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ def read_files(paths: Sequence[Path], rooms: Sequence[memoryview]) -> float:
 
 
 def can_bypass_cache(folder: Path) -> bool:
-    """Whether files in `folder` can be written past the page cache."""
+    """Return whether files in `folder` can be written past the page cache."""
     with mmap.mmap(-1, mmap.PAGESIZE) as page, contextlib.suppress(OSError):
         fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT, 0o600)
         try:
@@ -68,7 +68,7 @@ def can_bypass_cache(folder: Path) -> bool:
 
 
 def settle(paths: Sequence[Path]) -> None:
-    """Writes the files to the disk, so that no other measurement pays for them."""
+    """Write the files to the disk, so that no other measurement pays for them."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -78,7 +78,7 @@ def settle(paths: Sequence[Path]) -> None:
 
 
 def drop_from_cache(paths: Sequence[Path]) -> None:
-    """Asks the kernel to forget the files' pages, which it does for those that are on a disk."""
+    """Ask the kernel to drop the files' pages, which works for those that are on a disk."""
     settle(paths)
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -89,7 +89,7 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
 
 
 def cached_share(paths: Sequence[Path]) -> float:
-    """How much of the files is in the page cache now, from 0 to 1. Changes nothing about it."""
+    """Return the share of the files that is in the page cache now, from 0 to 1. Changes nothing about it."""
     here = total = 0
     for path in paths:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
@@ -105,7 +105,7 @@ def cached_share(paths: Sequence[Path]) -> float:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`, such as ext4; "" if the kernel does not say."""
+    """Return the type of the file system that holds `path`, such as ext4; "" if unknown."""
     resolved, best, kind = path.resolve(), -1, ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, source = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""The part `memory`: how much more a server needs outside its arena while objects go to Redis and come back."""
+"""The part `memory`: the growth of a server outside its arena while objects go to Redis and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _WAIT_S = 120.0
 
 
 def bench_memory(sizes: Sizes, directory: Path, registry: PluginRegistry, codec: str, stage: Stage) -> list[MemoryRow]:
-    """Raises `BenchUnavailable` without redis-py, a redis-server or what the codec needs, and `BenchFailed`."""
+    """Measure the growth. Raises `BenchUnavailable` without redis-py, a redis-server or the codec's packages, and
+    `BenchFailed`."""
     check_plugin(registry, "tier", "redis")
     check_plugin(registry, "codec", codec)
     prompt_bytes = sizes.object_bytes * sizes.prompt_objects
@@ -64,7 +65,7 @@ def bench_memory(sizes: Sizes, directory: Path, registry: PluginRegistry, codec:
 
 
 def like_kv(nbytes: int) -> bytes:
-    """Bytes that pack about as well as bfloat16 keys and values do: random mantissas, few exponents."""
+    """Return bytes that pack about as well as bfloat16 keys and values do: random mantissas, few exponents."""
     content = bytearray(os.urandom(nbytes))
     content[1::2] = (b"\x3e\x3f\xbe\xbf" * (nbytes // 8 + 1))[: nbytes // 2]
     return bytes(content)

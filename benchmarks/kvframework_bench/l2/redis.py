@@ -28,7 +28,7 @@ from kvframework_bench.rounds import Case, Spread, interleave, rate_gb_s, ratio,
 
 TARGET_RATIO = 0.9
 _TOOL_TIMEOUT_S = 120.0
-# What it writes to unless an option has it choose keys at random.
+# The tool's key, unless an option makes it choose keys at random.
 _TOOL_KEY = b"key:__rand_int__"
 _DEADLINE_S = 60.0
 
@@ -36,7 +36,8 @@ _DEADLINE_S = 60.0
 def bench_redis(
     sizes: Sizes, directory: Path, registry: PluginRegistry, skipped: list[Skipped], stage: Stage
 ) -> RedisFigures:
-    """Raises `BenchUnavailable` without a redis-server or redis-py, `BenchFailed`, and `WrongBytes`."""
+    """Measure the tier. Raises `BenchUnavailable` without a redis-server or redis-py, `BenchFailed`, and
+    `WrongBytes`."""
     with (
         running_redis(directory) as redis,
         bare_client(redis) as bare,
@@ -101,7 +102,7 @@ def _verify(values: Values, ways: dict[str, Case]) -> None:
 
 
 class _TierCalls:
-    """One call for all values, as a batch of the server's."""
+    """One call for all values, as a batch of the server."""
 
     def __init__(self, tier: Tier, values: Values) -> None:
         self.keys = keys_for(len(values.sources), b"t")
@@ -119,7 +120,7 @@ class _TierCalls:
 
 
 def find_tool(redis: RedisChild) -> Path:
-    """Next to the server's binary or in PATH. Raises `BenchUnavailable`."""
+    """Return the tool next to the server's binary or in PATH. Raises `BenchUnavailable`."""
     found = shutil.which("redis-benchmark", path=str(redis.binary.parent)) or shutil.which("redis-benchmark")
     if found is None:
         raise BenchUnavailable(
@@ -131,7 +132,8 @@ def find_tool(redis: RedisChild) -> Path:
 def benchmark_rates(
     tool: Path, redis: RedisChild, bare: BareRedis, *, value_bytes: int, requests: int, runs: int
 ) -> dict[str, Spread]:
-    """GB/s by command, SET and GET: one client, one request at a time. Blocks for seconds. Raises `BenchFailed`."""
+    """Return GB/s by command, SET and GET: one client, one request at a time. Blocks for seconds. Raises
+    `BenchFailed`."""
     command = [
         str(tool),
         "-s",
@@ -160,7 +162,7 @@ def benchmark_rates(
 
 
 def parse_csv(text: str) -> dict[str, float]:
-    """Requests a second by command. Raises `BenchFailed` unless SET and GET are in it."""
+    """Return requests a second by command. Raises `BenchFailed` unless SET and GET are in it."""
     rows = [row for row in csv.reader(io.StringIO(text)) if len(row) > 1]
     rates = {row[0]: float(row[1]) for row in rows if row[0] in ("SET", "GET")}
     if len(rates) != 2:

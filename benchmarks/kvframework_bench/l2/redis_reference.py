@@ -23,7 +23,7 @@ _COUNT = b"local n = 0 for _, k in ipairs(redis.call('KEYS', '*')) do n = n + re
 class BareRedis:
     """A connected client. `put` and `get` block and return the seconds they took. Raises `BenchFailed`. For one thread.
 
-    `under_way` is how many commands are sent before the first reply is awaited.
+    `under_way` is the number of commands sent before the first reply is awaited.
     """
 
     def __init__(self, sock: socket.socket, redis: RedisChild) -> None:
@@ -48,17 +48,17 @@ class BareRedis:
         return self._carry(len(keys), under_way, lambda index: self._send([_command(b"GET", keys[index])]), receive)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """At least one of them is there."""
+        """Delete the keys, at least one of which exists."""
         self._send([_command(b"DEL", *keys)])
         self._line()
 
     def stored_bytes(self) -> int:
-        """What all values are together. Redis's own accounts of its memory hold more, such as buffers of clients."""
+        """Return the bytes of all values. Redis's own counts of its memory include more, such as buffers of clients."""
         self._send([_command(b"EVAL", _COUNT, b"0")])
         return int(self._line()[1:])
 
     def info(self, section: bytes) -> dict[str, str]:
-        """A section of INFO."""
+        """Return a section of INFO."""
         self._send([_command(b"INFO", section)])
         text = bytearray(int(self._line()[1:]))
         self._receive(memoryview(text))
@@ -111,7 +111,7 @@ class BareRedis:
 
 @contextmanager
 def bare_client(redis: RedisChild) -> Iterator[BareRedis]:
-    """A client that is connected by the Unix socket."""
+    """Yield a client that is connected by the Unix socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         # The socket's own limits: Python's timeout would add a poll to every call.
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -125,7 +125,7 @@ def _command(*words: bytes) -> bytes:
 
 
 def _words(*words: bytes, last_bytes: int) -> bytes:
-    """A command up to its last word, of which only the length is known here."""
+    """Return a command up to its last word, of which only the length is known here."""
     counted = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
     return b"*%d\r\n%b$%d\r\n" % (len(words) + 1, counted, last_bytes)
 
@@ -135,12 +135,12 @@ WAYS = {"one at a time": 1, "two under way": 2}
 
 
 def bare_cases(operation: str, case: Callable[[int], float]) -> dict[str, Case]:
-    """Every way of an operation as a case of its own; `case` takes how many commands are under way."""
+    """Return every way of an operation as a case of its own; `case` takes the number of commands under way."""
     return {_name(operation, way): _with(case, under_way) for way, under_way in WAYS.items()}
 
 
 def fastest_way(operation: str, measured: Mapping[str, Rounds]) -> tuple[str, Rounds]:
-    """The way with the smallest median, and its seconds."""
+    """Return the way with the smallest median, and its seconds."""
     ways = [(way, measured[_name(operation, way)]) for way in WAYS]
     return min(ways, key=lambda each: percentile(sorted(s for samples in each[1] for s in samples), 0.5))
 

@@ -19,7 +19,7 @@ _POLL_S = 0.005
 
 
 class RedisChild(BenchChild):
-    """`running_redis` starts one."""
+    """A running Redis; `running_redis` starts it."""
 
     def __init__(self, binary: Path, directory: Path) -> None:
         self.binary = binary
@@ -28,19 +28,19 @@ class RedisChild(BenchChild):
         super().__init__("redis", redis_command(binary, self.socket), directory)
 
     def stop(self) -> None:
-        """At once: there is nothing to save, and a stalled one hears nothing but SIGKILL."""
+        """Kill it at once: there is nothing to save, and a stalled process reacts to no other signal."""
         self.kill()
 
     def stall(self) -> None:
-        """Connections stay, nothing is answered."""
+        """Stop the process: connections stay, but get no answer."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Ends a stall. Does nothing to one that has ended."""
+        """End a stall. Does nothing to a process that has ended."""
         self._process.send_signal(signal.SIGCONT)
 
     def await_ready(self) -> None:
-        """Waits until it accepts connections. Raises `BenchFailed`."""
+        """Wait until it accepts connections. Raises `BenchFailed`."""
         deadline = time.monotonic() + _START_S
         while not self._accepts():
             self.check_alive()
@@ -55,8 +55,8 @@ class RedisChild(BenchChild):
 
 @contextmanager
 def running_redis(directory: Path) -> Iterator[RedisChild]:
-    """A new one with its socket and log in `directory`, until the way out. Raises `BenchUnavailable` if there is no
-    redis-server here, and `BenchFailed`."""
+    """Yield a new Redis with its socket and log in `directory`, which ends with the context. Raises `BenchUnavailable`
+    without a redis-server, and `BenchFailed`."""
     binary = redis_binary()
     if binary is None:
         raise BenchUnavailable("no redis-server", hint=INSTALL_HINT)

@@ -32,8 +32,8 @@ def bench_l2(
     folder: Path | None = None,
     stage: Stage = no_progress,
 ) -> L2Figures:
-    """Takes about two minutes. `folder` is where the part `disk` has its files, below a new folder of its own; None:
-    where temporary files are. Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` for a folder that is none."""
+    """Run the parts; takes about two minutes. The part `disk` has its files in a new folder below `folder`; None: the
+    one for temporary files. Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` if `folder` is no folder."""
     if folder is not None and not folder.is_dir():
         raise BenchUnavailable("there is no such folder", where=str(folder))
     registry = PluginRegistry()

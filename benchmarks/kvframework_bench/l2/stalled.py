@@ -20,7 +20,8 @@ _ARENA_BYTES = 64 << 20
 
 
 def bench_stalled(sizes: Sizes, directory: Path, registry: PluginRegistry, stage: Stage) -> list[StalledRow]:
-    """Raises `BenchUnavailable` without redis-py or a redis-server, and `BenchFailed`, also if a lookup is wrong."""
+    """Measure lookups. Raises `BenchUnavailable` without redis-py or a redis-server, and `BenchFailed`, also if a
+    lookup is wrong."""
     check_plugin(registry, "tier", "redis")
     homes = [directory / name for name in ("without", "stalled")]
     for home in homes:
@@ -36,7 +37,7 @@ def bench_stalled(sizes: Sizes, directory: Path, registry: PluginRegistry, stage
         for each in prefixes:
             each.store(each.request(token_ids(max(sizes.lookup_tokens), known=True)))
         await_written(servers[1], clients[1])
-        # Servers end sooner if they get rid of what they still have to write.
+        # Servers end sooner once they can write their pending objects.
         stack.callback(redis.resume)
         redis.stall()
         # From here on the tier's threads hang: one with objects to write, one with a prompt to look for.

@@ -25,7 +25,7 @@ WHERE = "bench l2"
 
 @contextmanager
 def open_tier(registry: PluginRegistry, name: str, options: Mapping[str, object]) -> Iterator[Tier]:
-    """Closed on the way out. Raises `BenchUnavailable`."""
+    """Yield the tier, which is closed with the context. Raises `BenchUnavailable`."""
     check_plugin(registry, "tier", name)
     provider, made = resolve_table(registry, PluginTable(name, dict(options), WHERE), TierProvider)
     tier = provider.create(made, TableContext(WHERE))
@@ -36,7 +36,7 @@ def open_tier(registry: PluginRegistry, name: str, options: Mapping[str, object]
 
 
 def check_plugin(registry: PluginRegistry, kind: str, name: str) -> None:
-    """Raises `BenchUnavailable` unless it can run here."""
+    """Raise `BenchUnavailable` unless the plugin can run here."""
     try:
         registry.resolve(kind, name, where=WHERE)
     except PluginError as error:
@@ -44,12 +44,12 @@ def check_plugin(registry: PluginRegistry, kind: str, name: str) -> None:
 
 
 def keys_for(count: int, letter: bytes) -> list[PackedKey]:
-    """As long as an object's. They differ in their last byte, as digests do."""
+    """Return keys as long as an object's. They differ in their last byte, as digests do."""
     return [letter * 71 + bytes([index]) for index in range(count)]
 
 
 def expect(answers: Sequence[int | Outcome], wanted: Outcome) -> None:
-    """Raises `BenchFailed` if one is another: what failed has no speed. Bytes that were received are FOUND."""
+    """Raise `BenchFailed` if an answer is not `wanted`: a failure has no speed. Received bytes count as FOUND."""
     outcomes = [answer if isinstance(answer, Outcome) else Outcome.FOUND for answer in answers]
     others = [outcome.value for outcome in outcomes if outcome is not wanted]
     if others:
@@ -65,19 +65,19 @@ _LOSSES = ("store_failed", "write_dropped", "write_lost", "write_given_up", "err
 
 
 def redis_settings(url: str, **more: object) -> list[str]:
-    """`serve --set` of one Redis behind L1."""
+    """Return the options of `serve --set` for one Redis behind L1."""
     values = {"use": "redis", "url": url} | more
     return [f"l2.0.{key}={value}" for key, value in values.items()]
 
 
 def tier_status(client: KVClient) -> dict[str, Any]:
-    """Of the one tier."""
+    """Return the status of the one tier."""
     found: dict[str, Any] = status(client)["l2"][0]
     return found
 
 
 def await_written(server: RunningServer, client: KVClient, timeout_s: float = 120.0) -> None:
-    """Waits until all that was stored is in L2. Raises `BenchFailed` if something never came there."""
+    """Wait until all stored objects are in L2. Raises `BenchFailed` if one does not arrive there."""
     deadline = time.monotonic() + timeout_s
     while (tier := tier_status(client))["write_pending"]:
         server.child.check_alive()
@@ -95,7 +95,7 @@ _memcmp.restype = ctypes.c_int
 
 
 class Values:
-    """`count` random values of `nbytes` each, and touched memory to receive them. It goes with its last view."""
+    """`count` random values of `nbytes` each, and touched memory to receive them. It is freed with its last view."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
@@ -109,11 +109,11 @@ class Values:
         self.poison()
 
     def poison(self) -> None:
-        """Fills the targets with one byte over and over, so that what is not received is seen."""
+        """Fill the targets with one repeated byte, so that missing values are seen."""
         ctypes.memset(self._target_at, 0xA5, self.total)
 
     def verify(self, way: str) -> None:
-        """Raises `WrongBytes` unless the targets equal the sources byte for byte. `way` is how they came."""
+        """Raise `WrongBytes` unless the targets equal the sources byte for byte. `way` names the path of the values."""
         if _memcmp(self._source_at, self._target_at, self.total):
             raise WrongBytes(f"what came back by {way} is not what was stored", hint="no figures are reported")
 

@@ -1,4 +1,4 @@
-"""The command `python -m kvframework_bench.lmcache`: its options, and what it prints and writes."""
+"""The command `python -m kvframework_bench.lmcache`: its options and its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvframework_bench.workload import BLOCK_TOKENS, SHAPES
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status."""
+    """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kvframework_bench.lmcache")
     parser.add_argument("--shape", action="append", choices=list(SHAPES), help="only this shape; repeatable")
     parser.add_argument("--rounds", type=int, default=10, help="over shared memory; over the wire at most 3")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, console: Console, *, command: str) -> None:
-    """Measures, prints, writes. Raises what `compare` raises, and `BenchUnavailable` without LMCache."""
+    """Measure, print, write. Raises the errors of `compare`, and `BenchUnavailable` without LMCache."""
     prepare()
     if options.plot is not None:
         check_plot(options.plot)

@@ -59,13 +59,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def about(document: Comparison) -> str:
-    """The machine and all versions, in one line."""
+    """Return the machine and all versions, in one line."""
     peers = ", ".join(f"{name} {version}" for name, version in document.versions.items())
     return f"{machine_line(document.machine)}, {peers}"
 
 
 def comparison_tables(document: Comparison, *, markdown: bool) -> list[Table]:
-    """Store and retrieve as shares of `copy`, LOOKUP in milliseconds."""
+    """Return store and retrieve as shares of `copy`, LOOKUP in milliseconds."""
     transfers = new_table(
         "shape, path, contender",
         "copy GB/s",
@@ -97,7 +97,7 @@ def comparison_tables(document: Comparison, *, markdown: bool) -> list[Table]:
 
 
 def comparison_panels(document: Comparison) -> list[Panel]:
-    """Shares of `copy` over the arena and over the wire, and lookups."""
+    """Return shares of `copy` over the arena and over the wire, and lookups."""
     made: list[Panel] = []
     for path in dict.fromkeys(row.path for row in document.transfers):
         rows = [row for row in document.transfers if row.path == path]

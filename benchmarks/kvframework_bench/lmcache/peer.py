@@ -27,10 +27,11 @@ _instances = itertools.count(1)
 
 
 class Peer:
-    """Registers at once. `way` is the class of LMCache that moves the bytes.
+    """An instance at LMCache's server, registered by the constructor. `way` is the class of LMCache that moves the
+    bytes.
 
-    `kv` are the tensors of the layers; `tokens` the token ids of the one request that is stored and loaded. What names
-    a request, the key with its tokens, is made outside all times.
+    `kv` are the tensors of the layers; `tokens` the token ids of the one request that is stored and loaded. The key of
+    a request, with its tokens, is made outside all times.
     """
 
     def __init__(
@@ -68,17 +69,18 @@ class Peer:
         self._client.close()
 
     def clear(self) -> None:
-        """Empties L1."""
+        """Empty L1."""
         self._client.clear(True).result(timeout=_TIMEOUT_S)
 
     def store(self, blocks: Sequence[int]) -> float:
-        """The seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is stored."""
+        """Return the seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is
+        stored."""
         self.clear()
         key = self._key(len(self._tokens))
         started = time.perf_counter()
         ok = self._submit(self._context.submit_store, key, blocks)
         seconds = time.perf_counter() - started
-        # It says True also when it had no room; then the lookup finds less.
+        # The answer is True also when there was no room; then the lookup finds less.
         found = self._look(key)
         self._let_go(key)
         if not ok or found != len(self._tokens):
@@ -86,7 +88,7 @@ class Peer:
         return seconds
 
     def retrieve(self, blocks: Sequence[int]) -> float:
-        """The seconds of one retrieve; a LOOKUP outside the time locks it. Raises `BenchFailed` on a miss."""
+        """Return the seconds of one retrieve; a LOOKUP outside the time locks it. Raises `BenchFailed` on a miss."""
         key = self._key(len(self._tokens))
         self._look(key)
         started = time.perf_counter()
@@ -98,7 +100,7 @@ class Peer:
         return seconds
 
     def lookup(self, tokens: int) -> float:
-        """The seconds from LOOKUP of the first `tokens` until the answer, all in L1; freed outside the time."""
+        """Return the seconds from LOOKUP of the first `tokens` until the answer, all in L1; freed outside the time."""
         key = self._key(tokens)
         started = time.perf_counter()
         found = self._look(key)
@@ -126,7 +128,7 @@ class Peer:
         return bool(future.result(timeout=_TIMEOUT_S))
 
     def _look(self, key: IPCCacheServerKey) -> int:
-        """Tokens that are a hit, locked now."""
+        """Return the tokens that are a hit, which are locked now."""
         self._client.lookup(key.no_worker_id_version(), 1).result(timeout=_TIMEOUT_S)
         deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""The run of the comparison: what alternates. In the process that plays the engine for both; a server and a peer are
-its children.
+"""The run of the comparison, in alternating cases. In the process that plays the engine for both; a server and a peer
+are its children.
 
-Every round measures every case once, every other round backwards (`kvframework_bench.rounds`); ratios are taken
-within a round. Both contenders store from and load into the same tensors and the same blocks.
+Every round measures every case once, every other round backwards (`kvframework_bench.rounds`); ratios are taken within
+a round. Both contenders store from and load into the same tensors and the same blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WIRE_ROUNDS = 3
 
 
 class Contender(Protocol):
-    """What a run needs of LMCache's side; `peer.Peer` is it."""
+    """The interface of LMCache's side for a run; `peer.Peer` implements it."""
 
     @property
     def way(self) -> str: ...
@@ -58,8 +58,8 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def compare(setting: Setting, stage: Stage) -> tuple[list[TransferRow], list[LookupRow]]:
-    """Takes two to three minutes. Raises `BenchFailed`; `WrongBytes` if a byte that came back, on either side, is not
-    what was stored."""
+    """Run the comparison; takes two to three minutes. Raises `BenchFailed`; `WrongBytes` if a retrieved byte, on either
+    side, differs from the stored one."""
     transfers: list[TransferRow] = []
     lookups: list[LookupRow] = []
     for path in TransferPath:

@@ -19,19 +19,20 @@ _ENTRY = "from lmcache.cli.main import main; main()"
 
 
 def prepare() -> None:
-    """To be called before LMCache is imported: settles what it reads from the environment, here and in its server.
+    """Set the environment variables that LMCache reads, here and in its server; called before LMCache is imported.
 
     Raises `BenchUnavailable` if LMCache is not in this environment.
     """
     if importlib.util.find_spec("lmcache") is None:
         raise BenchUnavailable("not installed: lmcache", hint="benchmarks/kvframework_bench/lmcache/install.sh ENV")
-    # Without lines for every request it is a little faster, and what is printed here can be read.
+    # Without log lines for every request it is a little faster, and the output here is readable.
     os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 
 
 @contextmanager
 def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Iterator[str]:
-    """The endpoint of a new server. `shared`: it offers its memory to clients, else they send and receive pickles.
+    """Yield the endpoint of a new server. `shared`: it offers its memory to clients, else they send and receive
+    pickles.
 
     Raises `BenchFailed` if it ends, or does not listen in time.
     """
@@ -66,13 +67,13 @@ def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Itera
             _await_port(port, child)
             yield f"tcp://127.0.0.1:{port}"
     finally:
-        # It goes with a clean end; a killed server leaves it.
+        # A clean end removes it; a killed server leaves it.
         for left in Path("/dev/shm").glob(f"*{name}"):
             left.unlink(missing_ok=True)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
+    """Return a TCP port of the loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

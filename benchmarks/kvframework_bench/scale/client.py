@@ -20,7 +20,8 @@ OPERATIONS: tuple[Operation, ...] = ("echo", "lookup", "store", "retrieve")
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Where to connect to, and what sends this client from the others. A request is of `chunks` objects."""
+    """A client's start: the server's endpoint, and the seed that distinguishes its prompts. A request is of `chunks`
+    objects."""
 
     server: str
     echo: str
@@ -30,7 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
-    """Store the prompts from `first` on. What is there already may stay."""
+    """Store the prompts from `first` on. Prompts that are there already may stay."""
 
     first: int
     count: int
@@ -60,7 +61,8 @@ class Report(msgspec.Struct, frozen=True):
     """The answer to every command.
 
     `latencies`, in seconds, are those of the requests of a `Run`, which took `took` from the first to the last. A
-    `Start` is answered with the sizes of a LOOKUP and of an object. `error` is why a command was not carried out."""
+    `Start` is answered with the sizes of a LOOKUP and of an object. `error` is the reason why a command failed.
+    """
 
     latencies: list[float] = []
     took: float = 0.0
@@ -77,11 +79,11 @@ class ClientProcess:
         self._channel = LineChannel(child)
 
     def send(self, command: Command) -> None:
-        """Raises `BenchFailed` if it has ended."""
+        """Send a command. Raises `BenchFailed` if the process has ended."""
         self._channel.send(msgspec.json.encode(command))
 
     def receive(self) -> Report:
-        """Waits for the report on its last command. Raises `BenchFailed` if that was not carried out."""
+        """Wait for the report on its last command. Raises `BenchFailed` if the command failed."""
         report = msgspec.json.decode(self._channel.receive(), type=Report)
         if report.error:
             raise self._child.failure(f"failed: {report.error}")
@@ -96,8 +98,8 @@ class ClientProcess:
 def running_clients(
     count: int, directory: Path, *, server: str, echo: str, seed: int, chunks: int, advance: Callable[[], None]
 ) -> Iterator[tuple[list[ClientProcess], Report]]:
-    """So many clients, each in a new process and registered, and the report of the last start. They end on the way
-    out. Raises `BenchFailed`."""
+    """Yield `count` clients, each in a new process and registered, and the report of the last start. They end with the
+    context. Raises `BenchFailed`."""
     command = [sys.executable, "-m", "kvframework_bench.scale.client_process"]
     with ExitStack() as stack:
         clients = []

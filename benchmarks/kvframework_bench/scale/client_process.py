@@ -30,7 +30,8 @@ from kvframework_bench.zmq_reference import ECHO
 
 
 class Requests:
-    """Registers at once. For one thread. Raises `BenchFailed` if an answer is not the one that is expected."""
+    """An instance's requests; the constructor registers. For one thread. Raises `BenchFailed` if an answer is not the
+    expected one."""
 
     def __init__(
         self, client: KVClient, dealer: zmq.Socket[bytes], *, instance_id: int, seed: int, chunks: int
@@ -50,11 +51,11 @@ class Requests:
 
     @property
     def request_bytes(self) -> int:
-        """Size of the frames of a LOOKUP, and of the echo."""
+        """The size of the frames of a LOOKUP, and of the echo."""
         return len(self._payload)
 
     def echo(self, _number: int) -> float:
-        """A bare message to the bare peer and back."""
+        """Send a bare message to the bare peer and wait for it."""
         started = time.perf_counter()
         self._dealer.send_multipart([ECHO, self._payload])
         try:
@@ -67,7 +68,7 @@ class Requests:
         return seconds
 
     def lookup(self, number: int) -> float:
-        """LOOKUP of a prompt that is all in L1. What it pinned is freed afterwards, outside the time."""
+        """LOOKUP of a prompt that is all in L1. Its pins are freed afterwards, outside the time."""
         payload = m.Lookup(self._prompts.key(self._prompts.digests(number), rank=None))
         started = time.perf_counter()
         reply = self._client.request("LOOKUP", payload, m.LookupReply)
@@ -125,7 +126,7 @@ _TIMEOUT_S = 10.0
 
 
 def main() -> None:
-    """Blocks until the standard input ends."""
+    """Run the client; blocks until the standard input ends."""
     decoder = msgspec.json.Decoder(Command)
     requests: Requests | None = None
     with ExitStack() as stack:

@@ -19,11 +19,11 @@ class RatioToEcho(msgspec.Struct, frozen=True):
 
 
 class ScaleRow(msgspec.Struct, frozen=True):
-    """One operation with `clients` that ask all the time, and `objects` in L1.
+    """One operation with `clients` that send requests without pause, and `objects` in L1.
 
-    `cost` is the wall time that goes by for a request, of any client: one through the requests a second.
-    `server_us` is processor time of the server (for an echo: of the bare peer), all its threads. What ends with
-    `to_first` is in units of the first step's. `ratio_to_echo` is None for the echo.
+    `cost` is the wall time for a request of any client: one divided by the requests a second. `server_us` is processor
+    time of the server (for an echo: of the bare peer), all its threads. Fields that end with `to_first` are in units of
+    the first step's. `ratio_to_echo` is None for the echo.
     """
 
     operation: str
@@ -69,7 +69,7 @@ _HEADERS = (
 
 
 def scale_tables(figures: ScaleFigures) -> list[Table]:
-    """One table for clients, one for objects, one for what was left out if there is such."""
+    """Return one table for clients, one for objects, one for skipped steps if there are any."""
     made = []
     for title, rows in (("clients", figures.by_clients), ("objects", figures.by_objects)):
         table = new_table(f"requests of {figures.chunks} objects, {title}", *_HEADERS)

@@ -1,8 +1,8 @@
 """The steps of `kvframework bench scale`: first more clients on one server, then servers with more objects.
 
-All clients are connected and registered from the start; those that are not of a step are idle meanwhile. All
-servers of the steps of objects run at once, so that their samples alternate. A store to a full L1 evicts as
-many objects as it brings, so the number of objects stays constant.
+All clients are connected and registered from the start; clients outside of a step are idle meanwhile. All servers of
+the steps of objects run at once, so that their samples alternate. A store to a full L1 evicts as many objects as it
+brings, so the number of objects stays constant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN = 1 << 40
 def scale_clients(
     sizes: Sizes, directory: Path, peer: ZmqPeer, seed: int, stage: Stage
 ) -> tuple[list[ScaleRow], Report]:
-    """The rows, and the report of a client's start. Takes about a minute and a half. Raises `BenchFailed` and
+    """Return the rows, and the report of a client's start. Takes about a minute and a half. Raises `BenchFailed` and
     `WrongBytes`."""
     samples: dict[Step, list[Sample]] = {}
     settings = [f"server.chunk_size={CHUNK_TOKENS}"]
@@ -85,7 +85,7 @@ def scale_clients(
 
 
 def _fill(client: ClientProcess, prompts: int) -> None:
-    """Leaves these prompts in L1 and no others."""
+    """Leave these prompts in L1 and no others."""
     client.do(Clear())
     client.do(Fill(0, prompts))
 
@@ -104,8 +104,8 @@ class FullServer:
     newest: int
 
     def sample(self, operation: Operation, peer: ZmqPeer, seconds: float) -> Sample:
-        # What L1 loses is what was longest neither stored nor asked for. As only the newer half is asked for, at most
-        # half of L1 can overtake a prompt of that half, and less than half was stored after it.
+        # L1 evicts the objects that were neither stored nor requested for the longest time. As only the newer half is
+        # requested, at most half of L1 can overtake a prompt of that half, and less than half was stored after it.
         recent = max(self.prompts // 2 - 1, 1)
         first = self.newest if operation == "store" else self.newest - recent
         pid = peer.pid if operation == "echo" else self.pid
@@ -116,7 +116,7 @@ class FullServer:
 
 
 def scale_objects(sizes: Sizes, directory: Path, peer: ZmqPeer, seed: int, stage: Stage) -> list[ScaleRow]:
-    """Takes about a minute and a half. Raises `BenchFailed` and `WrongBytes`."""
+    """Return the rows. Takes about a minute and a half. Raises `BenchFailed` and `WrongBytes`."""
     samples: dict[Step, list[Sample]] = {}
 
     def case(operation: Operation, objects: int, server: FullServer) -> float:
@@ -174,8 +174,8 @@ def _full_server(objects: int, directory: Path, peer: ZmqPeer, seed: int, stage:
 
 
 def bench_scale(sizes: Sizes = FULL, *, seed: int = 1, stage: Stage = no_progress) -> ScaleFigures:
-    """Takes about three minutes. The steps that do not fit into memory are left out, and named in the figures. Raises
-    `BenchFailed`, and `WrongBytes` if what is retrieved is not what was stored."""
+    """Run the steps; takes about three minutes. The steps that do not fit into memory are left out, and named in the
+    figures. Raises `BenchFailed`, and `WrongBytes` if a retrieved byte differs from the stored one."""
     sizes, skipped = fitting(sizes, available_bytes())
     with scratch() as directory, running_zmq_peer(directory) as peer:
         by_clients, about = scale_clients(sizes, directory, peer, seed, stage)

@@ -59,8 +59,8 @@ Step = tuple[str, int, int]
 
 
 def rows(samples: Mapping[Step, Sequence[Sample]], *, first: tuple[int, int]) -> list[ScaleRow]:
-    """A row for each step, in the order of `samples` within an operation. `first` are the clients and objects that all
-    are compared with. Each step has as many samples, one a round."""
+    """Return a row for each step, in the order of `samples` within an operation. `first` are the clients and objects
+    that all are compared with. Each step has as many samples, one a round."""
     ordered = sorted(samples, key=lambda step: (list(dict.fromkeys(s[0] for s in samples)).index(step[0]), step[1:]))
     return [_row(step, samples, (step[0], *first)) for step in ordered]
 

@@ -35,7 +35,7 @@ class Sizes(msgspec.Struct, frozen=True):
     seconds: float
 
     def upto(self, clients: int, objects: int) -> Sizes:
-        """The steps that are not beyond these; at least the first one of each."""
+        """Return the steps that are not beyond these; at least the first one of each."""
         return msgspec.structs.replace(
             self,
             clients=tuple(step for step in self.clients if step <= clients) or self.clients[:1],
@@ -60,8 +60,8 @@ QUICK = Sizes(clients=(1, 3), objects=(256, 1024), base_objects=256, spare_bytes
 
 
 def fitting(sizes: Sizes, available_bytes: int) -> tuple[Sizes, list[str]]:
-    """What fits into memory, and a line for each step that does not. The servers of all steps of objects run at
-    once."""
+    """Return the sizes that fit into memory, and a line for each step that does not. The servers of all steps of
+    objects run at once."""
     objects, clients = list(sizes.objects), list(sizes.clients)
     skipped = []
     while len(objects) > 1 and sum(objects) * (ALIGNMENT + _TABLE_BYTES) > available_bytes:
@@ -75,7 +75,7 @@ MODEL = "bench scale"
 
 
 def shape(instance_id: int) -> m.RegisterNonGpuContextPayload:
-    """Objects of 1 KiB: less than the arena's alignment, so that as many as possible fit."""
+    """Return a shape with objects of 1 KiB: less than the arena's alignment, so that as many as possible fit."""
     return m.RegisterNonGpuContextPayload(
         instance_id=instance_id,
         model_name=MODEL,
@@ -114,5 +114,5 @@ class Prompts:
 
 
 def contents(digests: bytes, nbytes: int) -> list[bytes]:
-    """The bytes of each object: its digest over and over, so that no object can be taken for another one."""
+    """Return the bytes of each object: its digest repeated, so that no object can be taken for another one."""
     return [digests[at : at + DIGEST_BYTES] * (nbytes // DIGEST_BYTES) for at in range(0, len(digests), DIGEST_BYTES)]

@@ -75,7 +75,7 @@ class Setting:
     cores: str
 
     def engine(self, transfer: Transfer, asks: list[Ask]) -> list[Answer]:
-        """The answers to `asks` of a new engine that has computed another prompt before."""
+        """Return the answers to `asks` of a new engine that has computed another prompt before."""
         warm_up = Ask(prompt(WARM_UP, seed=4711), tokens=2)
         order = Order(str(self.model), [warm_up, *asks], transfer)
         answers: list[Answer] = run_engine(order, self.directory, cores=self.cores)
@@ -118,7 +118,7 @@ class Results:
 
 def one_round(setting: Setting, results: Results, backwards: bool, say: Callable[[str], None]) -> None:
     order = list(CONTENDERS.items())
-    # The first round's first contender says what is expected.
+    # The first contender of the first round sets the expected tokens.
     for name, contender in reversed(order) if backwards else order:
         with contender() as transfer:
             say(f"{name}: cold, and hits in the same engine")
@@ -134,7 +134,7 @@ def one_round(setting: Setting, results: Results, backwards: bool, say: Callable
 
 
 def added_by_storing(setting: Setting, pairs: int) -> str:
-    """Of neighbouring cold requests of one engine one stores and one does not, in changing order."""
+    """Compare neighbouring cold requests of one engine, of which one stores and one does not, in changing order."""
     stores = {"kvframework.load": False}
     computes = {"kvframework.load": False, "kvframework.store": False}
     asks = []

@@ -1,4 +1,4 @@
-"""A device that is plain host memory: for what the bench does above the CUDA driver."""
+"""A device that is plain host memory: for the parts of the bench above the CUDA driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework_bench.cuda.device import Device, PinnedMemory
 
 
 class HostDevice(Device):
-    """Copies at once. `allocated` is what was not given back."""
+    """Copies at once. `allocated` is the memory that was not freed."""
 
     def __init__(self, free: int = 1 << 40) -> None:
         self.allocated = 0

@@ -1,4 +1,5 @@
-"""The figures of `bench cuda`: where engines cross, what tables and pictures show, and what is said without a GPU."""
+"""The figures of `bench cuda`: the crossing of engines, the content of tables and pictures, and the error without a
+GPU."""
 
 from __future__ import annotations
 

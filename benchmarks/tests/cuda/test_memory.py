@@ -1,4 +1,4 @@
-"""Paged memory of a device: what was loaded verifies, and nothing else does."""
+"""Paged memory of a device: loaded blocks verify, and no others do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ shapes = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 
 
 def pieces(memory: DeviceMemory, layer: int, block: int) -> list[int]:
-    """The addresses of what a block has in one layer, a plane's or all of it, by the tensor's own strides."""
+    """Return the addresses of a block's parts in one layer, a plane's or all of it, by the tensor's own strides."""
     tensor = memory.kv[f"layers.{layer}"]
     axes, size = memory.shape.axes, tensor.element_size()
     at = tensor.data_ptr() + block * tensor.stride(axes.index("block")) * size
@@ -30,7 +30,7 @@ def pieces(memory: DeviceMemory, layer: int, block: int) -> list[int]:
 
 
 def load(memory: DeviceMemory, chunks: int, *, from_layer: int = 0) -> None:
-    """What a transfer does."""
+    """Copy as a transfer does."""
     for layer in range(memory.shape.layers):
         other = (layer + from_layer) % memory.shape.layers
         for source, target in list(zip(memory.source, memory.target, strict=True))[: memory.shape.blocks(chunks)]:

@@ -1,6 +1,4 @@
-"""A whole run, small, on the simulated driver: what it moves is compared byte by byte, what it gives is
-whole.
-"""
+"""A whole run, small, on the simulated driver: moved bytes are compared byte by byte, and the figures are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of the bench: what they are called after, and the fragments that a copier makes of them."""
+"""The shapes of the bench: their names, and the fragments that a copier makes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAGMENTS = [fragment_shape(size, FULL.sweep_bytes) for size in FULL.sweep_fragm
 
 
 def planned(shape: CudaShape) -> tuple[set[int], int, int]:
-    """The lengths of fragments of one chunk, the bytes of all of them, and those of its object."""
+    """Return the lengths of fragments of one chunk, the bytes of all of them, and those of its object."""
     blocks = 2 * shape.blocks(1)
     dims = shape.dims(blocks)
     tensors: dict[str, Any] = {
