@@ -29,6 +29,7 @@ MODULES = (
         if "\n__all__ = " in file.read_text()
     ),
     "kvframework.client",
+    "kvframework.devices.planning",
     "kvframework.testing",
     "kvframework.testing.accelerator",
     "kvframework.testing.accelerator.rig",
