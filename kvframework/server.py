@@ -1,5 +1,5 @@
-"""The composition of a server: configuration -> plugins -> storage -> service -> messaging. The only place that
-knows all of them. `serve_forever` makes the calling thread the serving thread."""
+"""The composition root of a server: configuration -> plugins -> storage -> service -> messaging. No other module knows
+all of them. `serve_forever` makes the calling thread the serving thread."""
 
 from __future__ import annotations
 
@@ -12,26 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import kvframework
-from kvframework.api import (
-    AnyTransportProvider,
-    ByteSize,
-    Codec,
-    CodecProvider,
-    EvictionPolicy,
-    EvictionProvider,
-    Handler,
-    HasherProvider,
-    KeyHasher,
-    Layout,
-    LayoutProvider,
-    Memory,
-    MemoryProvider,
-    RequestsProvider,
-    ServerTransport,
-    TableContext,
-    Tier,
-    TierProvider,
-)
+from kvframework.api.codec import Codec, CodecProvider
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider
+from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.layout import Layout, LayoutProvider
+from kvframework.api.memory import Memory, MemoryProvider, TableContext
+from kvframework.api.options import ByteSize
+from kvframework.api.requests import Handler, RequestsProvider
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.tier import Tier, TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, L2Config, PluginTable, default_endpoint
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken

@@ -16,8 +16,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "survival": (
         "chaos",
         "cli/test_demo_variants.py",
+        "client/test_hazards.py",
         "fuzz",
         "plugins/test_kvf_filesystem_faults.py",
+        "plugins/test_kvf_filesystem_processes.py",
         "plugins/test_kvf_redis_failover.py",
         "security/test_descriptors.py",
         "security/test_every_wait_ends.py",
@@ -26,6 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "simulation/test_planted.py",
         "survival",
         "tiers",
+        "wire_path/test_under_way.py",
         "wire_versions",
     ),
     # What authors of plugins read, copy and run: guides, examples, scaffolds, and the kits against planted bugs.

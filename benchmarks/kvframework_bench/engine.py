@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from kvframework.api import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
 from kvframework_bench.errors import BenchFailed, WrongBytes

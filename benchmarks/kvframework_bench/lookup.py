@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from kvframework.api import TOKEN_BYTES
+from kvframework.api.keys import TOKEN_BYTES
 from kvframework.client import KVClient, RequestHashes
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join

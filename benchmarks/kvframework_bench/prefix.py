@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvframework.api import Buffer, CacheKey, Registration
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import Registration
+from kvframework.api.types import Buffer
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, format_time, new_table
 from kvframework_bench.contention.figures import ContentionFigures, contention_tables
 from kvframework_bench.cuda.figures import CudaFigures, cuda_tables

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.api import Future, StoreOutcome  # noqa: E402
+from kvframework.api.futures import Future  # noqa: E402
+from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.client import WorkerAdapter  # noqa: E402
 from kvframework_bench.document import Document  # noqa: E402
 from kvframework_bench.engine import PagedMemory, Transfers  # noqa: E402

@@ -6,7 +6,8 @@ from typing import Literal
 
 import pytest
 
-from kvframework.api import NoOptions, Options, TransportProvider, hookimpl
+from kvframework.api.options import NoOptions, Options
+from kvframework.api.transport import TransportProvider, hookimpl
 from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.workload import TransferPath, transport_options

@@ -13,7 +13,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 from msgspec import Meta
 
-from kvframework.api import (
+from kvframework.api.driver import (
     Allocation,
     Arena,
     CopierDriver,

@@ -18,8 +18,26 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 from msgspec import Meta
 
 from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import Diagnose, TableContext, hookimpl
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.api.types import Message
 from kvframework.errors import DeviceError
+
+__all__ = [
+    "MAX_HANDLE_BYTES",
+    "Allocation",
+    "Arena",
+    "CopierDriver",
+    "CopyBatch",
+    "DeviceError",
+    "DeviceOptions",
+    "DeviceTransportProvider",
+    "EngineDriver",
+    "Exported",
+    "Step",
+    "TableContext",
+    "hookimpl",
+]
 
 E = TypeVar("E")
 S = TypeVar("S")
@@ -271,3 +289,23 @@ def _sums(outer: array.array[int], inner: array.array[int]) -> array.array[int]:
     spread = b"".join([each.to_bytes(size, sys.byteorder) * len(inner) for each in outer])
     total = int.from_bytes(repeated, sys.byteorder) + int.from_bytes(spread, sys.byteorder)
     return array.array("Q", total.to_bytes(len(repeated), sys.byteorder))
+
+
+D = TypeVar("D", bound=DeviceOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTransportProvider(AnyTransportProvider[D]):
+    """A server-driven transport of an accelerator: the vendor gives the two halves of the driver, the core the rest.
+
+    `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
+    process of one device and makes that device its own; it is found there by its name, so it is a function at the top
+    of a module that can be imported. It raises `DeviceError` for a device that is not here. `diagnose` as for
+    `TierProvider`, of the devices and their driver.
+    """
+
+    create_engine: Callable[[D], EngineDriver]  # type: ignore[type-arg]
+    create_copier: Callable[[D, str, Arena], CopierDriver]  # type: ignore[type-arg]
+    options: type[D] = DeviceOptions  # type: ignore[assignment]
+    is_gpu: bool = True
+    diagnose: Diagnose[D] | None = None

@@ -10,6 +10,13 @@ from typing import Generic, TypeVar
 
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError
 
+__all__ = [
+    "DeviceFuture",
+    "Future",
+    "Promise",
+    "StreamHook",
+]
+
 log = logging.getLogger(__name__)
 # A cache alone lets threads that come at once all through.
 _telling = threading.RLock()

@@ -13,14 +13,15 @@ from __future__ import annotations
 import pluggy
 
 from kvframework.api.codec import CodecProvider
+from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import PROJECT
-from kvframework.api.providers import DeviceTransportProvider, TransportProvider
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
+from kvframework.api.transport import TransportProvider
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 
@@ -31,7 +32,7 @@ def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # ty
 
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 
-        from kvframework.api import TransferContext, TransportProvider, hookimpl
+        from kvframework.api.transport import TransferContext, TransportProvider, hookimpl
 
         class CopyContext(TransferContext):
             def __init__(self, link):

@@ -13,6 +13,12 @@ from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.errors import KVFrameworkError
 
+__all__ = [
+    "CopyJob",
+    "ServerContext",
+    "ServerTransport",
+]
+
 
 class CopyJob:
     """One server-driven STORE or RETRIEVE, made and checked by the core, carried out by a transport's server half.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.types import BlockIds, Buffer, Message
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
@@ -21,6 +22,29 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+
+    from kvframework.api.server_transport import ServerTransport
+
+__all__ = [
+    "AnyTransportProvider",
+    "ArenaRange",
+    "BlockIds",
+    "EngineDrivenLink",
+    "EngineLink",
+    "GroupBlocks",
+    "LoadOutcome",
+    "LoadPlan",
+    "LostKind",
+    "Registration",
+    "ServerDrivenLink",
+    "StoreOutcome",
+    "StorePlan",
+    "Transfer",
+    "TransferContext",
+    "TransportProvider",
+    "error_code",
+    "hookimpl",
+]
 
 # What a client can lose.
 LostKind = Literal["lookups", "loads", "stores"]
@@ -398,3 +422,20 @@ class TransferContext(ABC):
         raise TransportMismatch(
             f"{type(self).__name__} cannot gather a block for the canary", hint="implement gather_block"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyTransportProvider(Provider[O]):
+    """What both descriptors of a transport hold. `is_gpu` says whether it moves the memory of an accelerator."""
+
+    kind = "transport"
+    is_gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportProvider(AnyTransportProvider[O]):
+    """`create` makes the engine half. `create_server(options, arena_fd)` makes the server half, None for an
+    engine-driven transport; `arena_fd` is the arena's descriptor, borrowed until the half is closed."""
+
+    create: Callable[[O, EngineLink], TransferContext]
+    create_server: Callable[[O, int], ServerTransport] | None = None

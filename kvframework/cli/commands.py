@@ -1,7 +1,7 @@
 """Commands of other distributions, found by the entry point group `kvframework.commands`.
 
 An entry point's name is the command, its value a `typer.Typer`. Names and one-line helps come from metadata alone: a
-module is imported when its command runs, or its own help or completion is asked for. A broken one is an error of that
+module is imported when its command runs, or for its own help or completion. A broken one is an error of that
 command only. A command of the core cannot be replaced.
 """
 
@@ -21,7 +21,7 @@ KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
 
 
 class CommandGroup(TyperGroup):
-    """The core's commands, and after them those that are found."""
+    """The core's commands, followed by those of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
@@ -36,14 +36,14 @@ class CommandGroup(TyperGroup):
 
 
 class FoundCommand(TyperCommand):
-    """Stands for a command until it is needed, then makes the context of the real one."""
+    """A placeholder of a command; when the command is needed, it makes the context of the real one."""
 
     def __init__(self, name: str, offers: list[metadata.EntryPoint]) -> None:
         super().__init__(name, help=_summary(name, offers), rich_markup_mode=None)
         self._offers = offers
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Imports the command's module. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
+        """Import the command's module. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
         parent_app = typer.Typer(rich_markup_mode=None)
         parent_app.add_typer(_load(str(self.name), self._offers), name=self.name)
         command: Any = typer.main.get_group(parent_app).commands[str(self.name)]
@@ -51,7 +51,7 @@ class FoundCommand(TyperCommand):
 
 
 def _found() -> dict[str, list[metadata.EntryPoint]]:
-    """Every offer by name. Reads metadata files."""
+    """Return every offer by name. Reads metadata files."""
     found: dict[str, list[metadata.EntryPoint]] = {}
     for offer in metadata.entry_points(group=GROUP):
         offers = found.setdefault(offer.name, [])
@@ -61,7 +61,7 @@ def _found() -> dict[str, list[metadata.EntryPoint]]:
 
 
 def _summary(name: str, offers: list[metadata.EntryPoint]) -> str:
-    """The summary of the distribution."""
+    """Return the summary of the distribution."""
     if not offers:
         return f"Not installed: {KNOWN[name]}."
     distribution = offers[0].dist

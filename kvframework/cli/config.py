@@ -1,4 +1,4 @@
-"""Owns `kvframework config`: what a configuration says, and whether it is right, before a server is started with it."""
+"""`kvframework config`: the values of a configuration, and a check of it without a server."""
 
 from __future__ import annotations
 

@@ -9,17 +9,15 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import (
-    AnyTransportProvider,
-    CodecProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Provider,
-    RequestsProvider,
-    TierProvider,
-)
+from kvframework.api.codec import CodecProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.plugin import Provider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
 from kvframework.masking import shown_options
 from kvframework.registry import PluginRegistry, codec_tables, resolve_table

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table, stdout
 from kvframework.cli.serve import CONFIG_HELP, SET_HELP
 from kvframework.doctor import Checkup, examine

@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import TierProvider
+from kvframework.api.tier import TierProvider
 from kvframework.cli.console import print_table, stdout
 from kvframework.config import toml_value
 from kvframework.inspection import Problem, Report

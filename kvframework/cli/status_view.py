@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble

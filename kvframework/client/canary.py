@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvframework.api import EngineView, KVLayout, LayerGroup, LayerTensors, TransferContext
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors
+from kvframework.api.transport import TransferContext
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvframework.api import CacheKey, MemoryLayoutDesc, Registration, Transfer
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.transport import Registration, Transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m

@@ -16,22 +16,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvframework.api import (
-    Buffer,
+from kvframework.api.futures import Future, Promise, StreamHook
+from kvframework.api.hasher import Buffer, HasherProvider, KeyHasher
+from kvframework.api.requests import Message, RequestSpec
+from kvframework.api.transport import (
     EngineLink,
-    Future,
-    HasherProvider,
-    KeyHasher,
     LoadOutcome,
     LoadPlan,
     LostKind,
-    Message,
-    Promise,
     Registration,
-    RequestSpec,
     StoreOutcome,
     StorePlan,
-    StreamHook,
     Transfer,
     error_code,
 )

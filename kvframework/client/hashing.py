@@ -6,7 +6,7 @@ import array
 import sys
 from collections.abc import Mapping, Sequence
 
-from kvframework.api import DIGEST_BYTES, KeyHasher
+from kvframework.api.hasher import DIGEST_BYTES, KeyHasher
 from kvframework.errors import BadRange, RequestError
 
 

@@ -22,7 +22,7 @@ _NOT_KV = frozenset(
 
 
 class KvIdentity(NamedTuple):
-    """Goes into the namespace, see `kvframework.api.compute_namespace`."""
+    """Goes into the namespace, see `kvframework.api.keys.compute_namespace`."""
 
     model_name: str
     revision: str

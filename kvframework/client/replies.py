@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvframework.api import Future, Message, Promise
+from kvframework.api.futures import Future, Promise
+from kvframework.api.types import Message
 from kvframework.errors import Cancelled, KVFrameworkError, ServerGone
 from kvframework.messaging.client.pending import Answer
 

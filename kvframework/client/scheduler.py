@@ -10,7 +10,9 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvframework.api import CacheKey, Future, error_code
+from kvframework.api.futures import Future
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone

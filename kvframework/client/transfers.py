@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvframework.api import (
-    ArenaRange,
-    BlockIds,
-    CacheKey,
-    GroupBlocks,
-    LayerTensors,
-    Registration,
-    Transfer,
-    check_skip,
-)
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import LayerTensors, check_skip
+from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, Transfer
 from kvframework.errors import BadRange, ProtocolError
 from kvframework.wire.blocks import checked_blocks
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvframework.api import AnyTransportProvider, TransferContext
+from kvframework.api.transport import AnyTransportProvider, TransferContext
 from kvframework.devices.halves import engine_half
 from kvframework.errors import BadLayout, DeviceError, KVFrameworkError, PluginError, TransportMismatch
 

@@ -11,19 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvframework.api import (
-    BlockIds,
-    CacheKey,
-    EngineView,
-    Future,
-    LayerTensors,
-    LoadOutcome,
-    LostKind,
-    Registration,
-    StoreOutcome,
-    Transfer,
-    error_code,
-)
+from kvframework.api.canary import EngineView
+from kvframework.api.futures import Future
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import LayerTensors
+from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration import Instance, InstanceIdentity

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.errors import ConfigFieldError
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.errors import ConfigFileError
 
 if sys.version_info >= (3, 11):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api import CopierDriver, CopyBatch, DeviceOptions
+from kvframework.api.driver import CopierDriver, CopyBatch, DeviceOptions
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import Arena, ByteSize
+from kvframework.api.driver import Arena
+from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError

@@ -11,17 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvframework.api import (
-    EngineDriver,
-    Future,
-    KVLayout,
-    LayerTensors,
-    Layout,
+from kvframework.api.driver import EngineDriver
+from kvframework.api.futures import Future, StreamHook
+from kvframework.api.layout import KVLayout, LayerTensors, Layout
+from kvframework.api.transport import (
     LoadOutcome,
     Registration,
     ServerDrivenLink,
     StoreOutcome,
-    StreamHook,
     Transfer,
     TransferContext,
 )

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvframework.api import (
-    AnyTransportProvider,
-    DeviceOptions,
-    DeviceTransportProvider,
-    EngineLink,
-    Options,
-    ServerTransport,
-    TransferContext,
-    TransportProvider,
-)
+from kvframework.api.driver import DeviceOptions, DeviceTransportProvider
+from kvframework.api.options import Options
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.transport import AnyTransportProvider, EngineLink, TransferContext, TransportProvider
 from kvframework.devices.engine_half import DeviceTransfer
 from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError, PluginWrongKind

@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvframework.api import (
-    CANONICAL,
-    NO_BLOCK,
-    OPAQUE,
-    Allocation,
-    Exported,
-    KVLayout,
-    LayerGroup,
-    MemoryLayoutDesc,
-    Message,
-    dtype_bytes,
-)
+from kvframework.api.driver import Allocation, Exported
+from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, KVLayout, LayerGroup, MemoryLayoutDesc
+from kvframework.api.types import Message, dtype_bytes
 from kvframework.devices.planning import PlacedView
 from kvframework.errors import BadLayout, RequestError
 

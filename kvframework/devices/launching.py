@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api import CopierDriver, CopyBatch
+from kvframework.api.driver import CopierDriver, CopyBatch
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 

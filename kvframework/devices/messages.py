@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api import ArenaRange, CopyJob, GroupBlocks, KVLayout, MemoryLayoutDesc
+from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.server_transport import CopyJob
+from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.errors import KVFrameworkError
 
 _LENGTH = struct.Struct("=I")

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvframework.api import CopierDriver
+from kvframework.api.driver import CopierDriver
 from kvframework.errors import DeviceError
 
 log = logging.getLogger(__name__)

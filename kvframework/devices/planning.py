@@ -13,16 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from kvframework.api import (
-    NO_BLOCK,
-    ArenaRange,
-    CopyBatch,
-    GroupBlocks,
-    LayerGroup,
-    MemoryLayoutDesc,
-    Step,
-    dtype_bytes,
-)
+from kvframework.api.driver import CopyBatch, Step
+from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, GroupBlocks
+from kvframework.api.types import dtype_bytes
 
 __all__ = ["CopyPlanner", "PlacedView"]
 

@@ -12,18 +12,12 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import (
-    ByteSize,
-    ClientInfo,
-    CopyJob,
-    DeviceTransportProvider,
-    Future,
-    KVLayout,
-    MemoryLayoutDesc,
-    ServerContext,
-    ServerTransport,
-)
-from kvframework.api.driver import DeviceOptions
+from kvframework.api.driver import DeviceOptions, DeviceTransportProvider
+from kvframework.api.futures import Future
+from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.options import ByteSize
+from kvframework.api.requests import ClientInfo
+from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
 from kvframework.devices.handles import read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor

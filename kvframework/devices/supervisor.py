@@ -16,7 +16,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import CopyJob, Future, KVLayout, MemoryLayoutDesc, Promise
+from kvframework.api.futures import Future, Promise
+from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.server_transport import CopyJob
 from kvframework.devices.messages import (
     Beat,
     Cancel,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 from kvframework.config import Config, load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
 from kvframework.errors import ConfigError

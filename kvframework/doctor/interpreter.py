@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 import kvframework
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 
 _NEEDED = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)$")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 
-from kvframework.api import ByteSize, Finding, Level
+from kvframework.api.findings import Finding, Level
+from kvframework.api.options import ByteSize
 from kvframework.config.descriptors import SAFE_LIMIT, SESSIONS_SHARE
 
 # docs/operations.md: 64 for the server and 4 for each client process.

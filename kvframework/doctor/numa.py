@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 
 # Classes of PCI devices: 3D controllers and processing accelerators; of display controllers only NVIDIA's.
 _COMPUTES = ("0x0302", "0x1200")

@@ -11,15 +11,12 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import (
-    AnyTransportProvider,
-    DeviceTransportProvider,
-    Finding,
-    MemoryProvider,
-    Options,
-    TableContext,
-    TierProvider,
-)
+from kvframework.api.driver import DeviceTransportProvider, TableContext
+from kvframework.api.findings import Finding
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import Options
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.doctor.limits import memlock
 from kvframework.doctor.plugins import Subject
 from kvframework.errors import KVFrameworkError

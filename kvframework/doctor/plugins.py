@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigError
 from kvframework.inspection.isolated import run_isolated

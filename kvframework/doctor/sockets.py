@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 from kvframework.config import Config, check_private_directory, default_endpoint, parse_endpoint
 from kvframework.errors import EndpointError
 

@@ -7,18 +7,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kvframework.api import (
-    Codec,
-    CopierDriver,
-    EngineDriver,
-    EvictionPolicy,
-    KeyHasher,
-    Layout,
-    Memory,
-    ServerTransport,
-    Tier,
-    TransferContext,
-)
+from kvframework.api.codec import Codec
+from kvframework.api.driver import CopierDriver, EngineDriver
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout
+from kvframework.api.memory import Memory
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.tier import Tier
+from kvframework.api.transport import TransferContext
 from kvframework.inspection.problems import Problem, problem
 from kvframework.registry.creation import declared_attributes
 from kvframework.registry.loader import AnyProvider

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import inspect
 
-from kvframework.api import ByteSize, MemoryProvider, Options, TierProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import ByteSize, Options
+from kvframework.api.tier import TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError

@@ -11,24 +11,23 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import (
-    AnyTransportProvider,
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.memory import MemoryProvider, TableContext
+from kvframework.api.requests import (
     Buffer,
     CacheKey,
     CacheServices,
     ClientInfo,
     Handler,
     InstanceContext,
-    KeyHasher,
-    MemoryLayoutDesc,
-    MemoryProvider,
     PackedKey,
     PrefetchTask,
     RequestsProvider,
     Select,
-    TableContext,
-    TierProvider,
 )
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import convert
 from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
 from kvframework.inspection.contracts import Maker

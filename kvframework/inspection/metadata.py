@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from importlib import metadata
 
-from kvframework.api import API_VERSION, ENTRY_POINT_GROUP
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.targets import Target
 from kvframework.registry import KINDS

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pluggy
 
-from kvframework.api import ENTRY_POINT_GROUP, hookspecs
-from kvframework.api.plugin import PROJECT
+from kvframework.api import hookspecs
+from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT
 from kvframework.config import closest
 from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
 from kvframework.inspection.contracts import (

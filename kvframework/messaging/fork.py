@@ -19,8 +19,7 @@ _resources: weakref.WeakSet[ClosedInChild] = weakref.WeakSet()
 
 
 def close_after_fork(resource: ClosedInChild) -> None:
-    """Register `resource.close_in_child()` to be called in every child forked from now on, as long as the resource
-    lives."""
+    """Make every child forked from now on call `resource.close_in_child()`, as long as the resource lives."""
     _resources.add(resource)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 from kvframework.errors import InvalidPayload, MessageTooLarge
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_BYTES
 

@@ -37,7 +37,7 @@ class Wakeup:
                     return
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent. No thread may poll `fd` any more."""
+        """Close the descriptor. Idempotent. The caller ensures that no thread polls `fd`."""
         with self._lock:
             fd, self.fd = self.fd, -1
             if fd >= 0:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from kvframework.api import (
-    AnyTransportProvider,
-    CodecProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Options,
-    Provider,
-    RequestsProvider,
-    TierProvider,
-)
-from kvframework.api.codec import NO_CODEC
+from kvframework.api.codec import NO_CODEC, CodecProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import Options
+from kvframework.api.plugin import Provider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry.registry import PluginRegistry
@@ -33,7 +30,7 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type
     try:
         provider = cast("P", registry.resolve(descriptor.kind, table.use, where=table.where))
     except PluginUnavailable:
-        # What is wrong with a table is so on every machine, so that error comes first.
+        # A mistake in a table is one on every machine, so its error comes first.
         _, found = registry.describe(descriptor.kind, table.use)
         if found is not None:
             registry.options(found, table.options, where=table.where, core_keys=table.core_keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvframework.api import API_VERSION
+from kvframework.api.plugin import API_VERSION
 from kvframework.errors import PluginBroken, PluginWrongApi
 
 API_TEXT = ".".join(map(str, API_VERSION))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from importlib import metadata
 
-from kvframework.api import API_VERSION, ENTRY_POINT_GROUP
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 
 _GROUP = re.compile(re.escape(ENTRY_POINT_GROUP.rpartition(".v")[0]) + r"\.v(\d+)")
 

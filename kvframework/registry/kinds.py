@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvframework.api import (
-    CodecProvider,
-    DeviceTransportProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Provider,
-    RequestsProvider,
-    TierProvider,
-    TransportProvider,
-)
+from kvframework.api.codec import CodecProvider
+from kvframework.api.driver import DeviceTransportProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.plugin import Provider
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import TransportProvider
 
 
 class Kind(NamedTuple):

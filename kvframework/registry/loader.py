@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvframework.api import ENTRY_POINT_GROUP, MAX_CODEC_NAME, Options, Provider
+from kvframework.api.codec import MAX_CODEC_NAME
+from kvframework.api.options import Options
+from kvframework.api.plugin import ENTRY_POINT_GROUP, Provider
 from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
 from kvframework.registry.compatibility import check_requires
 from kvframework.registry.discovery import EntryPointInfo

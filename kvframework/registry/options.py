@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvframework.api import ByteSize, Options
+from kvframework.api.options import ByteSize, Options
 from kvframework.masking import secret_mark
 
 _BASIC: dict[type[inspect.Type], str] = {

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import pluggy
 
-from kvframework.api import API_VERSION, Options, hookspecs
-from kvframework.api.plugin import PROJECT
+from kvframework.api import hookspecs
+from kvframework.api.options import Options
+from kvframework.api.plugin import API_VERSION, PROJECT
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import GroupBlocks, KVLayout
+from kvframework.api.layout import KVLayout
+from kvframework.api.transport import GroupBlocks
 from kvframework.errors import BadBlockIds
 from kvframework.wire.blocks import checked_blocks
 from kvframework.wire.indices import INDEX_BYTES, unpack_indices

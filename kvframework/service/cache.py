@@ -11,21 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvframework.api import (
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout, MemoryLayoutDesc
+from kvframework.api.requests import (
     CacheKey,
     CacheServices,
     ClientInfo,
     Handler,
     InstanceContext,
-    KeyHasher,
-    Layout,
-    MemoryLayoutDesc,
     PackedKey,
     PrefetchTask,
     Select,
-    ServerContext,
-    ServerTransport,
 )
+from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded import call_within
 from kvframework.config import ServerConfig
 from kvframework.errors import NotRegistered, RequestError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api import ClientInfo
+from kvframework.api.requests import ClientInfo
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
 # A loss is recent for this long; losses with shorter pauses between them are shown as one.

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import (
-    CacheKey,
-    ClientInfo,
-    InstanceContext,
-    KVLayout,
-    Layout,
-    MemoryLayoutDesc,
-    ServerContext,
-    canonical_desc,
-)
+from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
+from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
+from kvframework.api.server_transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered
 
 # Instance id -> context, once per server. Filled by the registration handlers, read by all others.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import ArenaRange, ClientInfo, Handler, StoreOutcome
+from kvframework.api.requests import ClientInfo, Handler
+from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import TransportMismatch
 from kvframework.service.contexts import Contexts
 from kvframework.service.instance_keys import InstanceKeys

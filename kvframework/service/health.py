@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.logs.limit import one_line
 from kvframework.wire.client_deadlines import HINT
 
@@ -107,7 +107,7 @@ def trouble(document: Document) -> dict[str, int]:
 
 
 class CounterReport:
-    """Which of these counters have grown, every `EVERY_S` seconds at most."""
+    """Reports, every `EVERY_S` seconds at most, which of these counters have grown."""
 
     def __init__(self, now: float) -> None:
         self._reported: dict[str, int] = {}
@@ -117,7 +117,8 @@ class CounterReport:
         return now >= self._next
 
     def changes(self, document: Document, now: float) -> str:
-        """The counters that have grown since the last call, as one line; "" if none has. Begins the next time span."""
+        """Return the counters that have grown since the last call as one line, an empty one for none. Starts the next
+        interval."""
         self._next = now + EVERY_S
         before, self._reported = self._reported, trouble(document)
         grown = {name: amount - before.get(name, 0) for name, amount in self._reported.items()}

@@ -1,15 +1,15 @@
-"""The objects that a request names, after its key was checked against the instance that it is for. Stateless."""
+"""The objects that a request names, after a check of its key against the instance. Stateless."""
 
 from __future__ import annotations
 
-from kvframework.api import CacheKey, ClientInfo
+from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.errors import TransportMismatch
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 
 class InstanceKeys:
-    """The one way from the key of a STORE or RETRIEVE, on any path, to the objects of one rank."""
+    """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of one rank."""
 
     def __init__(self, contexts: Contexts, resolver: KeyResolver, *, chunk_size: int) -> None:
         self._contexts = contexts
@@ -17,17 +17,19 @@ class InstanceKeys:
         self._chunk_size = chunk_size
 
     def own(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        """The context of an instance that this client registered. Raises `NotRegistered`."""
+        """Return the context of an instance that this client registered. Raises `NotRegistered`."""
         return own_context(self._contexts, instance_id, client)
 
     def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
-        """Raises `NamespaceMismatch` unless the key names what was registered, and what `resolve` raises."""
+        """Return the objects that the key names. Raises `NamespaceMismatch` unless it names what was registered, and
+        the errors of `resolve`."""
         check_key(key)
         context.check(key)
         return self._resolver.resolve(key, context.get_layout_desc(self._chunk_size))
 
     def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
-        """The same for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server does."""
+        """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
+        does."""
         context = self.own(client, instance_id)
         if context.memory is not None:
             raise TransportMismatch(

@@ -8,16 +8,9 @@ from functools import cached_property
 from itertools import chain, cycle, product, repeat
 from typing import TypeVar, cast
 
-from kvframework.api import (
-    DIGEST_BYTES,
-    NAMESPACE_BYTES,
-    TOKEN_BYTES,
-    CacheKey,
-    KeyHasher,
-    MemoryLayoutDesc,
-    PackedKey,
-)
-from kvframework.api.keys import key_prefix, salt_digest
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
+from kvframework.api.keys import NAMESPACE_BYTES, CacheKey, PackedKey, key_prefix, salt_digest
+from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, window_chunks
 
@@ -165,7 +158,7 @@ class KeyResolver:
         ]
 
     def resolve(self, key: CacheKey, desc: MemoryLayoutDesc) -> KeyGrid:
-        """The objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
+        """Return the objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
 
         Raises `BadRange` if start, end, content and the chunk size do not fit each other, `MessageTooLarge` beyond the
         bounds.
@@ -229,7 +222,7 @@ def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: in
 
 
 def check_key(key: CacheKey) -> None:
-    """What must hold of a key before its namespace is known; each request is checked once.
+    """Check a key as far as possible without its namespace; called once per request.
 
     Raises `NamespaceMismatch` for a malformed namespace or rank, `BadRange` for a range without tokens,
     `MessageTooLarge` beyond the bounds.

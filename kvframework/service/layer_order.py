@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvframework.api import LAYER_ORDER_BYTES, KVLayout
+from kvframework.api.keys import LAYER_ORDER_BYTES
+from kvframework.api.layout import KVLayout
 
 # (layer group, place in it)
 Place = tuple[int, int]

@@ -1,13 +1,13 @@
 """LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS, END_SESSION and CANCEL of a load.
 
-Handlers run on the serving thread and never wait for L2. Tickets, and what they pin and load, are the storage's.
+Handlers run on the serving thread and never wait for L2. The storage owns the tickets, their pins and their loads.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from kvframework.api import CacheKey, ClientInfo, Handler
+from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.storage.lookup_tickets import Answer, LookupTickets, Wanted
@@ -18,7 +18,7 @@ from kvframework.wire.table import REQUESTS
 
 
 class Lookups:
-    """The requests of lookups. `ticket_s`: how long a ticket lives that is not freed, in seconds."""
+    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds."""
 
     def __init__(self, storage: StorageManager, resolver: KeyResolver, *, ticket_s: float) -> None:
         self._storage = storage
@@ -70,7 +70,8 @@ class Lookups:
         return m.SessionEnded(self._storage.withdraw(client.session_id, request_id), tickets)
 
     def _wanted(self, key: CacheKey, record: NamespaceRecord) -> Wanted:
-        """What a LOOKUP asks for. Raises `NamespaceMismatch` unless the key names what was registered."""
+        """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was
+        registered."""
         if (key.model_name, key.world_size) != (record.model_name, record.world_size):
             raise NamespaceMismatch(
                 f"model {key.model_name!r}, world size {key.world_size}",

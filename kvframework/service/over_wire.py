@@ -17,7 +17,9 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api import ClientInfo, Future, Handler, Message, Promise, Reply, StoreOutcome
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, Message, Reply
+from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.engine_driven import outcome_of
 from kvframework.service.instance_keys import InstanceKeys
@@ -54,13 +56,13 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        """Unpins what ZMQ has sent."""
+        """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
             self._storage.unpin_internal(pins)
 
     def settle(self) -> bool:
-        """Unpins what ZMQ sends within a moment; whether that is all of it. Blocks for that moment."""
+        """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
         all_sent = self._send_pins.wait_sent(_RETURN_S)
         self.tick()
         return all_sent

@@ -9,18 +9,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api import (
-    MAX_HANDLE_BYTES,
-    ClientInfo,
-    Future,
-    Handler,
-    KVLayout,
-    Layout,
-    Message,
-    Promise,
-    ServerTransport,
-    validate_layout,
-)
+from kvframework.api.driver import MAX_HANDLE_BYTES
+from kvframework.api.futures import Future, Promise
+from kvframework.api.layout import KVLayout, Layout, validate_layout
+from kvframework.api.requests import ClientInfo, Handler, Message
+from kvframework.api.server_transport import ServerTransport
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,

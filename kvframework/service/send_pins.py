@@ -1,7 +1,7 @@
-"""The pins on objects of the arena that ZMQ sends without a copy, and the bytes of each client that are not sent yet.
+"""The pins on objects of the arena that ZMQ sends without a copy, and the unsent bytes of each client.
 
-ZMQ gives a buffer back, in any thread, once it has sent it or given up. Until then the arena must stay mapped, and the
-piece must keep its object: a client that reads slowly must not receive what others store there later.
+ZMQ releases a buffer, in any thread, once it has sent it or given up. Until then the arena must stay mapped, and the
+piece must keep its object: a client that reads slowly must not receive bytes that others store there later.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ class SendPins:
         return len(self._unsent)
 
     def unsent_bytes(self, client: int) -> int:
-        """The bytes on their way to a client."""
+        """The number of bytes that are being sent to a client."""
         return self._nbytes[client]
 
     def views(self, client: int, places: Sequence[tuple[int, int]], pins: Sequence[PinLease]) -> list[memoryview]:
-        """Views of (offset, length), at least one, that the caller passes to ZMQ. `pins` end up in `take_sent`."""
+        """Return views of (offset, length), at least one, for the caller to pass to ZMQ. `take_sent` later returns
+        `pins`."""
         send = _Send(client, sum(length for _, length in places), pins)
         with self._lock:
             self._nbytes[client] += send.nbytes
             return [self._view(send, offset, length) for offset, length in places]
 
     def take_sent(self) -> list[PinLease]:
-        """The pins of answers that are sent whole, each once. The caller unpins them."""
+        """Return the pins of answers whose views have all been sent, each once. The caller unpins them."""
         pins: list[PinLease] = []
         with self._lock:
             for _ in range(len(self._back)):
@@ -69,7 +70,7 @@ class SendPins:
         return pins
 
     def wait_sent(self, timeout: float) -> bool:
-        """Waits until every view is sent, at most `timeout` seconds; whether that is so."""
+        """Wait until every view is sent, at most `timeout` seconds; return whether that is so."""
         deadline = time.monotonic() + timeout
         while self._unsent and time.monotonic() < deadline:
             time.sleep(_POLL_S)

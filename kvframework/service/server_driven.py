@@ -12,20 +12,12 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 
-from kvframework.api import (
-    ArenaRange,
-    ClientInfo,
-    CopyJob,
-    Future,
-    GroupBlocks,
-    GroupDesc,
-    Handler,
-    Message,
-    ObjectKey,
-    Promise,
-    StoreOutcome,
-    check_skip,
-)
+from kvframework.api.futures import Future, Promise
+from kvframework.api.keys import ObjectKey
+from kvframework.api.layout import GroupDesc, check_skip
+from kvframework.api.requests import ClientInfo, Handler, Message
+from kvframework.api.server_transport import CopyJob
+from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.block_ids import blocks_of_transfer, one_block_each
 from kvframework.service.contexts import RegisteredContext

@@ -10,7 +10,8 @@ from datetime import datetime, timezone
 import msgspec
 
 import kvframework
-from kvframework.api import ClientInfo, Handler, ServerTransport
+from kvframework.api.requests import ClientInfo, Handler
+from kvframework.api.server_transport import ServerTransport
 from kvframework.logs.form import log_status
 from kvframework.service.contexts import Contexts
 from kvframework.service.health import problems

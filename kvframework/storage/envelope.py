@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvframework.api import MAX_CODEC_NAME, Buffer, MemoryLayoutDesc, PackedKey
-from kvframework.api.codec import NO_CODEC
+from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
+from kvframework.api.keys import PackedKey
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.types import Buffer
 
 FORMAT_VERSION = 2
 UNTOLD_LAYOUT = bytes(16)

@@ -1,4 +1,4 @@
-"""What a LOOKUP pins of L1 and loads from L2, under its ticket. Thread-safe: the storage lock guards the table.
+"""The pins and loads of a LOOKUP, under its ticket. Thread-safe: the storage lock guards the table.
 
 Calls come from the serving thread and from plugins' threads and never wait for L2; a load ends in a storage thread.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvframework.api import PackedKey, PrefetchTask
+from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
@@ -18,8 +18,8 @@ from kvframework.storage.namespaces import NamespaceRecord
 
 
 class Wanted(NamedTuple):
-    """What a LOOKUP asks for. `find` gives the chunks of the hit and its objects, by rows of L1; `load` starts the load
-    of the rest and takes what is called at its end, None if it was refused."""
+    """The objects that a LOOKUP requests. `find` gives the chunks of the hit and its objects, by rows of L1; `load`
+    starts the load of the rest and receives a callback for its end; None if it was refused."""
 
     chunks: int
     chunk_tokens: int
@@ -28,8 +28,8 @@ class Wanted(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is known of a ticket now. `ticket` is its id, "" if it pins nothing and waits for nothing; `first` marks the
-    first answer that is not pending."""
+    """The present state of a ticket. `ticket` is its id, "" for a ticket without pins and without a load; `first` marks
+    the first answer that is not pending."""
 
     hit_tokens: int
     ticket: str
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class LookupTickets:
-    """Tickets belong to the client session that asked."""
+    """Tickets belong to the client session that requested them."""
 
     def __init__(self, storage: StorageManager, *, ticket_s: float) -> None:
         self._storage = storage
@@ -52,12 +52,12 @@ class LookupTickets:
         return len(self._table)
 
     def begin_owner(self, owner: int) -> None:
-        """A client session has begun, or goes on over a further connection."""
+        """Add a client session, which has begun or has opened another connection."""
         with self._lock:
             self._table.begin_owner(owner)
 
     def end_owner(self, owner: int) -> int:
-        """A client session has ended: its tickets end, and it gets no other; the number ended."""
+        """End the tickets of a client session that has ended, which gets no new ones; return their number."""
         with self._lock:
             self._table.end_owner(owner)
             return self.withdraw(owner)
@@ -83,7 +83,7 @@ class LookupTickets:
                     break
 
     def pin(self, owner: int, keys: Sequence[PackedKey], request_id: str) -> str:
-        """The ticket under which all `keys` are pinned; "" if one of them is missing or the session has ended."""
+        """Pin all `keys` under a ticket and return its id; "" if one of them is missing or the session has ended."""
         with self._lock:
             if not keys or not self._table.is_owner(owner):
                 return ""
@@ -98,7 +98,7 @@ class LookupTickets:
             return ticket.id
 
     def look_up(self, owner: int, request_id: str, namespace: bytes, wanted: Wanted) -> Answer:
-        """Pins what L1 answers and asks L2 for the rest. Raises `RequestError` if the owner holds too many pins."""
+        """Pin the objects in L1 and load the rest from L2. Raises `RequestError` if the owner holds too many pins."""
         with self._lock:
             ticket = self._table.open(owner, request_id, namespace, self._clock())
             self._ask(ticket, wanted)
@@ -107,8 +107,8 @@ class LookupTickets:
     def look_up_record(
         self, owner: int, request_id: str, namespace: bytes, wanted: Callable[[NamespaceRecord], Wanted]
     ) -> Answer:
-        """The same for a namespace that is not known here: L2 is asked for its record first. `wanted` is called in a
-        storage thread, and what it raises is logged."""
+        """Look up like `look_up` in a namespace that is not known here: its record is first read from L2. `wanted` is
+        called in a storage thread, and its exceptions are logged."""
         with self._lock:
             ticket = self._table.open(owner, request_id, namespace, self._clock())
 
@@ -124,12 +124,12 @@ class LookupTickets:
             return self._answer(ticket)
 
     def ask_again(self, ticket_id: str, owner: int) -> Answer:
-        """Raises `LeaseUnknown`."""
+        """Return the state of a ticket. Raises `LeaseUnknown`."""
         with self._lock:
             return self._answer(self._table.get(ticket_id, owner))
 
     def free(self, ticket_id: str, owner: int) -> int:
-        """Ends a ticket; the number of objects that it had pinned. Raises `LeaseUnknown`."""
+        """End a ticket; return the number of objects it had pinned. Raises `LeaseUnknown`."""
         with self._lock:
             return self._end(self._table.get(ticket_id, owner))
 
@@ -148,11 +148,11 @@ class LookupTickets:
                 self._pin(ticket, wanted)
 
     def _may_load(self, ticket: Ticket) -> bool:
-        """Else it is answered with what L1 has."""
+        """Whether the ticket may load from L2; else it is answered from L1."""
         return self._storage.has_tiers and self._table.may_load(ticket.owner)
 
     def _pin(self, ticket: Ticket, wanted: Wanted) -> int:
-        """Pins the hit of what L1 holds now, in place of what the ticket pinned before; the chunks."""
+        """Pin the present hit in L1, in place of the ticket's former pins; return its chunks."""
         hit, objects = wanted.find(self._storage.row)
         lease_id = ""
         if hit:

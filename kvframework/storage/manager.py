@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
-from kvframework.api import EvictionPolicy, Memory, MemoryLayoutDesc, PackedKey, Select
+from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.memory import Memory
+from kvframework.api.requests import Select
 from kvframework.bounded import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
@@ -31,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-# The objects of one row by its key prefix and digests, None for what L1 lacks; see `ObjectRows.row`.
+# The objects of one row by its key prefix and digests, None for each that L1 lacks; see `ObjectRows.row`.
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 # Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
@@ -48,7 +51,7 @@ COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_mis
 
 
 def _locked(method: F) -> F:
-    """The method under the storage lock."""
+    """Decorator: call the method under the storage lock."""
 
     @functools.wraps(method)
     def call(self: StorageManager, /, *arguments: Any, **named: Any) -> Any:
@@ -86,7 +89,7 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
-        # Only within this room, under the lock, and for as long: the objects are the table's.
+        # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
         writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
@@ -137,7 +140,7 @@ class StorageManager:
         most = None if share >= 1.0 else int(share * self.capacity)
         result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
         if used <= self._high * self.capacity < self._table.used_bytes:
-            # Told at once, so that what the next ones push out has a chance to be written before.
+            # Reported at once, so that later victims can be written before their eviction.
             self._tiers.leaving(self._candidates())
         self.counters["dropped"] += result.dropped
         if present:
@@ -153,8 +156,8 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
     ) -> Reservation:
-        """`reserve` for the items with the indices `some`. Others that are present are pinned with the lease, so that
-        the end of a prefix never pushes out its beginning; they do not count in the result."""
+        """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
+        lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
         with self.lock:
             here = self._table.which([key for key, _ in items])
             chosen = [index for index, present in enumerate(here) if present or index in some]
@@ -220,7 +223,8 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
     ) -> PinLease | None:
-        """Pins what `find` finds in the rows of L1; None if it finds None. A use of each."""
+        """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
+        None."""
         objects = find(self.row)
         if objects is None:
             return None
@@ -372,17 +376,17 @@ class StorageManager:
             "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
         }
 
-    # what writers and prefetch use
+    # for writers and prefetch
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        """One pin for each of `keys` that is in L1, without counting as an access for eviction."""
+        """Pin each of `keys` that is in L1, without counting as an access for eviction."""
         leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
     @_locked
     def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease | None:
-        """Pins for the server itself what the client `owner` has pinned under a lease; None if that has lapsed. Does
-        not count as an access for eviction. Raises `LeaseUnknown`."""
+        """Pin for the server itself the objects that the client `owner` has pinned under a lease; None if that has
+        lapsed. Does not count as an access for eviction. Raises `LeaseUnknown`."""
         pinned = self.pinned(lease_id, owner=owner)
         if pinned is None:
             return None

@@ -14,8 +14,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvframework.api import LAYER_ORDER_BYTES, MemoryLayoutDesc, Message, ObjectKey, PackedKey
-from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES
+from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
+from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
+from kvframework.api.types import Message
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
 
@@ -52,8 +53,8 @@ class NamespaceRecord(Message, frozen=True):
 
 
 class NamespaceRecords:
-    """Thread-safe. When there are too many, the one whose last registration is longest ago is forgotten, but none that
-    is retained: a client that registers many costs no other its hits."""
+    """Thread-safe. When there are too many records, the one with the oldest registration is forgotten, except those
+    that are retained: a client that registers many cannot keep others from hits."""
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
@@ -102,7 +103,7 @@ class NamespaceRecords:
                     f"namespace {namespace.hex()} is known as {known.model_name!r}, world size {known.world_size}, "
                     f"shapes {[group.shape for group in known.desc.groups]}",
                     available="one meaning per namespace",
-                    hint="compute it with kvframework.api.compute_namespace from everything that differs",
+                    hint="compute it with kvframework.api.keys.compute_namespace from everything that differs",
                 )
             if len(_encoded(record)) > RECORD_BYTES:
                 raise RequestError("the namespace's record is too long", hint="use a shorter model name")
@@ -119,7 +120,7 @@ class NamespaceRecords:
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 
     def retain(self, namespace: bytes) -> None:
-        """An instance of it is registered: it is not forgotten until `release`."""
+        """Keep the record of a registered instance's namespace until `release`."""
         with self._lock:
             self._retained[namespace] += 1
 

@@ -32,7 +32,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, Buffer, HasherProvider, KeyHasher
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, HasherProvider, KeyHasher
 from kvframework.testing.making import NamedKit
 
 MakeHasher = Callable[[], KeyHasher]

@@ -24,16 +24,9 @@ import msgspec
 import pytest
 import torch
 
-from kvframework.api import (
-    EngineView,
-    KVLayout,
-    LayerTensors,
-    Layout,
-    canonical_desc,
-    chunk_tokens_for,
-    compute_namespace,
-    validate_layout,
-)
+from kvframework.api.canary import EngineView
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import KVLayout, LayerTensors, Layout, canonical_desc, chunk_tokens_for, validate_layout
 from kvframework.errors import BadLayout
 
 __all__ = ["LayoutConformance", "LayoutSubject"]
@@ -103,7 +96,7 @@ class LayoutConformance:
         program = (
             "import sys; sys.modules['torch'] = None\n"
             "import importlib, msgspec\n"
-            "from kvframework.api import KVLayout\n"
+            "from kvframework.api.layout import KVLayout\n"
             f"layout = getattr(importlib.import_module({kind.__module__!r}), {kind.__qualname__!r})()\n"
             f"told = bytes.fromhex({msgspec.msgpack.encode(declared).hex()!r})\n"
             "declared = msgspec.msgpack.decode(told, type=KVLayout)\n"

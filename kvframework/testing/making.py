@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvframework.api import Provider
+from kvframework.api.plugin import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table

@@ -1,4 +1,4 @@
-"""Conformance kit for the memory of L1: what every `Memory` must do. Runs under pytest.
+"""The conformance kit for the memory of L1: tests that every `Memory` must pass. Runs under pytest.
 
     from kvframework.testing import MemoryConformance
 
@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import Memory, MemoryProvider, TableContext
+from kvframework.api.memory import Memory, MemoryProvider, TableContext
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table
@@ -45,17 +45,17 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as mapped:
 
 
 class MemoryConformance:
-    """Subclass it and give `use`, and `options` if there are any; or a fixture `make_memory`, which makes a memory of
-    so many bytes at each call."""
+    """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
+    `make_memory`, a factory that takes the size in bytes."""
 
     use: ClassVar[str] = ""
-    """Name of the plugin: its entry point is `memory.<use>`. The option `capacity` says its size."""
+    """Name of the plugin; its entry point is `memory.<use>`. The option `capacity` sets its size."""
 
     options: ClassVar[Mapping[str, object]] = {}
-    """Its other options, as in its `[l1]` table."""
+    """Other options of the plugin, as in its `[l1]` table."""
 
     patience_s: ClassVar[float] = 20.0
-    """How long memory of this size may take to become usable, and to close."""
+    """Seconds within which memory of this size becomes usable, and closes."""
 
     @pytest.fixture
     def make_memory(self) -> MakeMemory:
@@ -64,7 +64,7 @@ class MemoryConformance:
         return self._by_name
 
     def _by_name(self, capacity: int) -> Memory:
-        """The memory as a server makes it. Skips the test if it cannot run here."""
+        """Return a factory that makes memory as a server does. Skips the test if the plugin cannot run here."""
         table = PluginTable(self.use, {**self.options, "capacity": capacity}, "[l1]")
         try:
             provider, options = resolve_table(PluginRegistry(), table, MemoryProvider)
@@ -94,7 +94,7 @@ class MemoryConformance:
             assert bytes(other[7:10]) == b"abc"
 
     def test_another_process_maps_the_descriptor_and_shares_the_bytes(self, memory: Memory) -> None:
-        """As local clients do, that get it over a socket."""
+        """A local client maps the descriptor, which it receives over a socket."""
         with memory.view() as view:
             view[:4], view[-4:] = b"ping", b"last"
             command = [sys.executable, "-c", _ANSWER, str(memory.fd), str(int(memory.capacity))]
@@ -119,7 +119,8 @@ class MemoryConformance:
     # becoming usable
 
     def test_it_becomes_usable_in_the_background(self, memory: Memory) -> None:
-        """`start` returns although nobody has taken the first piece yet; each piece is more than the one before."""
+        """`start` returns before the first piece has been taken; the end reported for each piece is above the one
+        before."""
         taken, told = threading.Event(), []
         threads = set()
 
@@ -137,7 +138,7 @@ class MemoryConformance:
         assert threading.get_ident() not in threads
 
     def test_what_was_written_on_the_way_stays(self, memory: Memory) -> None:
-        """Whoever takes a piece writes to it at once, while the pieces behind it are made usable."""
+        """The caller writes to each piece at once, while later pieces become usable."""
         told = [0]
         with memory.view() as view:
 

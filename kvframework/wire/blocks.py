@@ -9,7 +9,8 @@ from __future__ import annotations
 import array
 from collections.abc import Sequence
 
-from kvframework.api import NO_BLOCK, BlockIds, GroupBlocks, KVLayout, LayerGroup
+from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup
+from kvframework.api.transport import BlockIds, GroupBlocks
 from kvframework.errors import BadBlockIds
 
 

@@ -6,7 +6,7 @@ import array
 import sys
 from collections.abc import Iterable
 
-from kvframework.api import BlockIds
+from kvframework.api.types import BlockIds
 from kvframework.errors import BadBlockIds, InvalidPayload
 
 INDEX_BYTES = 4

@@ -11,15 +11,10 @@ from typing import Annotated
 
 import msgspec
 
-from kvframework.api import (
-    ArenaRange,
-    CacheKey,
-    KVLayout,
-    MemoryLayoutDesc,
-    Message,
-    StoreOutcome,
-)
-from kvframework.api.layout import MAX_GROUPS
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, StoreOutcome
+from kvframework.api.types import Message
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096

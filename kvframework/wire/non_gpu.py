@@ -5,7 +5,8 @@ Engine and server both compute the namespace here, so that neither has to receiv
 
 from __future__ import annotations
 
-from kvframework.api import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc, compute_namespace
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.wire.messages import RegisterNonGpuContextPayload
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.api import RequestSpec
+from kvframework.api.requests import RequestSpec
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFERS
 

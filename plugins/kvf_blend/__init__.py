@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvf_blend.server.options import BlendOptions
-from kvframework.api import CacheServices, Handler, RequestsProvider, hookimpl
+from kvframework.api.requests import CacheServices, Handler, RequestsProvider, hookimpl
 
 
 def _create(options: BlendOptions, services: CacheServices) -> list[Handler[Any]]:

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from kvf_blend.rotary import Rotary
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, Message, RequestSpec
+from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.requests import Message, RequestSpec
 
 MAX_TOKENS = 1 << 20
 MAX_SEGMENTS = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from kvf_cpu_gather.options import CpuGatherOptions
-from kvframework.api import EngineLink, TransferContext, TransportProvider, hookimpl
+from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import PluginUnavailable
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.steps import Steps, planned, unless_cancelled
-from kvframework.api import EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
+from kvframework.api.transport import EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 
 
 def store_in_arena(

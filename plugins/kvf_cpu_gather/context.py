@@ -21,13 +21,10 @@ from kvf_cpu_gather.options import Path
 from kvf_cpu_gather.steps import Courses, Ended, Steps
 from kvf_cpu_gather.throttle import ThrottledLog
 from kvf_cpu_gather.wire_path import WirePath
-from kvframework.api import (
-    CANONICAL,
-    OPAQUE,
+from kvframework.api.futures import Future
+from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout
+from kvframework.api.transport import (
     EngineDrivenLink,
-    Future,
-    LayerTensors,
-    Layout,
     LoadOutcome,
     Registration,
     StoreOutcome,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvframework.api import ArenaRange, GroupBlocks, GroupDesc, LayerGroup, MemoryLayoutDesc
+from kvframework.api.layout import GroupDesc, LayerGroup, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, GroupBlocks
 
 if TYPE_CHECKING:
     # [plane][layer], each [blocks, slots per block, heads, dim]

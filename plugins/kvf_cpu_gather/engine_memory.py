@@ -16,7 +16,8 @@ from kvf_cpu_gather.copying import Copies, TorchCopies, mark_device, on_host, wa
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvf_cpu_gather.remembered_views import RememberedViews, signature
-from kvframework.api import GroupBlocks, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc, Registration
+from kvframework.api.layout import LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.transport import GroupBlocks, Registration
 from kvframework.devices.planning import CopyPlanner, PlacedView
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvframework.api import CopyBatch
+from kvframework.api.driver import CopyBatch
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvf_cpu_gather.copying import Copies, Piece
 from kvf_cpu_gather.kernel import CopyKernel
-from kvframework.api import ArenaRange, GroupBlocks
+from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.devices.planning import CopyPlanner
 
 

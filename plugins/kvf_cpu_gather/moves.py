@@ -10,7 +10,9 @@ import torch
 from kvf_cpu_gather.copying import Piece
 from kvf_cpu_gather.engine_memory import EngineMemory, memory_of
 from kvf_cpu_gather.kernel import CopyKernel
-from kvframework.api import ArenaRange, Buffer, GroupBlocks, GroupDesc, MemoryLayoutDesc, Registration, Transfer
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
+from kvframework.api.types import Buffer
 from kvframework.errors import BadBlockIds
 
 if TYPE_CHECKING:

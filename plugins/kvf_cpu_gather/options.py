@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api import Options
+from kvframework.api.options import Options
 
 Path = Literal["auto", "arena", "wire"]
 Kernel = Literal["auto", "native", "torch"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kvframework.api import LayerTensors
+from kvframework.api.layout import LayerTensors
 
 if TYPE_CHECKING:
     from kvf_cpu_gather.copying import GroupViews

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from kvframework.api import Future, LoadPlan, Promise, StorePlan
+from kvframework.api.futures import Future, Promise
+from kvframework.api.transport import LoadPlan, StorePlan
 from kvframework.errors import Cancelled
 
 log = logging.getLogger(__name__)

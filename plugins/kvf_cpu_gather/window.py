@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvframework.api import ArenaRange
+from kvframework.api.transport import ArenaRange
 
 BATCH_BYTES = 8 << 20
 BATCH_OBJECTS = 1024

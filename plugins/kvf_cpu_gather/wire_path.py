@@ -15,7 +15,8 @@ from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.staging import Staging
 from kvf_cpu_gather.steps import Steps, planned, unless_cancelled
 from kvf_cpu_gather.window import Batch, Window, batches
-from kvframework.api import ArenaRange, EngineDrivenLink, Future, LoadOutcome, StoreOutcome, Transfer
+from kvframework.api.futures import Future
+from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
 
 

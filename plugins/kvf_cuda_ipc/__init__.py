@@ -10,15 +10,8 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from kvf_cuda_ipc.options import CudaOptions
-from kvframework.api import (
-    Arena,
-    CopierDriver,
-    DeviceTransportProvider,
-    EngineDriver,
-    Finding,
-    TableContext,
-    hookimpl,
-)
+from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
+from kvframework.api.findings import Finding
 
 if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_half import Stream

@@ -14,7 +14,7 @@ from kvf_cuda_ipc.driver import Driver, Event, RawStream
 from kvf_cuda_ipc.gathering import GatherKernel
 from kvf_cuda_ipc.identity import name_of
 from kvf_cuda_ipc.options import CudaOptions
-from kvframework.api import Allocation, Arena, CopierDriver, CopyBatch
+from kvframework.api.driver import Allocation, Arena, CopierDriver, CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
 
 log = logging.getLogger(__name__)

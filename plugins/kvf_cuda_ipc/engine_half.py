@@ -15,7 +15,7 @@ from kvf_cuda_ipc.driver import DEFAULT_STREAM, Context, Driver, Event, RawStrea
 from kvf_cuda_ipc.holds import Words
 from kvf_cuda_ipc.identity import name_of
 from kvf_cuda_ipc.streams import event_of, stream_of
-from kvframework.api import Allocation, EngineDriver, Exported
+from kvframework.api.driver import Allocation, EngineDriver, Exported
 from kvframework.errors import DeviceError
 
 _EXPORT_HINT = (

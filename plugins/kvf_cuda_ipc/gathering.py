@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import resources
 
 from kvf_cuda_ipc.driver import Driver, Function, RawStream
-from kvframework.api import CopyBatch, Step
+from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
 
 # As in gather.cu.

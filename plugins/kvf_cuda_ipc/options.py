@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api import ByteSize, DeviceOptions
+from kvframework.api.driver import DeviceOptions
+from kvframework.api.options import ByteSize
 
 
 class CudaOptions(DeviceOptions, frozen=True):

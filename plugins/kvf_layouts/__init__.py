@@ -10,7 +10,8 @@ from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import OpaqueRule, PagedRule
-from kvframework.api import LayoutProvider, NoOptions, Options, hookimpl
+from kvframework.api.layout import LayoutProvider, hookimpl
+from kvframework.api.options import NoOptions, Options
 
 
 class PagedOptions(Options, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvframework.api import AXES
+from kvframework.api.layout import AXES
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvf_layouts.grouping import TensorGroup
 from kvf_layouts.rules import GroupRule, PagedRule
-from kvframework.api import KVLayout, LayerGroup, validate_layout
+from kvframework.api.layout import KVLayout, LayerGroup, validate_layout
 
 R = TypeVar("R", bound=GroupRule)
 

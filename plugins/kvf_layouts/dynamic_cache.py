@@ -9,7 +9,7 @@ from kvf_layouts.axes import block_view
 from kvf_layouts.declaring import declare
 from kvf_layouts.grouping import SeenLayer, TensorGroup, group_layers, plane_tensors, same_size, views_of
 from kvf_layouts.rules import GroupRule
-from kvframework.api import KVLayout, LayerTensors, Layout
+from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvframework.api import LayerGroup, LayerTensors
+from kvframework.api.layout import LayerGroup, LayerTensors
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

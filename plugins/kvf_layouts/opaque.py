@@ -9,7 +9,7 @@ from kvf_layouts.declaring import declare
 from kvf_layouts.grouping import SeenLayer, group_layers, plane_tensors, views_of
 from kvf_layouts.memory import check_apart
 from kvf_layouts.rules import OpaqueRule, rules_of_layers
-from kvframework.api import KVLayout, LayerTensors, Layout
+from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

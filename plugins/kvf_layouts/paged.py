@@ -10,7 +10,7 @@ from kvf_layouts.declaring import declare
 from kvf_layouts.grouping import SeenLayer, group_layers, plane_tensors, same_size, views_of
 from kvf_layouts.memory import check_apart
 from kvf_layouts.rules import PagedRule, rules_of_layers
-from kvframework.api import KVLayout, LayerTensors, Layout
+from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

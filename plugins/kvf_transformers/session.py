@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.view import CacheView
-from kvframework.api import Future, LoadOutcome, Registration, RequestSpec, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.requests import RequestSpec
+from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import DeadlineExceeded
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from kvf_transformers.shapes import LayerPair
-from kvframework.api import EngineView, KVLayout
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import KVLayout
 
 
 class CacheView(EngineView):

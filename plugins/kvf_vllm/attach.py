@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StoreOp
-from kvframework.api import Future, LayerTensors, LoadOutcome, Registration, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.layout import LayerTensors
+from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
 

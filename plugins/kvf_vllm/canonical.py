@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvf_vllm.layouts import GroupFacts, block_tensors, group_rules
-from kvframework.api import LayerTensors
+from kvframework.api.layout import LayerTensors
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

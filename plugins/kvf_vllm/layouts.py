@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvf_vllm.steps import GroupBlocks
-from kvframework.api import NO_BLOCK, KVLayout, LayerTensors
+from kvframework.api.layout import NO_BLOCK, KVLayout, LayerTensors
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvframework.api import Options
+from kvframework.api.options import Options
 from kvframework.errors import ConfigFieldError
 
 PREFIX = "kvframework."

@@ -14,7 +14,8 @@ from typing import Protocol, TypeVar
 
 from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
-from kvframework.api import Future, LoadOutcome, StoreOutcome, error_code
+from kvframework.api.futures import Future
+from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 
 from kvf_blend import messages as b
 from kvf_blend.rotary import Rotary
-from kvframework.api import DIGEST_BYTES, CacheKey
+from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.wire import messages as m
 from tests.support.wire_client import WireClient, key_for
 

@@ -11,7 +11,10 @@ import pytest
 
 from kvf_blend import messages as b
 from kvf_blend.server import lookup
-from kvframework.api import DIGEST_BYTES, MemoryLayoutDesc, NoOptions, PackedKey, TierProvider, hookimpl
+from kvframework.api.keys import DIGEST_BYTES, PackedKey
+from kvframework.api.layout import MemoryLayoutDesc, hookimpl
+from kvframework.api.options import NoOptions
+from kvframework.api.tier import TierProvider
 from kvframework.errors import Cancelled, DeadlineExceeded
 from kvframework.server import Server
 from kvframework.service.cache import CacheService

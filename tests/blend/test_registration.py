@@ -12,7 +12,8 @@ import pytest
 from kvf_blend import messages as b
 from kvf_blend.errors import BadRotary, BlendRefused
 from kvf_blend.rotary import fingerprint
-from kvframework.api import KVLayout, LayerGroup, Message
+from kvframework.api.layout import KVLayout, LayerGroup
+from kvframework.api.types import Message
 from kvframework.errors import (
     AlreadyRegistered,
     InvalidPayload,

@@ -10,7 +10,7 @@ import pytest
 
 from kvf_blend import messages as b
 from kvf_blend.errors import BadSegments
-from kvframework.api import DIGEST_BYTES, CacheKey
+from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.client import KVClient
 from kvframework.errors import InvalidPayload, MessageTooLarge
 from kvframework.server import Server

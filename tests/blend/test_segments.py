@@ -13,7 +13,7 @@ from kvf_blend.messages import MAX_SEGMENTS
 from kvf_blend.server.digests import final_digests, prompt_digests, segment_digests
 from kvf_blend.server.segments import marked, split, unpack_ranges
 from kvf_hashers.sha256 import Sha256
-from kvframework.api import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES
 from tests.blend.blend_client import packed, pairs
 
 CHUNK = 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvf_blend import messages as b
-from kvframework.api import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES
 from kvframework.errors import LeaseUnknown
 from kvframework.server import Server
 from kvframework.service.cache import CacheService

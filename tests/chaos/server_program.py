@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import kvf_filesystem.tier as filesystem
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.cli.main import main
 from kvframework.storage.manager import StorageManager
 from kvframework.testing.faults import FaultyTier

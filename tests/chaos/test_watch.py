@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api import Future, Promise
+from kvframework.api.futures import Future, Promise
 from kvframework.errors import DeadlineExceeded
 from kvframework.wire.client_deadlines import LOCAL
 from tests.chaos import watch

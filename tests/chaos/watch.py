@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvframework.api import Future
+from kvframework.api.futures import Future
 from kvframework.client import KVClient
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
 from tests.chaos.events import Complaint, Event, TimedOut

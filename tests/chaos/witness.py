@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 
-from kvframework.api import DIGEST_BYTES, CacheKey
+from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.chaos.events import Claim

@@ -42,8 +42,10 @@ def run_process(
 def run(
     *arguments: str, site: Path | None = None, config: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command in this process, by the entry point, with an environment, a path and streams of its own; modules
-    of `site` and handlers of signals are forgotten afterwards. Not for `serve`, signals, terminals, or what the process itself must prove."""
+    """Runs the command in this process, by the entry point, with an environment, a path and streams of its own.
+
+    Modules of `site` and handlers of signals are forgotten afterwards. `serve`, signals, terminals, and what a process
+    itself must prove need `run_process`."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     loaded = set(sys.modules)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -79,7 +81,9 @@ def install_config_plugins(site: Path) -> None:
         import enum
         from typing import Annotated
         from msgspec import Meta
-        from kvframework.api import ByteSize, MemoryProvider, Options, Secret, TierProvider, hookimpl
+        from kvframework.api.memory import MemoryProvider, hookimpl
+        from kvframework.api.options import ByteSize, Options, Secret
+        from kvframework.api.tier import TierProvider
         class Mode(enum.Enum):
             fast = "fast"
         class Memory(Options, frozen=True):

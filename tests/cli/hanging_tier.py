@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvframework.api import Options, Outcome, PackedKey, TierProvider, hookimpl
+from kvframework.api.options import Options
+from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
 from tests.storage.tier import MemoryTier
 
 

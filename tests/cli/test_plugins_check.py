@@ -54,7 +54,7 @@ def test_options_are_set_for_what_is_checked(site: Path) -> None:
     done = run("plugins", "check", "tier.deep", "--set", f"path={site}", "--set", "depth=3", site=site)
     assert (done.returncode, done.stderr) == (1, "")
     assert (site / "made").exists()
-    assert "error [false-capability]" in done.stdout
+    assert "error [wrong-signature]" in done.stdout
     refused = run("plugins", "check", "deep", "--set", f"path={site}", site=site)
     assert refused.returncode == 2
     assert "KIND.NAME" in refused.stderr

@@ -134,7 +134,12 @@ STUCK = """
     import pathlib, threading, time
     from kvf_pinned.memory import MemfdArena
     from kvf_pinned.options import PinnedOptions
-    from kvframework.api import *
+    from kvframework.api.eviction import EvictionProvider
+    from kvframework.api.memory import MemoryProvider
+    from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
+    from kvframework.api.server_transport import ServerTransport
+    from kvframework.api.tier import Outcome, Tier, TierProvider
+    from kvframework.api.transport import TransportProvider
     def mark(): pathlib.Path(MARKER).touch()
     class Stuck(Message, frozen=True):
         pass

@@ -22,7 +22,7 @@ LIMIT_S = 5.0
 
 TALKING = """
     import sys
-    from kvframework.api import *
+    from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
     class Talk(Message, frozen=True):
         pass
     def talk(_client, payload, _buffers):

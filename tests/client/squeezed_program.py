@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from kvframework.api import HasherProvider
+from kvframework.api.hasher import HasherProvider
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.errors import OutOfResources, ServerGone
 from kvframework.registry.registry import PluginRegistry

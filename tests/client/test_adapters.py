@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvframework import errors  # noqa: E402
-from kvframework.api import StoreOutcome  # noqa: E402
+from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402

@@ -8,7 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.api import DTYPE_BYTES, EngineView, LayerGroup  # noqa: E402
+from kvframework.api.canary import EngineView  # noqa: E402
+from kvframework.api.layout import LayerGroup  # noqa: E402
+from kvframework.api.types import DTYPE_BYTES  # noqa: E402
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.client.canary import pattern  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402

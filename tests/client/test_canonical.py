@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework import errors
-from kvframework.api import CacheKey
+from kvframework.api.keys import CacheKey
 from kvframework.client import CanonicalInstance, KVClient, RequestHashes, SchedulerAdapter, register_canonical
 from tests.support.server_process import ServerProcess
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.api import StoreOutcome  # noqa: E402
+from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.errors import ConfigFieldError, DeadlineExceeded  # noqa: E402
 from kvframework.testing.faults import FaultProxy  # noqa: E402

@@ -1,8 +1,8 @@
-"""A process on a simulated node, for tests. One JSON list a line: the name for what comes back, a call, its arguments.
+"""A process on a simulated node, for tests. One JSON list a line: a name for the result, a call, its arguments.
 
 The call is one of `cuda.bindings.driver`, made in the primary context of the first visible device if it has one, or one
-of those below. `$name` stands for what came back as `name`; `name+1` for an address behind it. Answers with one list:
-"ok" or the driver's name of the error, and what can be told of the value. Bytes travel as hex.
+of those below. `$name` stands for the result with that name; `name+1` for an address behind it. Answers with one list:
+"ok" or the driver's name of the error, and the printable part of the value. Bytes travel as hex.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def poke(address: int, data: bytes) -> tuple[Any, ...]:
 
 
 def page(nbytes: int) -> tuple[Any, ...]:
-    """Host memory that nobody registered."""
+    """Host memory that is not registered."""
     kept["pages", len(kept)] = memory = ctypes.create_string_buffer(nbytes)
     return cu.CUresult.CUDA_SUCCESS, ctypes.addressof(memory)
 

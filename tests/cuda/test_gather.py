@@ -18,7 +18,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
 from kvf_cuda_ipc import gathering
 from kvf_cuda_ipc.gathering import PAIRS, Batch, GatherKernel, described, parts, source
-from kvframework.api import CopyBatch, Step
+from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
 
 SHIM = Path(__file__).with_name("host_kernel.h")

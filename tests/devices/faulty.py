@@ -9,7 +9,7 @@ from typing import Any
 
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 
-from kvframework.api import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
+from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.testing.accelerator import Event, Stream
 

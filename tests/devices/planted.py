@@ -12,21 +12,14 @@ from typing import Any
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 from msgspec import structs
 
-from kvframework.api import (
-    Allocation,
+from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo
+from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
+from kvframework.api.transport import (
     AnyTransportProvider,
-    Arena,
-    ClientInfo,
-    CopyBatch,
-    CopyJob,
-    DeviceTransportProvider,
     EngineLink,
-    Exported,
-    Future,
     LoadOutcome,
-    Promise,
-    ServerContext,
-    ServerTransport,
     StoreOutcome,
     Transfer,
     TransferContext,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvf_simdev import SimCopier, SimOptions, create_engine, runtime
 
-from kvframework.api import Allocation, Arena, DeviceTransportProvider, hookimpl
+from kvframework.api.driver import Allocation, Arena, DeviceTransportProvider, hookimpl
 from kvframework.errors import DeviceError
 
 STARTS_LATER, OPENS_NOTHING = "starts-later", "opens-nothing"

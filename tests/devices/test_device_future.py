@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import Future, Promise, futures
+from kvframework.api import futures
+from kvframework.api.futures import Future, Promise
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError, ServerGone
 from kvframework.server import Server
 from kvframework.testing.accelerator import SimulatedNode

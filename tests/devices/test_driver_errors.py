@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import Future
+from kvframework.api.futures import Future
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvframework.api import CopyBatch
+from kvframework.api.driver import CopyBatch
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.pinning import Pinning

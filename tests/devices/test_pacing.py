@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import ByteSize, DeviceOptions
+from kvframework.api.driver import DeviceOptions
+from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.launching import Launcher
 from kvframework.devices.messages import Done, Frames, from_copier

@@ -7,17 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import (
-    NO_BLOCK,
-    Allocation,
-    ArenaRange,
-    Exported,
-    GroupBlocks,
-    KVLayout,
-    LayerGroup,
-    canonical_desc,
-    dtype_bytes,
-)
+from kvframework.api.driver import Allocation, Exported
+from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
+from kvframework.api.transport import ArenaRange, GroupBlocks
+from kvframework.api.types import dtype_bytes
 from kvframework.devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
 from kvframework.devices.planning import CopyPlanner
 from kvframework.errors import BadLayout, RequestError

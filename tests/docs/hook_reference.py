@@ -9,9 +9,11 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvframework.api import DeviceTransportProvider, hookspecs
-from kvframework.api.plugin import Provider
 from kvframework.api.providers import AnyTransportProvider
+
+from kvframework.api import hookspecs
+from kvframework.api.driver import DeviceTransportProvider
+from kvframework.api.plugin import Provider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
 

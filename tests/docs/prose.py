@@ -14,10 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100
 PAGES = sorted(
     [
-        ROOT / "README.md",
+        *ROOT.glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "plugins").glob("*/README.md"),
         *(ROOT / "examples").glob("*/README.md"),
+        *(ROOT / "plugins").glob("*/README.md"),
+        *(ROOT / "kvframework" / "scaffold" / "templates").glob("*/README.md-tpl"),
     ]
 )
 # A reader has to decode them, and a plain word says the same.

@@ -8,7 +8,8 @@ from runpy import run_path
 
 import pytest
 
-from kvframework.api import Tier, TierProvider, plugin
+from kvframework.api import plugin
+from kvframework.api.tier import Tier, TierProvider
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
 from kvframework.registry import PluginRegistry, check_config, compatibility
@@ -17,7 +18,7 @@ from tests.registry.fake_distributions import info, install
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md").read_text()
 MODULE = """
-    from kvframework.api import TierProvider, hookimpl
+    from kvframework.api.tier import TierProvider, hookimpl
     @hookimpl
     def kvf_tiers():
         return [TierProvider(name="mystore", summary="", create=print{needs})]

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import typer
 
-from kvframework.api import Codec, EvictionPolicy, KeyHasher, Layout, Memory, Tier
+from kvframework.api.codec import Codec
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout
+from kvframework.api.memory import Memory
+from kvframework.api.tier import Tier
 from kvframework.cli.app import app
 from kvframework.registry import KINDS
 from tests.cli.command import run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvf_blend.messages import REQUESTS
-from kvframework.api import CacheServices, ClientInfo, Handler
+from kvframework.api.requests import CacheServices, ClientInfo, Handler
 from kvframework.errors import NotRegistered, UnknownRequest
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.docs.shown import blocks, entry_points

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.config import ServerConfig
 from tests.cli.command import run
 from tests.docs.shown import blocks

@@ -7,7 +7,8 @@ from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 
-from kvframework.api import Finding, hookspecs
+from kvframework.api import hookspecs
+from kvframework.api.findings import Finding
 from kvframework.api.tier import OPTIONAL_METHODS
 from kvframework.testing import TierConformance
 from kvframework.testing.faults import WIRE_FAULTS

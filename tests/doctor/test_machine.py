@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvf_pinned.nodes import accelerator_nodes
-from kvframework.api import Finding
+from kvframework.api.findings import Finding
 from kvframework.config import load_config
 from kvframework.doctor import accelerator, interpreter, memory, numa
 from kvframework.doctor.checkup import examine, run_check

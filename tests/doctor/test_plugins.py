@@ -14,7 +14,11 @@ from tests.registry.fake_distributions import install
 
 SOURCE = """
 import os, time
-from kvframework.api import *
+from kvframework.api.driver import DeviceTransportProvider, hookimpl
+from kvframework.api.findings import Finding
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import TransportProvider
 from kvframework.errors import TierError
 def seen(options, context, deadline):
     print("noise")
@@ -127,7 +131,9 @@ def test_memory_that_a_server_has_taken_already_is_not_asked_for() -> None:
 
 def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
     source = """
-    from kvframework.api import *
+    from kvframework.api.driver import DeviceTransportProvider, hookimpl
+    from kvframework.api.findings import Finding
+    from kvframework.api.transport import TransportProvider
     @hookimpl
     def kvf_transports():
         def transport(name):
@@ -149,7 +155,8 @@ def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:
 
 def test_a_device_transport_tells_of_its_devices(site: Path) -> None:
     source = """
-    from kvframework.api import *
+    from kvframework.api.driver import DeviceTransportProvider, hookimpl
+    from kvframework.api.findings import Finding
     def diagnose(options, context, deadline):
         yield Finding("bolt.driver", "warn", f"seen from {context.where} with {options.stall_s}", "update it")
     @hookimpl

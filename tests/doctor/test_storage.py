@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvf_filesystem.advice import diagnose
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from tests.doctor.tables import ask, levels
 from tests.plugins.filesystem_folder import open_tier, options
 from tests.security.another_user import as_another_user

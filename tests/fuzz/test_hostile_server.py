@@ -16,7 +16,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import CacheKey, KVLayout, LayerGroup, Message, Registration, StoreOutcome, canonical_desc
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
+from kvframework.api.transport import Registration, StoreOutcome
+from kvframework.api.types import Message
 from kvframework.client import KVClient, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError

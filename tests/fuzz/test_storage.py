@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.steps import run

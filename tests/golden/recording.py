@@ -8,7 +8,7 @@ from typing import Any
 
 import kvframework
 from kvframework import errors
-from kvframework.api import Message, RequestSpec
+from kvframework.api.requests import Message, RequestSpec
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server.sessions import TOKEN_BYTES

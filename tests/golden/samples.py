@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import inspect
 
-from kvframework.api import Message
+from kvframework.api.types import Message
 
 M = TypeVar("M", bound=Message)
 

@@ -119,7 +119,8 @@ def test_hooks_may_be_in_an_object(site: Path) -> None:
 
 def test_what_was_not_made_is_noted_and_its_class_is_read(site: Path) -> None:
     source = """
-from kvframework.api import Options, Tier, TierProvider, hookimpl
+from kvframework.api.options import Options
+from kvframework.api.tier import Tier, TierProvider, hookimpl
 from typing import Annotated
 from msgspec import Meta
 class Where(Options, frozen=True):
@@ -141,7 +142,8 @@ def kvf_tiers():
 
 
 NEEDS_PATH = """
-from kvframework.api import Options, Tier, TierProvider, hookimpl
+from kvframework.api.options import Options
+from kvframework.api.tier import Tier, TierProvider, hookimpl
 from typing import Annotated
 from msgspec import Meta
 class Where(Options, frozen=True):

@@ -9,7 +9,7 @@ from itertools import islice
 from memory_tier import MemoryTier, Store, Value
 from planted_base_cases import InPlace, Planted
 
-from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.testing import TierConformance
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 
 import pytest
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 from kvframework.testing import CodecConformance
 from kvframework.testing.codec.kit import MakeCodec
 
@@ -123,14 +124,15 @@ class TestKeepsADictionary(Planted):
 
 class TestPacksByPythonsHash(Planted):
     class Bug(Right):
-        def mask(self) -> int:
-            return hash("right") & 0xFF
+        def masked(self, data: Iterable[int]) -> bytes:
+            mask = hash("right").to_bytes(8, "little", signed=True)
+            return bytes(byte ^ part for byte, part in zip(data, cycle(mask)))
 
         def packed(self, data: memoryview) -> bytes:
-            return bytes(byte ^ self.mask() for byte in super().packed(data))
+            return self.masked(super().packed(data))
 
         def unpacked(self, packed: memoryview, nbytes: int) -> bytes:
-            return super().unpacked(memoryview(bytes(byte ^ self.mask() for byte in packed)), nbytes)
+            return super().unpacked(memoryview(self.masked(packed)), nbytes)
 
 
 class TestSharesAScratchBuffer(Planted):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.api import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.testing import EvictionConformance
 from kvframework.testing.eviction.kit import MakePolicy
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.testing import HasherConformance
 from kvframework.testing.hasher import MakeHasher
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from memory_tier import MemoryTier, Store
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing import TierConformance
 from kvframework.testing.tier.claims import ClaimTests
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvframework.api import EngineView, KVLayout
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import KVLayout
 
 
 class AxesView(EngineView):

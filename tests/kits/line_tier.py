@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvframework.api import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
 T = TypeVar("T", bound="int | Outcome")

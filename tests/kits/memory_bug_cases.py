@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import Memory
+from kvframework.api.memory import Memory
 from kvframework.testing import MemoryConformance
 
 STEP = 1 << 20

@@ -10,18 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvframework.api import (
-    ByteSize,
-    Options,
-    Outcome,
-    PackedKey,
-    TableContext,
-    Tier,
-    TierEntry,
-    TierProvider,
-    TierUsage,
-    hookimpl,
-)
+from kvframework.api.options import ByteSize, Options
+from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierEntry, TierProvider, TierUsage, hookimpl
 from kvframework.errors import TierError
 
 Parts = Sequence[Sequence[memoryview]]

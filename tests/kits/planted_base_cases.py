@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from memory_tier import MemoryTier, Store, Value
 
-from kvframework.api import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 from kvframework.testing import TierConformance
 

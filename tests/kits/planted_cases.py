@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from memory_tier import MemoryTier, Parts, Store, Value
 from planted_base_cases import InPlace, Planted
 
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.testing import TierConformance
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, save

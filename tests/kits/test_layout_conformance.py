@@ -15,7 +15,8 @@ from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
 from kvf_layouts.opaque import OpaqueLayout  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import PagedRule  # noqa: E402
-from kvframework.api import EngineView, KVLayout  # noqa: E402
+from kvframework.api.canary import EngineView  # noqa: E402
+from kvframework.api.layout import KVLayout  # noqa: E402
 from kvframework.testing import LayoutConformance  # noqa: E402
 from kvframework.testing.layout import LayoutSubject  # noqa: E402
 from tests.kits.layout_subjects import AxesView  # noqa: E402

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing import FaultProxy
 from kvframework.testing.tier.wire import WireFaultTests
 from tests.support.redis_server import RedisServer

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from line_tier import LineServer, LineTier
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing import FaultProxy, TierConformance
 from kvframework.testing.tier import TierKit
 from kvframework.testing.tier.wire import WireFaultTests

@@ -10,7 +10,9 @@ import torch
 from kvf_cpu_gather.context import CpuGather
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
-from kvframework.api import CacheKey, Registration, Transfer, check_skip
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import check_skip
+from kvframework.api.transport import Registration, Transfer
 from kvframework.client.transfers import checked_transfer
 from tests.plugins.arena_link import ArenaLink
 

@@ -13,7 +13,9 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kvframework.api import DTYPE_BYTES, NO_BLOCK, compute_namespace  # noqa: E402
+from kvframework.api.keys import compute_namespace  # noqa: E402
+from kvframework.api.layout import NO_BLOCK  # noqa: E402
+from kvframework.api.types import DTYPE_BYTES  # noqa: E402
 from tests.layouts.engines import Engine, Group, as_bytes  # noqa: E402
 
 pytestmark = pytest.mark.torch

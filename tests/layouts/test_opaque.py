@@ -13,7 +13,9 @@ from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_layouts.opaque import OpaqueLayout  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import OpaqueRule  # noqa: E402
-from kvframework.api import CacheKey, Registration, check_skip, compute_namespace  # noqa: E402
+from kvframework.api.keys import CacheKey, compute_namespace  # noqa: E402
+from kvframework.api.layout import check_skip  # noqa: E402
+from kvframework.api.transport import Registration  # noqa: E402
 from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402

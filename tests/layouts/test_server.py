@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvframework.api import NO_BLOCK, EngineView  # noqa: E402
+from kvframework.api.canary import EngineView  # noqa: E402
+from kvframework.api.layout import NO_BLOCK  # noqa: E402
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
 from kvframework.wire.messages import Clear, Prepare, StorePlan  # noqa: E402

@@ -12,7 +12,8 @@ from typing import Any
 
 import zmq
 
-from kvframework.api import Future, Handler, Message, Promise, Reply, RequestSpec
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import Handler, Message, Reply, RequestSpec
 from kvframework.errors import BadRange, Cancelled
 from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.server.dispatch import Served

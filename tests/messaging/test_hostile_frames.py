@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvframework.api import Handler, RequestSpec
+from kvframework.api.requests import Handler, RequestSpec
 from kvframework.errors import HelloRequired
 from kvframework.wire.frames import ERROR_TYPE, MAX_BUFFERS, MAX_PAYLOAD_BYTES, join
 from kvframework.wire.messages import PROTOCOL_VERSION, Cancel, Empty, Hello, HelloReply

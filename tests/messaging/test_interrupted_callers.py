@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api import Message
+from kvframework.api.types import Message
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.connection import Connection

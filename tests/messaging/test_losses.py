@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import ClientInfo
+from kvframework.api.requests import ClientInfo
 from kvframework.errors import InvalidPayload
 from kvframework.messaging.client.losses import Losses
 from kvframework.service.client_losses import MAX_RECENT, RECENT_S, ClientLosses

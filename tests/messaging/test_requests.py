@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvframework.api import Handler, RequestSpec
+from kvframework.api.requests import Handler, RequestSpec
 from kvframework.errors import (
     BadRange,
     Cancelled,

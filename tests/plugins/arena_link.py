@@ -6,19 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvframework.api import (
-    ArenaRange,
-    CacheKey,
-    EngineLink,
-    Future,
-    LoadOutcome,
-    LoadPlan,
-    MemoryLayoutDesc,
-    Promise,
-    StoreOutcome,
-    StorePlan,
-    Transfer,
-)
+from kvframework.api.futures import Future, Promise
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, EngineLink, LoadOutcome, LoadPlan, StoreOutcome, StorePlan, Transfer
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_tier import Opened, open_redis_tier
 

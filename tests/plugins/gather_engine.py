@@ -8,7 +8,8 @@ import torch
 from kvf_cpu_gather.context import CpuGather
 from kvf_cpu_gather.kernel import CopyKernel, load_kernel
 from kvf_layouts.paged import PagedLayout
-from kvframework.api import CacheKey, Registration
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import Registration
 from kvframework.client.transfers import checked_transfer
 from tests.plugins.arena_link import ArenaLink
 

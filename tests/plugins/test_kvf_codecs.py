@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvf_codecs import kvf_codecs as hook
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry import PluginRegistry
 from kvframework.testing import CodecConformance

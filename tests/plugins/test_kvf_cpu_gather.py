@@ -17,7 +17,8 @@ from kvf_cpu_gather import copying, engine_memory  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
-from kvframework.api import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc, Registration, StoreOutcome  # noqa: E402
+from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc  # noqa: E402
+from kvframework.api.transport import Registration, StoreOutcome  # noqa: E402
 from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402

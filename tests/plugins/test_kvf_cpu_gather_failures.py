@@ -10,14 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
-from kvframework.api import (  # noqa: E402
-    ArenaRange,
-    Future,
-    GroupDesc,
-    LoadPlan,
-    MemoryLayoutDesc,
-    Registration,
-)
+from kvframework.api.futures import Future  # noqa: E402
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc  # noqa: E402
+from kvframework.api.transport import ArenaRange, LoadPlan, Registration  # noqa: E402
 from kvframework.errors import (  # noqa: E402
     BadBlockIds,
     BadLayout,

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvf_cpu_gather.steps import Courses  # noqa: E402
-from kvframework.api import Future, Promise, StoreOutcome  # noqa: E402
+from kvframework.api.futures import Future, Promise  # noqa: E402
+from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402
 from tests.plugins.gather_engine import IDS, Engine, both_ways, digest  # noqa: E402

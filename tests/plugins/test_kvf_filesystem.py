@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_of, value_bytes
 from kvf_filesystem.moving import move, trimmed
 from kvf_filesystem.root import MARKER
-from kvframework.api import PACKED_KEY_BYTES, Outcome, Tier
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
 from kvframework.testing import TierConformance
 from kvframework.testing.tier.capacity import CapacityTests

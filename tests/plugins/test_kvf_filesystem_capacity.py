@@ -21,7 +21,8 @@ from kvf_filesystem.counting import Counting
 from kvf_filesystem.form import LARGE
 from kvf_filesystem.ledger import Ledger
 from kvf_filesystem.listing import Lister
-from kvframework.api import PACKED_KEY_BYTES, Outcome
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.plugins.filesystem_folder import (
     contains,

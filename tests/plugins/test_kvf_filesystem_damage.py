@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvf_filesystem.form import LARGE, file_bytes, pack_head
-from kvframework.api import Outcome
+from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.plugins.filesystem_folder import (
     contains,

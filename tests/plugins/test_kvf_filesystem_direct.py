@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvf_filesystem import root as root_module
 from kvf_filesystem.form import LARGE, PAGE
 from kvf_filesystem.moving import SLICE_BYTES
-from kvframework.api import Outcome
+from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError
 from kvframework.storage.envelope import HEADER_BYTES
 from tests.plugins.filesystem_folder import (

@@ -18,7 +18,7 @@ import pytest
 
 from kvf_filesystem.form import PAGE, file_bytes, pack_head
 from kvf_filesystem.moving import SLICE_BYTES
-from kvframework.api import Outcome, TierUsage
+from kvframework.api.tier import Outcome, TierUsage
 from kvframework.errors import TierError
 from tests.plugins.filesystem_folder import (
     contains,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvf_filesystem.form import LARGE, path_of
-from kvframework.api import PACKED_KEY_BYTES, Outcome
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Outcome
 from tests.plugins.filesystem_folder import (
     contains,
     file_of,

@@ -16,7 +16,7 @@ from kvf_layouts import PagedOptions  # noqa: E402
 from kvf_layouts import kvf_layouts as hook  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvframework.api import chunk_tokens_for  # noqa: E402
+from kvframework.api.layout import chunk_tokens_for  # noqa: E402
 from kvframework.config import load_config  # noqa: E402
 from kvframework.errors import BadDtype, BadLayout  # noqa: E402
 
@@ -286,7 +286,7 @@ def test_a_server_imports_layouts_and_transport_without_torch():
     script = (
         "import sys; sys.modules['torch'] = None\n"
         "import kvf_layouts, kvf_cpu_gather\n"
-        "from kvframework.api import KVLayout, LayerGroup\n"
+        "from kvframework.api.layout import KVLayout, LayerGroup\n"
         "provider = kvf_layouts.kvf_layouts()[0]\n"
         "layout = provider.create(provider.options())\n"
         "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).shape)\n"

@@ -19,7 +19,8 @@ from kvf_pinned import kvf_memories, touch
 from kvf_pinned.available import available_memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api import ByteSize, MemoryProvider, TableContext
+from kvframework.api.memory import MemoryProvider, TableContext
+from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError
 from kvframework.testing import MemoryConformance
 from tests.support.waiting import wait_until

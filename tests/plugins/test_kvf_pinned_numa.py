@@ -23,7 +23,9 @@ from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import place
-from kvframework.api import ByteSize, Finding, TableContext
+from kvframework.api.findings import Finding
+from kvframework.api.options import ByteSize
+from kvframework.api.plugin import TableContext
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 

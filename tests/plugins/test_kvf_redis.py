@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvf_redis.commands import DRAIN_BYTES
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.testing import FaultProxy
 from kvframework.testing.tier import TierConformance

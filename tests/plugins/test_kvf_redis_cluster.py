@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from kvf_redis.slots import slot_of
-from kvframework.api import Outcome
+from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from kvframework.testing.tier import TierConformance
 from tests.support.redis_cluster import RedisCluster

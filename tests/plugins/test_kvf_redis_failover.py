@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvframework.api import Outcome
+from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.support.received import outcomes_of
 from tests.support.redis_cluster import RedisCluster

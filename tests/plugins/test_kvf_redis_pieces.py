@@ -16,7 +16,7 @@ from kvf_redis.commands import Command, Count, Get, Set, Tail
 from kvf_redis.pieces import MAX_PIECES, TRAILER_BYTES, Trailer, new_trailer, parse_trailer, spans
 from kvf_redis.resp import Reply
 from kvf_redis.values import Reading, Writing, other_pieces
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.testing.tier import TierConformance
 from tests.support.received import outcomes_of
 from tests.support.redis_server import RedisServer

@@ -27,7 +27,8 @@ from kvf_redis.resp import (
     set_command,
 )
 from kvf_redis.wire import Wire
-from kvframework.api import Buffer, Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
+from kvframework.api.types import Buffer
 from kvframework.errors import TierError
 from tests.support.received import outcomes_of
 from tests.support.redis_tier import open_redis_tier, soon

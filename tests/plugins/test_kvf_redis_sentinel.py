@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon

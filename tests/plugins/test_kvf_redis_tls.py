@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier import TierConformance
 from tests.support.certificates import Certificate, make_certificate

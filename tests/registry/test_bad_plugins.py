@@ -133,7 +133,7 @@ def test_a_plugin_of_another_kind_than_its_entry_point_says(site: Path, case: st
 @pytest.mark.parametrize("needed", ["1.99", "2.0", "0.9"])
 def test_a_plugin_that_needs_another_api(site: Path, needed: str) -> None:
     source = f"""
-        from kvframework.api import CodecProvider, hookimpl
+        from kvframework.api.codec import CodecProvider, hookimpl
         @hookimpl
         def kvf_codecs():
             return [CodecProvider(name="new", summary="", create=print, requires_api="{needed}")]

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import (
-    ByteSize,
-    CodecProvider,
-    EvictionProvider,
-    HasherProvider,
-    LayoutProvider,
-    MemoryProvider,
-    Options,
-    TierProvider,
-    TransportProvider,
-    hookimpl,
-)
+from kvframework.api.codec import CodecProvider, hookimpl
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import ByteSize, Options
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import TransportProvider
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginNotFound, PluginWrongKind
 from kvframework.registry import PluginRegistry, check_config, resolve_table

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import ByteSize, CodecProvider, Options, hookimpl
+from kvframework.api.codec import CodecProvider, hookimpl
+from kvframework.api.options import ByteSize, Options
 from kvframework.errors import (
     ConfigFieldError,
     PluginBroken,

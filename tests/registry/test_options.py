@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 from rich.pretty import pretty_repr
 
-from kvframework.api import ByteSize, NoOptions, Options, Secret, SecretUrl
+from kvframework.api.options import ByteSize, NoOptions, Options, Secret, SecretUrl
 from kvframework.masking import shown_options
 from kvframework.registry.options import OptionInfo, describe_options
 

@@ -34,7 +34,7 @@ def test_an_installed_plugin_is_discovered_and_resolved(site: Path) -> None:
 
 def test_an_entry_point_may_name_an_object_in_a_module(site: Path) -> None:
     source = """
-        from kvframework.api import CodecProvider, hookimpl
+        from kvframework.api.codec import CodecProvider, hookimpl
         class Plugin:
             @hookimpl
             def kvf_codecs(self):
@@ -86,7 +86,7 @@ def test_two_offers_of_one_name_are_an_error_only_for_who_names_it(site: Path) -
 
 def test_a_probe_says_why_a_plugin_cannot_run(site: Path) -> None:
     source = """
-        from kvframework.api import CodecProvider, hookimpl
+        from kvframework.api.codec import CodecProvider, hookimpl
         @hookimpl
         def kvf_codecs():
             reason = "acme-lib is missing: pip install acme-kvf[lib]"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvframework.api import TableContext
+from kvframework.api.plugin import TableContext
 from kvframework.client import KVClient
 from kvframework.errors import ConfigFieldError, EndpointError, ServerGone
 from kvframework.wire import messages as m

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvframework.api import KVLayout, LayerGroup, canonical_desc
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.client import KVClient
 from kvframework.devices.messages import Start
 from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup
+from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.client import KVClient
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
 from kvframework.wire import messages as m

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.api.driver import Allocation
+from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.devices.handles import ExportedAllocation, ExportedView, read_handles
 from kvframework.wire import messages as m
 from tests.cli.command import run

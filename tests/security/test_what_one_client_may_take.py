@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
-from kvframework.service.lookups import MAX_LOADS
+from kvframework.storage.l1.tickets import MAX_LOADS
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
@@ -90,8 +90,8 @@ def test_loads_of_one_client_leave_room_for_others(tmp_path: Path) -> None:
         finally:
             redis.sigcont()
         greedy.call("END_SESSION", m.EndSession())
-        lookups = running.engine._lookups
-        wait_until(lambda: not lookups._loading, 60, "the end of the loads")
+        table = running.service._lookups.tickets._table
+        wait_until(lambda: not table._loading, 60, "the end of the loads")
 
 
 def test_a_namespace_in_use_is_not_pushed_out_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_records_that_nobody_holds_go_first() -> None:
     desc = canonical_desc(KVLayout("canonical", (LayerGroup(1, 16, 1, 8, "float32"),)), 256)
     names = [number.to_bytes(16, "big") for number in range(MAX_NAMESPACES + 2)]
     records.add(names[0], NamespaceRecord("m", 1, desc))
-    records.hold(names[0])
+    records.retain(names[0])
     for name in names[1:]:
         records.add(name, NamespaceRecord("m", 1, desc))
     assert records.get(names[0]) is not None

@@ -5,21 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvframework.api import (
-    ClientInfo,
-    CopyJob,
-    EngineLink,
-    Future,
-    KVLayout,
-    MemoryLayoutDesc,
-    NoOptions,
-    Promise,
-    ServerContext,
-    ServerTransport,
-    TransferContext,
-    TransportProvider,
-    hookimpl,
-)
+from kvframework.api.futures import Future, Promise
+from kvframework.api.layout import KVLayout, MemoryLayoutDesc
+from kvframework.api.options import NoOptions
+from kvframework.api.requests import ClientInfo
+from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
+from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import RequestError
 
 

@@ -16,7 +16,15 @@ from tests.cli.command import run
 from tests.registry.fake_distributions import install
 
 SOURCE = """
-from kvframework.api import *
+from kvframework.api.codec import CodecProvider
+from kvframework.api.eviction import EvictionProvider
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.layout import LayoutProvider
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.options import ByteSize, Options
+from kvframework.api.requests import RequestsProvider
+from kvframework.api.tier import Tier, TierProvider, hookimpl
+from kvframework.api.transport import TransportProvider
 from kvframework.errors import ConfigFieldError, TierError
 class Size(Options, frozen=True):
     capacity: ByteSize

@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from kvframework import errors
-from kvframework.api import KVLayout, LayerGroup, canonical_desc, compute_namespace
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.wire import messages as m
 from kvframework.wire import non_gpu_namespace
 from tests.support.server_process import ServerProcess

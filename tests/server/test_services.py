@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvframework.api import CacheServices, ClientInfo, NoOptions, PackedKey, TierProvider, hookimpl
+from kvframework.api.options import NoOptions
+from kvframework.api.requests import CacheServices, ClientInfo, PackedKey, hookimpl
+from kvframework.api.tier import TierProvider
 from kvframework.errors import LeaseUnknown, NotRegistered
 from kvframework.server import Server
 from kvframework.wire import messages as m

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import TierProvider
+from kvframework.api.tier import TierProvider
 from kvframework.config import load_config
 from kvframework.errors import ConfigError, PluginBroken
 from tests.server.in_process import serving

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
-from kvframework.api import CacheKey, ClientInfo, GroupDesc, MemoryLayoutDesc, PackedKey
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
 from kvframework.service.engine_driven import pin_whole
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups

@@ -7,8 +7,8 @@ import array
 import pytest
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api import CacheKey, GroupDesc, MemoryLayoutDesc, ObjectKey
-from kvframework.api.keys import salt_digest
+from kvframework.api.keys import CacheKey, ObjectKey, salt_digest
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.keys import KeyResolver, check_key
 

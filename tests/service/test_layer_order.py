@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import KVLayout, LayerGroup
+from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.service.layer_order import first_difference, layer_order
 
 

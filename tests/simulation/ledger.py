@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.write_policy import WriteBack
 from kvframework.storage.l2.writer import TierWriter
 from tests.simulation.model import must

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from kvframework.api import CacheKey, GroupDesc, MemoryLayoutDesc, PackedKey
-from kvframework.api.keys import key_prefix
+from kvframework.api.keys import CacheKey, PackedKey, key_prefix
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.storage.namespaces import NamespaceRecord
 
 CHUNK = 16

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvframework.api import MemoryLayoutDesc, PackedKey, Select
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.l2.breaker import Breaker

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvframework.api import ClientInfo
+from kvframework.api.requests import ClientInfo
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.storage.l1.allocator import ALIGNMENT

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from kvframework.api import EvictionPolicy, Memory, ObjectKey, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.keys import ObjectKey
+from kvframework.api.memory import Memory
 
 NAMESPACE = bytes(range(16))
 

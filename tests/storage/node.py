@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvframework.api import GroupDesc, MemoryLayoutDesc, PackedKey, Select
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import LoadTask

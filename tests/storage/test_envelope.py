@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import GroupDesc, MemoryLayoutDesc
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from tests.storage.memory import packed_key
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import Codec, Outcome, PackedKey, TierEntry, TierUsage
+from kvframework.api.codec import Codec
+from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.codecs import CodecTable

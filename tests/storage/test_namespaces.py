@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api import DTYPE_BYTES, GroupDesc, MemoryLayoutDesc, ObjectKey
+from kvframework.api.keys import ObjectKey
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.types import DTYPE_BYTES
 from kvframework.errors import NamespaceMismatch, RequestError
 from kvframework.storage.namespaces import (
     MAX_NAMESPACES,

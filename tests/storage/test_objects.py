@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, StoredObject

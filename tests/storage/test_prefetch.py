@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2 import prefetch
 from kvframework.storage.namespaces import NamespaceRecord, record_key

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 from kvframework.storage.l2.write_policy import MAX_GHOSTS, WriteBack, WriteThroughSelective
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.write_policy import WriteThrough
 from kvframework.storage.l2.write_queue import BATCH_OBJECTS, Batch, WriteQueue
 from tests.storage.memory import packed_key

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvframework.api import Outcome, PackedKey
+from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.leases import PinLease, StoredObject

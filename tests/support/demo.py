@@ -1,4 +1,4 @@
-"""`kvframework demo` as a process, and what it leaves behind."""
+"""`kvframework demo` as a process, and the files and processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Where the demo puts its directory, short enough for sockets."""
+    """The directory in which the demo creates its own, short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
         yield Path(directory)
 
 
 def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the demo to its end; `temporary` is where it puts its directory."""
+    """Run the demo to its end; `temporary` is the directory in which it creates its own."""
     environment = {**os.environ, "TMPDIR": str(temporary), **variables}
     return subprocess.run(
         [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -30,7 +30,7 @@ def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.Compl
 
 
 def left_behind(temporary: Path) -> list[str]:
-    """Files below `temporary` and processes that name it."""
+    """Return files below `temporary` and processes that name it."""
     files = [str(path) for path in temporary.iterdir()]
     for entry in Path("/proc").iterdir():
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api import Outcome
+from kvframework.api.tier import Outcome
 
 
 def outcomes_of(answers: Sequence[int | Outcome]) -> list[Outcome]:

@@ -27,7 +27,7 @@ _NODE_TIMEOUT_MS = 30_000
 class RedisCluster:
     """`masters[i]` serves the i-th part of the slots at first, and `replicas[i]` follows it. Use as a context manager.
 
-    Slots that nobody serves stop nobody else (`cluster-require-full-coverage no`).
+    Slots without a server do not stop the other slots (`cluster-require-full-coverage no`).
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class RedisServer:
     """One server on a Unix socket in `directory`, or on a free TCP port of 127.0.0.1; keeps nothing on disk.
 
     Use it as a context manager or call `start` and `stop`. After `kill9`, `restart` comes back at the same address.
-    With a `certificate` it speaks TLS only. A member of a cluster is to be introduced to the others, see
+    With a `certificate` it speaks TLS only. A member of a cluster must be introduced to the others, see
     `tests.support.redis_cluster`.
     """
 

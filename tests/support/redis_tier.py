@@ -11,7 +11,8 @@ import msgspec
 from kvf_redis import kvf_tiers
 from kvf_redis.options import RedisOptions
 from kvf_redis.slots import slot_of
-from kvframework.api import ByteSize, Outcome, TableContext, Tier
+from kvframework.api.options import ByteSize
+from kvframework.api.tier import Outcome, TableContext, Tier
 from tests.support.received import outcomes_of
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvframework.api import CacheKey, RequestSpec
+from kvframework.api.requests import CacheKey, RequestSpec
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import CacheKey
+from kvframework.api.keys import CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.messages import StorePlan

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvframework.api import Future, Handler, Message, NoOptions, Promise, Reply, RequestSpec, RequestsProvider, hookimpl
+from kvframework.api.futures import Future, Promise
+from kvframework.api.options import NoOptions
+from kvframework.api.requests import Handler, Message, Reply, RequestSpec, RequestsProvider, hookimpl
 from kvframework.errors import BadRange
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Pong

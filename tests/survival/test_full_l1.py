@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvframework.api import StoreOutcome
+from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.support.wire_client import WireClient, key_for

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvframework.api import CacheKey, MemoryLayoutDesc
+from kvframework.api.keys import CacheKey
+from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.wire import messages as m
 from tests.support.processes import arenas, children, descriptors
 from tests.support.server_process import ServerProcess

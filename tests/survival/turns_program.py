@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kvframework.api import CacheKey, Transfer
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import Transfer
 from kvframework.client import CanonicalInstance, KVClient, register_canonical
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from kvframework.api import CacheKey, StoreOutcome
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api import DIGEST_BYTES, ObjectKey
+from kvframework.api.keys import DIGEST_BYTES, ObjectKey
 
 CHUNK_TOKENS = 256
 # No power of two divides it, so bytes that were moved by a page or a cache line are wrong ones.

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvf_vllm.connector import KvFrameworkConnector
-from kvframework.api import Future, LoadOutcome
+from kvframework.api.futures import Future
+from kvframework.api.transport import LoadOutcome
 from kvframework.client import KVClient
 from tests.vllm.engine import SERVER_PID, STEPS
 

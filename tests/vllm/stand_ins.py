@@ -11,7 +11,9 @@ from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
-from kvframework.api import DIGEST_BYTES, Future, LoadOutcome
+from kvframework.api.futures import Future
+from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.transport import LoadOutcome
 from kvframework.client import LookupResult, RequestHashes
 
 BLOCK = 4

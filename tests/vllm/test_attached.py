@@ -18,7 +18,7 @@ from kvf_vllm.options import VllmOptions  # noqa: E402
 from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
 from kvf_vllm.steps import StepPlan  # noqa: E402
 from kvf_vllm.worker import WorkerSide  # noqa: E402
-from kvframework.api import NO_BLOCK  # noqa: E402
+from kvframework.api.layout import NO_BLOCK  # noqa: E402
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402

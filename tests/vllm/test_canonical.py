@@ -19,7 +19,8 @@ from kvf_layouts.rules import PagedRule  # noqa: E402
 from kvf_vllm.canonical import AXES, CanonicalBlocks, LayerForm  # noqa: E402
 from kvf_vllm.layouts import GroupFacts  # noqa: E402
 from kvf_vllm.proof import prove_planes  # noqa: E402
-from kvframework.api import CacheKey, Registration  # noqa: E402
+from kvframework.api.keys import CacheKey  # noqa: E402
+from kvframework.api.transport import Registration  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token  # noqa: E402

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvf_vllm.steps import StepReport
-from kvframework.api import NO_BLOCK
+from kvframework.api.layout import NO_BLOCK
 from tests.vllm.stand_ins import WINDOWED, FakeRequest, FakeServer, computed, filled, scheduler, table
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvf_vllm.steps import LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.worker import WorkerSide
-from kvframework.api import Future, LoadOutcome, Promise
+from kvframework.api.futures import Future, Promise
+from kvframework.api.transport import LoadOutcome
 from kvframework.errors import BadBlockIds
 from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance
 

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvframework import errors
-from kvframework.api import CacheKey, StoreOutcome
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, split
 from kvframework.wire.indices import pack_indices, unpack_indices

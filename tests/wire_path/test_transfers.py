@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.api import StoreOutcome  # noqa: E402
+from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.client import KVClient  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.wire_path.engine import CHUNK, Engine  # noqa: E402

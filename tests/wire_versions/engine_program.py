@@ -11,7 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kvframework.api import CacheKey, Registration
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from kvframework.api import DIGEST_BYTES, Future, LoadOutcome, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.wire import messages as m

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.api import ByteSize, Outcome, Tier
+from kvframework.api.options import ByteSize
+from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework_bench.console import Stage

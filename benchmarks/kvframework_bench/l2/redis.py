@@ -14,7 +14,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from kvframework.api import ByteSize, Outcome, Tier
+from kvframework.api.options import ByteSize
+from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped, measure_or_skip

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvframework.api import Outcome, PackedKey, TableContext, Tier, TierProvider
+from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.client import KVClient
 from kvframework.config import PluginTable
 from kvframework.errors import PluginError

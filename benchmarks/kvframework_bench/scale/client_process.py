@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 import zmq
 
-from kvframework.api import Registration
+from kvframework.api.transport import Registration
 from kvframework.client import KVClient
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError

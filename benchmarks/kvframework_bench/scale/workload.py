@@ -9,8 +9,7 @@ import hashlib
 
 import msgspec
 
-from kvframework.api import CacheKey
-from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.wire import messages as m
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvframework.api import Future, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.transport import StoreOutcome
 from kvframework.client import WorkerAdapter
 from kvframework_bench.console import no_progress
 from kvframework_bench.cuda.device import Device

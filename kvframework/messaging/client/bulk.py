@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvframework.api import Buffer, Future, Message, RequestSpec
+from kvframework.api.futures import Future
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import KVFrameworkError, OutOfResources, ServerFull, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.heartbeat import Heartbeat

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
-from kvframework.api import Buffer, Future, Message, RequestSpec
+from kvframework.api.futures import Future
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,
@@ -128,12 +129,12 @@ class Connection:
 
     @property
     def last_error(self) -> Exception | None:
-        """Of the last attempt to connect, or why the connection ended; None while it is up."""
+        """The error of the last attempt to connect, or the reason for the connection's end; None while it is up."""
         return self._why.error
 
     @property
     def why_down(self) -> Exception | None:
-        """The most telling of what is known, see `WhyDown`."""
+        """The most specific known reason, see `WhyDown`."""
         return self._why.most_telling
 
     def liveness_fd(self) -> int | None:
@@ -396,6 +397,6 @@ class Connection:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Keeps and logs what an attempt failed with. For how long to pause at most, in seconds."""
+        """Record and log the error of an attempt; return the longest pause before the next one, in seconds."""
         self._why.note(error, quiet=self._closing.is_set())
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvframework.api import Buffer, Future, Message, RequestSpec
+from kvframework.api.futures import Future
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import (
     HelloRequired,
     InvalidPayload,
@@ -46,7 +47,7 @@ logger.addFilter(LogLimit())
 
 _MESSAGES_PER_ROUND = 64
 _LAST_RESORT_S = 1.0  # for a thread that is about to resolve a future, and is being held up
-_AFTER_THE_SERVER_S = 1.0  # the server's own deadline speaks first
+_AFTER_THE_SERVER_S = 1.0  # the server's own deadline passes first
 _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
@@ -107,7 +108,7 @@ class Link:
 
     @property
     def suspect(self) -> bool:
-        """Whether the server has left something unanswered."""
+        """Whether the server has left a request unanswered."""
         return self._silence.suspect
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA, peer_uid
 
 
 class LivenessLink:
-    """A connected liveness socket. Poll `fd` for reading: it becomes readable when the server has ended, never else.
+    """A connected liveness socket. Poll `fd` for reading: it becomes readable only at the server's end.
 
     A forked child closes its copy by itself, so the server sees the end of the process that connected.
     """

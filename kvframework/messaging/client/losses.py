@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from kvframework.api import LostKind
+from kvframework.api.transport import LostKind
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MAX_LOST_CODE, MOST_LOST, Lost
 
 _OTHERS = "other"

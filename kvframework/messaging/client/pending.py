@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvframework.api import Buffer, Future, Message, Promise, RequestSpec
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import DeadlineExceeded, InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging import frames_io
 from kvframework.messaging.deadlines import Deadlines

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api import Buffer
+from kvframework.api.types import Buffer
 from kvframework.messaging import frames_io
 from kvframework.messaging.wakeup import Wakeup
 
@@ -25,7 +25,8 @@ _POLLIN = int(zmq.POLLIN)
 
 
 class SharedDealer:
-    """Owns the socket and closes it. Thread-safe. The leader is the one thread that waits for messages."""
+    """A shared DEALER, which owns its socket and closes it. Thread-safe. The leader is the one thread that waits for
+    messages."""
 
     def __init__(self, dealer: frames_io.Socket) -> None:
         self._dealer = dealer

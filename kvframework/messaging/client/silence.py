@@ -1,4 +1,5 @@
-"""Whether a server has left something unanswered, since when, and what the log says of it. Thread-safe, no I/O."""
+"""The silence of a server: whether it has left a request unanswered, since when, and the log lines about it.
+Thread-safe, no I/O."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Silence:
         self._logged = False
 
     def heard(self) -> None:
-        """Some message of the server has come."""
+        """Record that a message of the server has arrived."""
         self._heard_at = self._clock()
 
     def seconds(self) -> float:
@@ -41,7 +42,7 @@ class Silence:
         return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
 
     def begin(self, since: float | None = None) -> None:
-        """The server is in doubt. `since`: when it was asked what it has not answered; None: now."""
+        """Mark the server as suspect. `since` is the time of the first unanswered request; None: now."""
         with self._lock:
             if self.suspect:
                 return
@@ -51,7 +52,7 @@ class Silence:
         self._changed()
 
     def end(self) -> None:
-        """The server's loop has answered a PING."""
+        """Record that the server's loop has answered a PING."""
         with self._lock:
             if not self.suspect:
                 return

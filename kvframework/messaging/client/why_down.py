@@ -1,4 +1,4 @@
-"""What keeps a connection from coming up, as its user and the log see it. Written by the supervisor thread."""
+"""The reason why a connection is down, for its user and the log. Written by the supervisor thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TELL_AGAIN_S = 60.0
 
 
 class WhyDown:
-    """`error` is of the last attempt, None after one that worked; `unanswered` is what the attempt under way fails with
-    if no answer to its HELLO comes."""
+    """`error` is that of the last attempt, None after a successful one; `unanswered` is the error of the present
+    attempt if its HELLO gets no answer."""
 
     def __init__(self, endpoint: str) -> None:
         self.error: Exception | None = None
@@ -24,14 +24,14 @@ class WhyDown:
 
     @property
     def most_telling(self) -> Exception | None:
-        """A refusal before silence, silence before that nobody was there."""
+        """The most specific reason: a refusal before silence, silence before a server that was not found."""
         if self.error is not None and not isinstance(self.error, ServerGone):
             return self.error
         return self.unanswered or self.error
 
     def note(self, error: Exception, *, quiet: bool) -> None:
-        """An attempt has failed. Unless `quiet`, logs it: loudly, unless it is only that nobody serves; again after a
-        while, since a cache that is never hit looks like any other."""
+        """Record the error of an attempt. Unless `quiet`, log it: loudly, unless there is just no server; again after a
+        while, since a cache without hits is easily overlooked."""
         now = time.monotonic()
         if not quiet and (str(error) != str(self.error) or now >= self._tell_again_at):
             self._tell_again_at = now + TELL_AGAIN_S

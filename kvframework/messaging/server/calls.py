@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
-from kvframework.api import Future, Handler, HandlerResult, Message, Promise
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import Handler, HandlerResult, Message
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.messages import CancelReply
 

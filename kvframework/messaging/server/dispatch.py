@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.api import Buffer, Handler, RequestSpec
+from kvframework.api.requests import Buffer, Handler, RequestSpec
 from kvframework.errors import (
     HelloRequired,
     InvalidPayload,
@@ -40,12 +40,12 @@ Welcome = Callable[[Hello, ClientSession, int], HelloReply]
 
 @dataclass(frozen=True)
 class Served:
-    """What stands behind a message server. Called on the serving thread, pooled handlers excepted.
+    """The callbacks behind a message server. Called on the serving thread, except for pooled handlers.
 
     `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
     `version` and `liveness` are filled in by messaging. `arena_fd` is borrowed and passed to every client of this node;
     None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
-    the server; what it and `on_tick()` raise is logged.
+    the server; its exceptions and those of `on_tick()` are logged.
     """
 
     handlers: Mapping[str, Handler[Any]]

@@ -92,7 +92,7 @@ class EndpointFiles:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
                 return lock
-            os.close(lock)  # the holder removed the file after we opened it
+            os.close(lock)  # the holder removed the file after it was opened here
 
     def _give_lock_back(self) -> None:
         if self._lock < 0:

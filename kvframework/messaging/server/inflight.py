@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvframework.api import ClientInfo, Future, Handler, HandlerResult, Message, Promise, Reply
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
 from kvframework.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -74,11 +74,11 @@ class _Bound:
 
 
 class MessageServer:
-    """Serves `endpoint`: an `ipc://` one to the processes of this user, or a `tcp://` one; then `tcp` as well, if it is
-    not "". `bind()`, then `serve_forever()`, until `stop()`.
+    """Serves `endpoint`: an `ipc://` one to the processes of this user, or a `tcp://` one; also `tcp`, unless it is "".
+    `bind()`, then `serve_forever()`, until `stop()`.
 
-    Over TCP only the clients that `curve` admits are served; None: everybody, and every byte can be read on its way.
-    `on_tick()` is called every `tick_s`. `counters` and `refusals` may be read from any thread.
+    Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
+    `tick_s`. `counters` and `refusals` may be read from any thread.
     """
 
     def __init__(

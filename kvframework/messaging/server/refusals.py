@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvframework.api import Message
+from kvframework.api.types import Message
 from kvframework.errors import KVFrameworkError, ProtocolError
 from kvframework.messaging.server.sessions import ClientSession, printable
 from kvframework.wire.frames import Envelope, decode

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvframework.api import ClientInfo
+from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
 from kvframework.wire.messages import Hello
 

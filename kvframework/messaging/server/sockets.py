@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvframework.api import Buffer, Message
+from kvframework.api.types import Buffer, Message
 from kvframework.config import parse_endpoint
 from kvframework.errors import HelloRequired
 from kvframework.messaging import frames_io

@@ -1,6 +1,6 @@
-"""The answer to "may this client in?": the ZAP handler that libzmq asks at every CURVE handshake.
+"""The ZAP handler, which libzmq asks at every CURVE handshake whether to admit the client.
 
-Served by the server's loop; until it answers, the handshake waits and nobody else does. Not `zmq.auth`: its
+Served by the server's loop; a handshake waits for the answer, and delays no other client. Not `zmq.auth`: its
 authenticators need a thread or an asyncio loop, and read the directory of clients once.
 """
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
 
 INTERNAL_OWNER = 0
@@ -115,14 +115,14 @@ class LeaseBook:
             del self._pinned[lease.owner]
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
-        """Raises `LeaseUnknown` unless it is this owner's."""
+        """Return the write lease. Raises `LeaseUnknown` unless it exists and is this owner's."""
         lease = self.writes.get(lease_id)
         if lease is None or lease.owner != owner:
             raise _unknown(lease_id)
         return lease
 
     def pin(self, lease_id: str, owner: int) -> PinLease:
-        """Raises `LeaseUnknown` unless it is this owner's."""
+        """Return the pin lease. Raises `LeaseUnknown` unless it exists and is this owner's."""
         lease = self.pins.get(lease_id)
         if lease is None or lease.owner != owner:
             raise _unknown(lease_id)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
@@ -65,7 +65,7 @@ class ObjectTable:
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self._uses = Uses(policy, self._objects)
-        # Tells the policy some of the uses that it has not been told yet.
+        # Reports some of the waiting uses to the policy.
         self.tell_uses = self._uses.tell_some
 
     def __len__(self) -> int:
@@ -182,8 +182,8 @@ class ObjectTable:
     def pin(
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease | None:
-        """Pins all of `keys`, or none and returns None if one is missing. Counts as a use of each if `touch`; the
-        policy is told of very many by and by (`tell_uses`), while most of them are pinned anyway."""
+        """Pin all of `keys`; pins none and returns None if one is missing. Counts as a use of each if `touch`; a large
+        number of uses is reported to the policy later (`tell_uses`), while most of the objects are pinned anyway."""
         found = self.find(keys)
         if found is None:
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvframework.api import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
+from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
 from kvframework.storage.l1.leases import StoredObject
 
 PREFIX_BYTES = PACKED_KEY_BYTES - DIGEST_BYTES

@@ -1,12 +1,12 @@
-"""The table of tickets: what each LOOKUP has pinned, until when, and whether a load for it is under way.
+"""The table of tickets: the pins of each LOOKUP, its deadline, and whether a load for it is in flight.
 
 A pure state machine beside the leases: no I/O, no clock of its own (`now` is passed in, in seconds of any monotonic
 clock), no lock (its caller serialises). A ticket's pins are one pin lease of the object table: a call that takes them
 from a ticket returns the lease's id, and the caller unpins. Invariants, tested against a model:
 
 * A ticket belongs to one client session. Request ids may collide; tickets do not.
-* While a load is under way the ticket has no end but its owner's; its time begins again with the end of the load.
-* A ticket that has ended never pins again, although its load may still be under way and counts until it has ended.
+* During a load the ticket ends only with its owner; its lifetime starts again at the end of the load.
+* A ticket that has ended never pins again, although its load may still be in flight and counts until it has ended.
 * A client session that has ended gets no ticket from a plugin's handler, which may run in another thread.
 """
 
@@ -25,8 +25,8 @@ MAX_LOADS = 128
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One LOOKUP's, or what a plugin's handler pinned. `pins` is the id of its pin lease of `objects` objects, "" for
-    none; `answered` says whether its client has had an answer that is not `pending`."""
+    """The ticket of one LOOKUP, or of a plugin handler's pins. `pins` is the id of its pin lease of `objects` objects,
+    "" for none; `answered` says whether its client has had an answer that is not `pending`."""
 
     id: str
     owner: int
@@ -43,7 +43,7 @@ class Ticket:
 
 
 class TicketTable:
-    """All tickets, by id. `ticket_s` is how long one lives after its last pin or the end of its load, in seconds."""
+    """All tickets, by id. `ticket_s` is a ticket's lifetime after its last pin or the end of its load, in seconds."""
 
     def __init__(self, ticket_s: float) -> None:
         self._ticket_s = ticket_s
@@ -59,11 +59,11 @@ class TicketTable:
         return iter(self._tickets.values())
 
     def begin_owner(self, owner: int) -> None:
-        """A client session has begun, or goes on over a further connection."""
+        """Add a client session, which has begun or has opened another connection."""
         self._owners.add(owner)
 
     def end_owner(self, owner: int) -> None:
-        """A client session has ended; its tickets end by `end`."""
+        """Remove a client session that has ended; its tickets end by `end`."""
         self._owners.discard(owner)
 
     def is_owner(self, owner: int) -> bool:
@@ -71,25 +71,25 @@ class TicketTable:
         return owner in self._owners
 
     def open(self, owner: int, request_id: str, namespace: bytes, now: float) -> Ticket:
-        """A new ticket, which is not in the table until `keep`."""
+        """Return a new ticket, which is not in the table until `keep`."""
         return Ticket(secrets.token_hex(8), owner, request_id, namespace, now + self._ticket_s)
 
     def keep(self, ticket: Ticket) -> None:
-        """Takes a ticket into the table, unless it pins nothing and waits for nothing: then it leaves."""
+        """Add a ticket to the table; a ticket without pins and without a load is removed."""
         if ticket.pending or ticket.pins:
             self._tickets[ticket.id] = ticket
         else:
             self._tickets.pop(ticket.id, None)
 
     def get(self, ticket_id: str, owner: int) -> Ticket:
-        """Raises `LeaseUnknown` unless it is this owner's."""
+        """Return the ticket. Raises `LeaseUnknown` unless it exists and is this owner's."""
         ticket = self._tickets.get(ticket_id)
         if ticket is None or ticket.owner != owner:
             raise LeaseUnknown(f"there is no ticket {ticket_id!r} of this client", hint="look up again")
         return ticket
 
     def of(self, owner: int, request_id: str | None = None) -> list[Ticket]:
-        """The tickets of an owner, of one request if given."""
+        """Return the tickets of an owner, or those of one request."""
         return [
             ticket
             for ticket in self._tickets.values()
@@ -97,11 +97,11 @@ class TicketTable:
         ]
 
     def due(self, now: float) -> list[Ticket]:
-        """The tickets whose time is over, the oldest first."""
+        """Return the tickets whose time has passed, the oldest first."""
         return [ticket for ticket in self._tickets.values() if not ticket.pending and now >= ticket.deadline]
 
     def pin(self, ticket: Ticket, lease_id: str, *, objects: int, hit_tokens: int, now: float) -> str:
-        """Puts a pin lease ("" for none) in the place of the ticket's last one, which is returned: "" for none."""
+        """Replace the ticket's pin lease ("" for none); return the former one, "" for none."""
         before, ticket.pins = ticket.pins, lease_id
         ticket.objects = objects
         ticket.hit_tokens = hit_tokens
@@ -109,7 +109,7 @@ class TicketTable:
         return before
 
     def end(self, ticket: Ticket) -> str:
-        """Ends a ticket and cancels its load; the pin lease that it had, "" for none."""
+        """End a ticket and cancel its load; return its pin lease, "" for none."""
         ticket.ended = True
         self._tickets.pop(ticket.id, None)
         if ticket.cancel_load is not None:
@@ -118,17 +118,17 @@ class TicketTable:
         return lease_id
 
     def may_load(self, owner: int) -> bool:
-        """Whether the owner has fewer than `MAX_LOADS` loads under way: one client does not keep the others from L2."""
+        """Whether the owner has fewer than `MAX_LOADS` loads in flight: one client must not keep others from L2."""
         return self._loading[owner] < MAX_LOADS
 
     def load_begun(self, ticket: Ticket, cancel: Callable[[], object] | None) -> None:
-        """A load for the ticket is under way; `cancel` ends it early, None if nothing does."""
+        """Record the start of a load for the ticket; `cancel` ends it early, None if it cannot be cancelled."""
         ticket.pending = True
         ticket.cancel_load = cancel
         self._loading[ticket.owner] += 1
 
     def load_ended(self, ticket: Ticket, now: float) -> None:
-        """The load has ended, however. To be called once for each `load_begun`."""
+        """Record the end of the load, successful or not. Called once for each `load_begun`."""
         ticket.pending = False
         ticket.cancel_load = None
         ticket.deadline = now + self._ticket_s
@@ -137,5 +137,5 @@ class TicketTable:
             del self._loading[ticket.owner]
 
     def loads(self, owner: int) -> int:
-        """The number of the owner's loads under way, also for tickets that have ended."""
+        """Return the number of the owner's loads in flight, including those of tickets that have ended."""
         return self._loading[owner]

@@ -1,4 +1,4 @@
-"""Uses of objects on their way to the eviction policy: few at once, many by and by. Pure."""
+"""Reports of uses to the eviction policy: few uses at once, many in batches. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from kvframework.api import EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.rows import ObjectRows
 
-# Uses that the policy learns of in one call: a millisecond or two. And batches of uses that may wait for it.
+# Uses that are reported to the policy in one call: a millisecond or two; and the number of batches that may wait.
 TELL_AT_ONCE = 1 << 13
 MOST_UNTOLD = 16
 
@@ -18,16 +18,16 @@ _key_of = attrgetter("key")
 
 
 class Uses:
-    """Objects that have left meanwhile are passed over."""
+    """Waiting uses. Those of objects that have left meanwhile are skipped."""
 
     def __init__(self, policy: EvictionPolicy, objects: ObjectRows) -> None:
         self._policy = policy
         self._objects = objects
-        # Uses too many to be told at once, the oldest batch first, each in the order in which the policy learns of it.
+        # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
         self._untold: deque[list[StoredObject]] = deque()
 
     def add(self, objects: list[StoredObject]) -> None:
-        """Objects were used, in the order of a prompt; the policy learns of its end first."""
+        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
         if len(objects) <= TELL_AT_ONCE:
             self._policy.on_access_many(list(map(_key_of, reversed(objects))))
             return

@@ -6,8 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvframework.api import Codec
-from kvframework.api.codec import NO_CODEC
+from kvframework.api.codec import NO_CODEC, Codec
 
 log = logging.getLogger(__name__)
 

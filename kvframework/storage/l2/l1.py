@@ -1,17 +1,18 @@
-"""What write-back and loads need of L1. The storage manager is one; it stands above this room."""
+"""The operations of L1 that writers and loads use. The storage manager provides them; it stands above this room."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.store import L2Store
 
 
 class L1(Protocol):
-    """All thread-safe; pins and reservations are the server's own and end with what made them."""
+    """All methods are thread-safe; pins and reservations belong to the server itself and end with the writer or
+    load."""
 
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]: ...
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvframework.api import PackedKey, PrefetchTask, Select
+from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.l1 import L1
@@ -127,7 +127,7 @@ class Loader:
                 continue
             lost = yield from self._load_from(task, source[batch[0]], still, pins)
             if lost:
-                # Objects that were useful only together with the lost ones need not be loaded any more.
+                # Objects that were useful only together with the lost ones need not be loaded.
                 for index in lost:
                     available[index] = False
                 worth = set(task.select(available))

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.l1 import L1
 from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.steps import Steps

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvframework.api import PackedKey, TierEntry, TierUsage
+from kvframework.api.tier import PackedKey, TierEntry, TierUsage
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Owns one attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
+"""An attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`calls.py`).
 
-Called from the storage threads (writes, prefetch), never from the serving thread. Each operation comes twice: as
-steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, but listing a full
-tier to make room, which may take `SCAN_S`.
+Called from the storage threads (writes, prefetch), never from the serving thread. Each operation has two forms: as
+steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, except for listing
+a full tier to make room, which may take `SCAN_S`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvframework.api import Outcome, PackedKey, Tier, TierUsage
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
@@ -37,9 +37,9 @@ class L2Store:
     """A tier as the controllers see it. Thread-safe. Raises `TierError` when the tier is down, its circuit is open, or
     it is closed.
 
-    `codec` packs what is written; what is read may have been packed by any of `codecs`. `layout_of` gives the
-    fingerprint of a namespace's object layout. `breaker` is the model of the tier's circuits, `clock` another one than
-    the tier's own only in a simulation.
+    `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
+    of a namespace's object layout. `breaker` is the template of the tier's circuits; `clock` differs from the tier's
+    own only in a simulation.
     """
 
     def __init__(

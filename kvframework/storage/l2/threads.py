@@ -1,5 +1,5 @@
-"""The storage threads: each tier's, for its writes and for its loads. Each takes its controller's steps, one after
-the other; all decisions are the controllers'."""
+"""The storage threads of each tier, for its writes and its loads. Each takes its controller's steps in sequence; the
+controllers make all decisions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""All L2 tiers in their order: each tier's writer hears what happens in L1, and prefetch gets the stores.
+"""All L2 tiers in their order: reports events of L1 to each tier's writer, and gives prefetch the stores.
 
-Events come from the serving thread and the storage threads; none of them blocks but `delete` and `drain`.
+Events come from the serving thread and the storage threads; none of the methods blocks but `delete` and `drain`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.bounded import call_within
 from kvframework.errors import TierError
 from kvframework.storage.l2.l1 import L1
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttachedTier:
-    """One `[[l2]]`: a store and how it is written to and read. `promote`: it also gets what a later tier had. `loads`
-    and `writes` are how many loads and batches of writes call it at once."""
+    """One `[[l2]]`: a store and its write and read settings. `promote` means that it also receives values found in a
+    later tier. `loads` and `writes` bound its concurrent loads and batches of writes."""
 
     store: L2Store
     policy: WritePolicy = field(default_factory=WriteThrough)

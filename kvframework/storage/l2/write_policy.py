@@ -1,6 +1,6 @@
 """The write policies: which objects go to an L2 tier, and when. Pure: no I/O, no lock, no clock.
 
-The writer of one tier asks its policy on every event and queues what the answer names.
+The writer of one tier reports every event to its policy and queues the keys that the policy returns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 
 # Keys that left L1 after one use, remembered so that another store counts as the second use.
 MAX_GHOSTS = 1 << 14
@@ -61,7 +61,7 @@ class WriteThrough(WritePolicy):
 
 
 class WriteThroughSelective(WritePolicy):
-    """An object at its second use: `write_through_selective`. What is used once costs the tier nothing."""
+    """An object at its second use: `write_through_selective`. An object used only once costs the tier nothing."""
 
     name = "write_through_selective"
 
@@ -94,7 +94,7 @@ class WriteThroughSelective(WritePolicy):
 
 
 class WriteBack(WritePolicy):
-    """An object at its eviction from L1: `write_back`. The tier holds what L1 does not."""
+    """An object at its eviction from L1: `write_back`. The tier holds objects that L1 does not."""
 
     name = "write_back"
 

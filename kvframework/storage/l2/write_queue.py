@@ -1,9 +1,9 @@
-"""What is on its way to one L2 tier: which objects wait, are being sent, or were refused and wait to be tried again. A
+"""The write queue of one L2 tier: objects that wait, are being sent, or were refused and wait for another attempt. A
 pure state machine: no I/O, no clock, no lock (the writer serialises calls).
 
-Each object that was taken on ends in one way: written, lost (it left L1 before), or given up. What is offered beyond
-the bound is dropped. Several batches may be under way; an object is in one of them at most, so that no two writers
-ever send the same key.
+Each accepted object ends in one way: written, lost (it left L1 before), or given up. Objects offered beyond the bound
+are dropped. Several batches may be in flight; an object is in one of them at most, so that no two writers ever send the
+same key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.write_policy import WritePolicy
 
 BATCH_OBJECTS = 16

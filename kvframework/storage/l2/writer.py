@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.calls import CircuitOpen

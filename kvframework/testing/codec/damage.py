@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 from kvframework.testing.codec.kit import CONTENTS, CodecKit
 
 _SAMPLES = ["a byte", "text", "numbers"]

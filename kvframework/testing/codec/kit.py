@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import Codec, CodecProvider
+from kvframework.api.codec import Codec, CodecProvider
 from kvframework.testing.making import NamedKit
 
 MakeCodec = Callable[[], Codec]

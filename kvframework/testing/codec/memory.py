@@ -8,7 +8,7 @@ import mmap
 
 import pytest
 
-from kvframework.api import Codec
+from kvframework.api.codec import Codec
 from kvframework.testing.codec.kit import CONTENTS, FILLING, CodecKit
 
 _SHIFT = 3

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api import MAX_CODEC_NAME, Codec
+from kvframework.api.codec import MAX_CODEC_NAME, Codec
 from kvframework.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
 
 _OBJECTS = st.binary(max_size=5000) | st.builds(

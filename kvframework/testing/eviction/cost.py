@@ -11,7 +11,8 @@ from types import FrameType
 
 import pytest
 
-from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert
 
 # Calls of each kind whose steps are counted, while the policy holds few objects and while it holds many.

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy, EvictionProvider, PackedKey
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey
+from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.testing.making import NamedKit
 
 MakePolicy = Callable[[], EvictionPolicy]

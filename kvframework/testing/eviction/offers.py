@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
 
 

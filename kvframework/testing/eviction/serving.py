@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvframework.api import PACKED_KEY_BYTES, EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease
 from kvframework.storage.l1.objects import ObjectTable

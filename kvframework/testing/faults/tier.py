@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
-from kvframework.api import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
 TIER_FAULTS = {

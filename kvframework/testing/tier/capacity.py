@@ -1,4 +1,4 @@
-"""Tests of tiers that have `usage`: it follows what is stored, and a full tier says so."""
+"""Tests of tiers that have `usage`: it follows the stored bytes, and a full tier refuses or makes room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, FAILED, FOUND, STORED, TierKit
 
@@ -15,7 +15,7 @@ LARGEST = 64 << 20
 
 
 class CapacityTests(TierKit):
-    """For tiers that have `usage`."""
+    """Tests for tiers that have `usage`."""
 
     @pytest.fixture
     def measured(self, tier: Tier) -> Tier:

@@ -1,14 +1,13 @@
-"""Tests of what a tier says of itself: its name, and which optional methods it has."""
+"""Tests of a tier's own claims: its name, and its optional methods."""
 
 from __future__ import annotations
 
-from kvframework.api import Tier
-from kvframework.api.tier import OPTIONAL_METHODS
+from kvframework.api.tier import OPTIONAL_METHODS, Tier
 from kvframework.testing.tier.kit import TierKit
 
 
 class ClaimTests(TierKit):
-    """Each optional method that a tier has is tested with what it promises, in the tests of its own name."""
+    """An optional method is tested for its promises in the module of its own name."""
 
     def test_it_has_a_name(self, tier: Tier) -> None:
         assert isinstance(tier.name, str)

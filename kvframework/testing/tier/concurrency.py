@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, STORED, TierKit
 
 ROUNDS = 25

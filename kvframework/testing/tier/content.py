@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.store import L2Store

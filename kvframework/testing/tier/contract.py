@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from kvframework.api import PACKED_KEY_BYTES, Tier
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
 
 

@@ -1,4 +1,4 @@
-"""Tests of tiers whose values expire: being stored or touched prolongs their life."""
+"""Tests of tiers whose values expire: a store or a touch extends their life."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
 
 
 class ExpiryTests(TierKit):
-    """For a `ttl_tier`. No time to live is known to the kit: one value is kept alive while another goes."""
+    """Tests for a `ttl_tier`. The kit does not know the time to live: it keeps one value alive until another
+    expires."""
 
     def until_it_expires(self, tier: Tier, key: bytes, meanwhile: Callable[[], None]) -> None:
         deadline = self.soon()

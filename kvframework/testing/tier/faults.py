@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.steps import run

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvframework.api import PACKED_KEY_BYTES, Buffer, Options, Outcome, PackedKey, TableContext, Tier, TierProvider
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.options import Options
+from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
+from kvframework.api.types import Buffer
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable, TierError
 from kvframework.registry import PluginRegistry, resolve_table

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import STORED, TierKit
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import TierKit
 

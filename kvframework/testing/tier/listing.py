@@ -1,4 +1,4 @@
-"""Tests of tiers that have `scan`: it lists what is there, how large it is, and when it was last used."""
+"""Tests of tiers that have `scan`: it lists the stored values, their sizes, and when each was last used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from kvframework.api import PackedKey, Tier, TierEntry
+from kvframework.api.tier import PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, STORED, TierKit
 
@@ -16,7 +16,7 @@ MANY = 2500
 
 
 class ListingTests(TierKit):
-    """For tiers that have `scan`. The store may hold other values than those of the tests."""
+    """Tests for tiers that have `scan`. The store may hold other values than those of the tests."""
 
     @pytest.fixture
     def listed(self, tier: Tier) -> Tier:
@@ -25,7 +25,7 @@ class ListingTests(TierKit):
         return tier
 
     def scan(self, tier: Tier, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
-        """The entries of these keys; fails if one of them is listed twice."""
+        """Return the entries of these keys; fails if one of them is listed twice."""
         found: dict[PackedKey, TierEntry] = {}
         for entry in tier.scan(deadline=self.soon()):
             assert isinstance(entry, TierEntry)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from kvframework.api import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
 
 STEPS = 15

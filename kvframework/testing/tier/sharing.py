@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvframework.api import Tier
+from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvframework.api import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.store import L2Store

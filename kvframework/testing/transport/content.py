@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.api import NO_BLOCK, StoreOutcome
+from kvframework.api.layout import NO_BLOCK
+from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadBlockIds, BadRange
 from kvframework.testing.transport.cases import CASES, CHUNK, PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit

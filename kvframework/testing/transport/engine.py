@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from kvframework.api import BlockIds, Future, LoadOutcome, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.transport import BlockIds, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.registry import PluginRegistry
 from kvframework.testing.transport.cases import CHUNK, GroupCase, MemoryModel, Name, loaded_slots

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from kvframework.api import Future, StoreOutcome
+from kvframework.api.futures import Future
+from kvframework.api.transport import StoreOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S, wait_until

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api import Future, LoadOutcome
+from kvframework.api.futures import Future
+from kvframework.api.transport import LoadOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.kit import Entered, MakeEngine, TransportKit

@@ -18,7 +18,8 @@ from typing import TypeVar
 from kvf_blend import messages as m
 from kvf_blend.errors import BadSegments
 from kvf_blend.rotary import Rotary
-from kvframework.api import Message, RequestSpec, error_code
+from kvframework.api.requests import Message, RequestSpec
+from kvframework.api.transport import error_code
 from kvframework.client import KVClient, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered
 

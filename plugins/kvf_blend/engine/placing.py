@@ -13,7 +13,7 @@ from kvf_blend.rotary import PLANES, Rotary
 from kvf_blend.server.digests import chunks_of
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
-from kvframework.api import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvf_transformers.forward import Forward
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.session import CacheSession
 from kvf_transformers.shapes import LayerPair, layers_of
-from kvframework.api import DIGEST_BYTES
+from kvframework.api.keys import DIGEST_BYTES
 
 
 def pre_compute(

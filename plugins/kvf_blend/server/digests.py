@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 
 _SEGMENT = b"kvf-blend/segment/1"
 _FINAL = b"kvf-blend/final/1"

@@ -20,7 +20,8 @@ from kvf_blend.server.lookup import Loads, Lookup, pinned
 from kvf_blend.server.matcher import KnownSegments, Space
 from kvf_blend.server.options import BlendOptions
 from kvf_blend.server.segments import Span, marked
-from kvframework.api import DIGEST_BYTES, TOKEN_BYTES, CacheServices, ClientInfo, Handler, HandlerResult
+from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.requests import CacheServices, ClientInfo, Handler, HandlerResult
 
 
 class BlendHandlers:

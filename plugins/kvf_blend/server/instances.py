@@ -12,7 +12,8 @@ from kvf_blend.errors import BadRotary, BlendRefused
 from kvf_blend.messages import RegisterBlend
 from kvf_blend.rotary import Rotary, check, fingerprint
 from kvf_blend.server.objects import Objects
-from kvframework.api import CANONICAL, CacheServices, ClientInfo, InstanceContext, MemoryLayoutDesc
+from kvframework.api.layout import CANONICAL, MemoryLayoutDesc
+from kvframework.api.requests import CacheServices, ClientInfo, InstanceContext
 from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
 
 _ATTACHED = "blend"

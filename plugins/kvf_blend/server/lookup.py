@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
 from kvf_blend.server.choice import Choice, Question
 from kvf_blend.server.objects import Objects
-from kvframework.api import CacheServices, ClientInfo, HandlerResult, MemoryLayoutDesc, Message, Promise
+from kvframework.api.futures import Promise
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.requests import CacheServices, ClientInfo, HandlerResult, Message
 from kvframework.errors import Cancelled, DeadlineExceeded
 
 # Objects may leave L1 between the check and the pin.

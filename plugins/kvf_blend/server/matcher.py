@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from kvf_blend.messages import Segment
-from kvframework.api import TOKEN_BYTES
+from kvframework.api.keys import TOKEN_BYTES
 
 # The anchor length in tokens of segments that have as many.
 MAX_ANCHOR = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvframework.api import PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.errors import MessageTooLarge
 
 # The most objects of one request, as in the core.

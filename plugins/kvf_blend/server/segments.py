@@ -10,7 +10,7 @@ import struct
 
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_SEGMENTS
-from kvframework.api import TOKEN_BYTES
+from kvframework.api.keys import TOKEN_BYTES
 
 Span = tuple[int, int]
 
