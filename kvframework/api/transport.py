@@ -9,21 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.plugin import O, Provider, hookimpl
-from kvframework.api.types import BlockIds, Buffer, Message
+from kvframework.api.server_transport import ServerTransport
+from kvframework.api.types import ArenaRange, BlockIds, Buffer, GroupBlocks, Message
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
-
-    from kvframework.api.server_transport import ServerTransport
 
 __all__ = [
     "AnyTransportProvider",
@@ -48,15 +47,6 @@ __all__ = [
 
 # What a client can lose.
 LostKind = Literal["lookups", "loads", "stores"]
-
-
-class ArenaRange(Message, frozen=True, array_like=True):
-    """One object's place in the arena, in bytes; `chunk` counts from the key's `start`."""
-
-    chunk: int
-    group: int
-    offset: int
-    length: int
 
 
 def error_code(error: BaseException) -> str:
@@ -126,25 +116,6 @@ class Registration(Message, frozen=True):
     namespace: bytes
     layout: KVLayout
     desc: MemoryLayoutDesc
-
-
-class GroupBlocks(NamedTuple):
-    """The blocks of one layer group of a transfer.
-
-    `ids` are those that objects are made of, object by object, `per_object` to each: all blocks of a chunk, of a state
-    only the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The
-    first `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
-    """
-
-    ids: Sequence[int]
-    per_object: int
-    first: int
-    highest: int
-
-    @property
-    def first_chunk(self) -> int:
-        """The first chunk of which anything is touched."""
-        return self.first // self.per_object
 
 
 @dataclass(frozen=True, eq=False)

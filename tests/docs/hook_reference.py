@@ -9,11 +9,10 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from kvframework.api.providers import AnyTransportProvider
-
 from kvframework.api import hookspecs
 from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.plugin import Provider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.registry import KINDS
 from tests.docs.prose import wrapped
 
