@@ -32,13 +32,11 @@ def sections() -> dict[str, str]:
 def listed(section: str) -> dict[str, list[str]]:
     """By thread: the files at the head of each numbered line, in order."""
     found: dict[str, list[str]] = {}
-    thread = ""
-    for line in section.splitlines():
-        if heading := re.match(r"In the (\w+)", line):
-            thread = heading[1].removesuffix("'s")
-        elif re.match(r"\d+\. ", line):
-            head = line.partition(": ")[0]
-            found.setdefault(thread, []).extend(PATH.findall(head))
+    for heading in re.split(r"^In the ", section, flags=re.MULTILINE)[1:]:
+        thread = re.match(r"\w+", heading)
+        items = re.split(r"^\d+\. ", heading, flags=re.MULTILINE)[1:]
+        assert thread is not None
+        found[thread[0]] = [file for item in items for file in PATH.findall(re.split(r":\s", item)[0])]
     return found
 
 
