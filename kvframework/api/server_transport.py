@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from kvframework.api.futures import Future
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo
-from kvframework.api.types import ArenaRange, GroupBlocks
+from kvframework.api.transfer import ArenaRange, GroupBlocks
 from kvframework.errors import KVFrameworkError
 
 __all__ = [

@@ -9,20 +9,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kvframework.api.futures import Future, StreamHook
-from kvframework.api.keys import CacheKey
-from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.api.plugin import O, Provider, hookimpl
 from kvframework.api.server_transport import ServerTransport
-from kvframework.api.types import ArenaRange, BlockIds, Buffer, GroupBlocks, Message
-from kvframework.errors import KVFrameworkError, TransportMismatch
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    import torch
+from kvframework.api.transfer import (
+    ArenaRange,
+    GroupBlocks,
+    LoadOutcome,
+    LoadPlan,
+    Registration,
+    StoreOutcome,
+    StorePlan,
+    Transfer,
+    error_code,
+)
+from kvframework.api.types import BlockIds, Buffer
+from kvframework.errors import TransportMismatch
 
 __all__ = [
     "AnyTransportProvider",
@@ -47,234 +52,6 @@ __all__ = [
 
 # What a client can lose.
 LostKind = Literal["lookups", "loads", "stores"]
-
-
-def error_code(error: BaseException) -> str:
-    """The stable code of a framework's error, "error" for any other."""
-    return error.code if isinstance(error, KVFrameworkError) else "error"
-
-
-class StoreOutcome(Message, frozen=True):
-    """What a STORE did with each object: counts over chunks x layer groups.
-
-    `unknown` were written, and their COMMIT was not answered. `error` is the code of the error for which objects were
-    dropped or are unknown, "" if there was none (a full L1 drops without one). True in a condition if `ok`.
-    """
-
-    stored: int = 0
-    present: int = 0
-    in_flight: int = 0
-    dropped: int = 0
-    unknown: int = 0
-    error: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """True if every object is or will be a hit."""
-        return self.dropped == 0 and self.unknown == 0
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __add__(self, other: StoreOutcome) -> StoreOutcome:
-        """What became of the objects of both; the first error of the two."""
-        return StoreOutcome(
-            self.stored + other.stored,
-            self.present + other.present,
-            self.in_flight + other.in_flight,
-            self.dropped + other.dropped,
-            self.unknown + other.unknown,
-            self.error or other.error,
-        )
-
-
-class LoadOutcome(Message, frozen=True):
-    """Whether a load's blocks hold what was asked for; if not, they hold anything and must be computed.
-
-    `reason` says why not, in words; `error` is the code of the error, "" for a plain miss. True in a condition if
-    `ok`: an outcome that is taken for a bool never turns a miss into a hit.
-    """
-
-    ok: bool
-    reason: str = ""
-    error: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    @classmethod
-    def failed(cls, error: BaseException) -> LoadOutcome:
-        """The outcome of a load that ended with an error."""
-        return cls(False, str(error), error_code(error))
-
-
-class Registration(Message, frozen=True):
-    """What the engine side knows of its own instance once the server accepted it."""
-
-    instance_id: int
-    rank: int
-    namespace: bytes
-    layout: KVLayout
-    desc: MemoryLayoutDesc
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """One STORE or load of whole chunks, checked by the core: nothing of it needs another check.
-
-    `key` names the tokens `[key.start, key.end)`, `blocks` what of the engine's memory holds them, a `GroupBlocks` per
-    layer group; `block_ids` are the ids as the engine gave them, one list per layer group for all tokens. `kv_caches`
-    are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
-    the work that the copy has to wait for, None for what the calling thread's current stream holds.
-    """
-
-    key: CacheKey
-    registration: Registration
-    kv_caches: Mapping[str, LayerTensors]
-    block_ids: BlockIds
-    blocks: Sequence[GroupBlocks]
-    event: torch.Event | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.key.request_id
-
-    @property
-    def tokens(self) -> int:
-        return self.key.end - self.key.start
-
-    @property
-    def chunks(self) -> int:
-        return self.tokens // self.registration.desc.chunk_tokens
-
-    @property
-    def objects(self) -> int:
-        """The number of objects: chunks x layer groups."""
-        return self.chunks * len(self.blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all objects."""
-        return self.chunks * self.registration.desc.nbytes
-
-    @property
-    def first_chunks(self) -> tuple[int, ...]:
-        """Per layer group the first chunk of which anything is touched: the chunks before it are not stored."""
-        return tuple(each.first_chunk for each in self.blocks)
-
-    def blocks_of(self, place: ArenaRange) -> Sequence[int]:
-        """The block ids of one object, in its order."""
-        blocks = self.blocks[place.group]
-        return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
-
-    def failed(self, error: BaseException) -> StoreOutcome:
-        """The outcome of a store of which nothing was stored."""
-        return StoreOutcome(dropped=self.objects, error=error_code(error))
-
-
-class StorePlan:
-    """The answer to a prepared store: write each of `ranges` in `arena`, then `commit`.
-
-    `with plan:` aborts at its end unless `commit` was called. The ranges lie in `arena`, are objects of the transfer
-    that the engine holds, and belong to the caller until COMMIT, ABORT or its end; after their lease they are
-    quarantined: still the caller's to write, but never published. `outcome` is what became of the other objects.
-    `arena` is good as long as somebody refers to it or to a tensor made from it: never release it.
-    """
-
-    def __init__(
-        self,
-        arena: memoryview,
-        ranges: Sequence[ArenaRange],
-        outcome: StoreOutcome,
-        *,
-        commit: Callable[[], Future[StoreOutcome]],
-        abort: Callable[[], object],
-    ) -> None:
-        self.arena = arena
-        self.ranges = ranges
-        self.outcome = outcome
-        self._commit = commit
-        self._abort = abort
-        self._is_open = bool(ranges)
-
-    def __enter__(self) -> StorePlan:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def commit(self) -> Future[StoreOutcome]:
-        """Publishes the ranges. The future has what became of all objects of the transfer and never fails: what was
-        not published counts as dropped, and after a `DeadlineExceeded` as unknown (the server publishes it when it
-        comes to it, and nothing stays reserved)."""
-        if not self._is_open:
-            return Future.resolved(self.outcome)
-        self._is_open = False
-        return self._commit()
-
-    def abort(self) -> None:
-        """Gives the ranges back, unless they were committed. Idempotent; never blocks, never raises."""
-        if self._is_open:
-            self._is_open = False
-            self._abort()
-
-
-class LoadPlan:
-    """The answer to a prepared load: read each of `ranges`, then `commit`. No ranges if `hit` is False.
-
-    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned
-    for a while; `commit` says whether they were throughout. `arena` is as that of a `StorePlan`; it is empty where the
-    arena is not mapped, see `receive`.
-    """
-
-    def __init__(
-        self,
-        arena: memoryview,
-        ranges: Sequence[ArenaRange],
-        *,
-        reason: str = "",
-        commit: Callable[[], Future[LoadOutcome]],
-        abort: Callable[[], object],
-        receive: Callable[[Sequence[int]], Future[Sequence[memoryview]]],
-    ) -> None:
-        self.arena = arena
-        self.ranges = ranges
-        self.hit = bool(ranges)
-        self.reason = reason
-        self._commit = commit
-        self._abort = abort
-        self._receive = receive
-        self._is_open = self.hit
-
-    def __enter__(self) -> LoadPlan:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-    def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
-        """The bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have lapsed.
-        Bounds and waiting as for `EngineDrivenLink.store_chunks`. The buffers are the caller's and hold what was sent,
-        which is only known to be right once `commit` has said so."""
-        return self._receive(positions)
-
-    def commit(self) -> Future[LoadOutcome]:
-        """Ends the pins. The future never fails: it has a miss if they did not hold throughout, since what was read may
-        be foreign bytes, or if the server did not say so."""
-        if not self._is_open:
-            return Future.resolved(LoadOutcome(False, self.reason))
-        self._is_open = False
-        return self._commit()
-
-    def abort(self) -> None:
-        """Gives the pins back. Idempotent; never blocks, never raises."""
-        if self._is_open:
-            self._is_open = False
-            self._abort()
 
 
 class EngineDrivenLink(ABC):

@@ -1,7 +1,8 @@
-"""Owns the plan of a copy: from layout, block ids and arena ranges to batches of equal fragments. Pure.
+"""The plan of a copy: from layout, block ids and arena ranges to batches of equal fragments. Pure and public.
 
-For transports that move canonical (or opaque) objects by address: the copier process of a device, and kernels in engine
-processes. Nothing here grows with the number of fragments, only with layers plus blocks: a batch is their product, see
+It serves transports that move canonical or opaque objects by address: the copier process of a device, and kernels in
+engine processes. Nothing here grows with the number of fragments, only with layers plus blocks: a batch is their
+product, see
 `CopyBatch`.
 """
 
@@ -17,6 +18,8 @@ from kvframework.api.driver import CopyBatch, Step
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.api.types import dtype_bytes
+
+__all__ = ["CopyPlanner", "PlacedView"]
 
 __all__ = ["CopyPlanner", "PlacedView"]
 

@@ -1,7 +1,7 @@
-"""The rule which blocks of a transfer are touched, and the check of their ids, for both sides. Pure.
+"""The rule that determines the touched blocks of a transfer, and the check of their ids, for both sides. Pure.
 
-An engine gives block ids for all tokens of a range in every layer group. Of a window only its last blocks hold anything
-that counts, of a state the last one of a chunk; engines have long given the others away.
+An engine gives block ids for all tokens of a range in every layer group. Of a window only the last blocks hold useful
+KV, of a state the last one of a chunk; engines have long freed the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def checked_blocks(
 ) -> tuple[GroupBlocks, ...]:
     """The blocks that a store or load of `tokens` tokens (whole chunks) touches, per layer group.
 
-    `bounded`: a layer group whose number of blocks is unknown has none; else any id will do there. Raises `BadBlockIds`
-    for another number of lists or ids than the tokens have, and for a touched id that is no block. Blocks that the
-    transfer does not touch may be any.
+    `bounded`: a layer group whose number of blocks is unknown has none; otherwise any id is accepted there. Raises
+    `BadBlockIds` for another number of lists or ids than the tokens need, and for a touched id that is no block. Ids of
+    untouched blocks are not checked.
     """
     if len(block_ids) != len(layout.groups):
         raise BadBlockIds(
@@ -41,9 +41,9 @@ def checked_blocks(
 
 
 def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, storing: bool) -> GroupBlocks:
-    """What a store or load of whole chunks touches of one layer group; `ids` are all block ids of its range.
+    """The blocks of one layer group that a store or load of whole chunks touches; `ids` are all block ids of its range.
 
-    A load writes what lies in the window at its end. A store of a window or state leaves out the chunks up to the last
+    A load writes the blocks in the window at its end. A store of a window or state leaves out the chunks up to the last
     one that has a `NO_BLOCK`.
     """
     per_object = chunk_tokens // group.block_size
@@ -62,7 +62,7 @@ def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, 
 
 
 def _as_ints(ids: Sequence[int], group: int) -> list[int]:
-    """A copy: the engine's list is its own."""
+    """A copy as ints: the engine's list stays its own."""
     try:
         return array.array("I", ids).tolist()
     except (TypeError, ValueError, OverflowError) as error:

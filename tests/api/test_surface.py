@@ -97,7 +97,7 @@ CHANGES = {
     "a code": ("errors", '"device.lost"', '"device.gone"'),
     "how a struct is made": ("api.options", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
     "a hook": ("api.hookspecs", "def kvf_codecs", "def kvf_codec"),
-    "an attribute": ("api.transport", "self.outcome = outcome", "self._outcome = outcome"),
+    "an attribute": ("api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
     "a kit's setting": ("testing.tier.kit", "patience_s: ClassVar[float] = 20.0", "patience_s: ClassVar[float] = 2.0"),
     "a kit's fixture": ("testing.layout", "def subject(", "def layout_subject("),
 }

@@ -1,4 +1,4 @@
-"""What an engine of the harness sees of a wrong byte, wherever it lies."""
+"""Detection of wrong bytes by an engine of the harness, wherever they lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine of the harness notices of its own waits: futures that come late or never, and calls that take long."""
+"""Detection of late waits by an engine of the harness: futures that resolve late or never, and slow calls."""
 
 from __future__ import annotations
 

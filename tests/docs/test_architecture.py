@@ -43,8 +43,8 @@ def listed(section: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def trips() -> dict[str, dict[str, list[str]]]:
-    with RedisServer() as redis:
+def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as redis:
         run = subprocess.run(
             [sys.executable, "-m", "tests.docs.trace_trips", redis.url], capture_output=True, text=True, timeout=240
         )

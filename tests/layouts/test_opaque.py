@@ -15,7 +15,7 @@ from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import OpaqueRule  # noqa: E402
 from kvframework.api.keys import CacheKey, compute_namespace  # noqa: E402
 from kvframework.api.layout import check_skip  # noqa: E402
-from kvframework.api.transport import Registration  # noqa: E402
+from kvframework.api.transfer import Registration  # noqa: E402
 from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout, BadRange  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.surface import MODULES
 from tests.registry.fake_distributions import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,7 @@ def imports(file: Path) -> Iterator[str]:
 def foreign(folder: Path) -> set[str]:
     """What a plugin imports that a distribution of its own would not have."""
     own = {folder.name, *DEPENDENCIES.get(folder.name, ())}
-    public = {"kvframework.api", "kvframework.errors", *(["kvframework.client"] if folder.name in CLIENTS else ())}
+    public = set(MODULES) if folder.name in CLIENTS else set(MODULES) - {"kvframework.client"}
     return {
         name
         for file in folder.rglob("*.py")
@@ -110,7 +111,8 @@ def test_all_load_from_distributions_of_their_own(tmp_path: Path) -> None:
 
 
 KITS = {
-    "tier": "(?:Tier|L1)Conformance",
+    "tier": "TierConformance",
+    "memory": "MemoryConformance",
     "transport": "TransportConformance",
     "layout": "LayoutConformance",
     "eviction": "EvictionConformance",

@@ -181,7 +181,8 @@ class Connection:
         on_late: Callable[[Message], None] | None = None,
     ) -> Message:
         """Send a request and wait for its answer: the calling thread sends and receives by itself, so that no other
-        thread has to wake. Raises what the future of `request` would fail with. Not for callbacks of futures."""
+        thread has to wake. Raises the error with which the future of `request` would fail. Not for callbacks of
+        futures."""
         spec = self._spec(name)
         return self._usable(urgent).ask(spec, payload, timeout, on_late)
 

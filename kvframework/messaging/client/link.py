@@ -149,8 +149,8 @@ class Link:
     def ask(
         self, spec: RequestSpec, payload: Message, timeout: float, on_late: Callable[[Message], None] | None = None
     ) -> Message:
-        """Send a request and wait for its answer. Raises what the future of `submit` fails with. Not for the I/O
-        thread, nor for callbacks of futures."""
+        """Send a request and wait for its answer. Raises the error with which the future of `submit` would fail. Not
+        for the I/O thread, nor for callbacks of futures."""
         item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:

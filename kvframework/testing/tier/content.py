@@ -25,12 +25,12 @@ def value_of(key: PackedKey) -> bytes:
 
 
 def save(store: L2Store, keys: Sequence[PackedKey]) -> None:
-    """Puts the values of `keys`."""
+    """Put the values of `keys`."""
     run(store.put_steps(keys, [memoryview(value_of(key)) for key in keys]))
 
 
 def load(store: L2Store, keys: Sequence[PackedKey]) -> list[bool]:
-    """Which of `keys` were there; fails if any came back with other bytes than its own."""
+    """Return which of `keys` were found; fails if one came back with wrong bytes."""
     # Random, so that bytes that were never read are not right by chance.
     buffers = [bytearray(os.urandom(len(value_of(key)))) for key in keys]
     found = run(store.get_steps(keys, [memoryview(buffer) for buffer in buffers]))
@@ -40,7 +40,7 @@ def load(store: L2Store, keys: Sequence[PackedKey]) -> list[bool]:
 
 
 def exercise(store: L2Store, keys: Sequence[PackedKey], seed: int, turns: int) -> None:
-    """Saves and loads batches of `keys` in any order; what a fault refuses is passed over."""
+    """Save and load batches of `keys` in random order; refused calls are ignored."""
     choice = random.Random(seed)  # noqa: S311  no secrets
     for _ in range(turns):
         batch = choice.sample(keys, choice.randint(1, min(5, len(keys))))
@@ -54,7 +54,7 @@ def exercise(store: L2Store, keys: Sequence[PackedKey], seed: int, turns: int) -
 
 
 def must_heal(store: L2Store, keys: Sequence[PackedKey], patience_s: float) -> None:
-    """After the faults: every value is right or missing, and every one can be stored and comes back."""
+    """After the faults, every value is right or missing, and every value can be stored and loaded."""
     persist(lambda: load(store, keys), patience_s)
     persist(lambda: save(store, keys), patience_s)
     assert all(persist(lambda: load(store, keys), patience_s)), "a value that was stored without faults is not there"
