@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from kvframework.inspection.problems import Problem, problem
 
-_PUBLIC = ("kvframework.api", "kvframework.client", "kvframework.errors", "kvframework.testing")
+_PUBLIC = (
+    "kvframework.api",
+    "kvframework.client",
+    "kvframework.devices.planning",
+    "kvframework.errors",
+    "kvframework.testing",
+)
 _MOST_FILES = 500
 
 

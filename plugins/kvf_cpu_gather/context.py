@@ -93,7 +93,10 @@ class CpuGather(TransferContext):
                 self._warn("loads", what, error)
                 return LoadOutcome.failed(error)
             if not outcome.ok:
-                self._quiet.warning(f"loads {outcome.error}", f"{what}: {outcome.reason}")
+                self._quiet.warning(
+                    f"loads {outcome.error}",
+                    f"the KV of request {transfer.request_id!r} was not loaded: {outcome.reason}",
+                )
             return outcome
 
         def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[LoadOutcome]:

@@ -215,7 +215,7 @@ def test_tensors_are_registered_anew_only_after_a_close(
         assert connected.wait_up(PATIENCE_S)
         adapter = worker(connected, node)
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
-        with pytest.raises(ValueError, match="instance 1 is registered") as refused:
+        with pytest.raises(ValueError, match="instance 1 is already registered") as refused:
             adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         assert "close() the adapter before the old tensors are freed" in refused.value.hint
         adapter.close()

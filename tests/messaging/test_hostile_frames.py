@@ -148,7 +148,7 @@ def test_a_session_that_replaces_another_ends_it_first(lab: Lab) -> None:
 
 
 def test_too_many_requests_in_flight(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.messaging.server.inflight.MAX_IN_FLIGHT", 10)
+    monkeypatch.setattr("kvframework.messaging.server.handlers.MAX_IN_FLIGHT", 10)
     with RawClient(lab.endpoint) as raw:
         for n in range(12):
             raw.post(100 + n, "test.DEFERRED", Text(str(n)))
@@ -161,7 +161,7 @@ def test_too_many_requests_in_flight(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_too_many_bytes_in_flight(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.messaging.server.inflight.MAX_BYTES_IN_FLIGHT", 25)
+    monkeypatch.setattr("kvframework.messaging.server.handlers.MAX_BYTES_IN_FLIGHT", 25)
     work = Work(b"boot")
     spec = RequestSpec("test.HELD", Text, Text, buffers=4)
     lab = Lab(endpoint, handlers={spec.name: Handler(spec, work._defer)})

@@ -12,7 +12,7 @@ from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.storage.l2.codecs import CodecTable
-from tests.cli.command import run
+from tests.cli.command import run_process
 from tests.registry.fake_distributions import install
 
 SOURCE = """
@@ -143,7 +143,7 @@ def test_a_codec_is_named_when_it_is_first_needed(caplog: pytest.LogCaptureFixtu
 
 
 def test_serve_ends_with_the_error_and_status_2(site: Path) -> None:
-    ended = run("serve", "--set", "l2.0.use=raises", site=site)
+    ended = run_process("serve", "--set", "l2.0.use=raises", site=site)
     assert ended.returncode == 2
     assert f"[[l2]] #1: tier.raises (kvf-broken 0.1.0): {RAISED}" in ended.stderr
     assert "[plugin.broken]" in ended.stderr

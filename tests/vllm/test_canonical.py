@@ -21,6 +21,7 @@ from kvf_vllm.layouts import GroupFacts  # noqa: E402
 from kvf_vllm.proof import prove_planes  # noqa: E402
 from kvframework.api.keys import CacheKey  # noqa: E402
 from kvframework.api.transport import Registration  # noqa: E402
+from kvframework.client.transfers import checked_transfer  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.plugins.arena_link import ArenaLink  # noqa: E402
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token  # noqa: E402
@@ -106,7 +107,8 @@ class Engine:
         self.desc = self.layout.object_desc(declared, chunk)
         self.link = ArenaLink(self.desc)
         self.transport = CpuGather(self.link, "auto", kernel)
-        self.transport.register(Registration(1, 0, bytes(16), declared, self.desc), self.layout)
+        self.registration = Registration(1, 0, bytes(16), declared, self.desc)
+        self.transport.on_registered(self.registration, self.layout)
         self.per_chunk = self.desc.chunk_tokens // described.block_size
 
     def key(self, chunks: int) -> CacheKey:
@@ -115,14 +117,14 @@ class Engine:
 
     def store(self, ids: Sequence[int]) -> None:
         chunks = len(ids) // self.per_chunk
-        future = self.transport.submit_store("r", self.key(chunks), 1, self.tensors, [ids], None, [self.per_chunk])
+        transfer = checked_transfer(self.registration, self.key(chunks), self.tensors, [ids], None, storing=True)
+        future = self.transport.store(transfer)
         assert future.result(30)
 
     def load(self, ids: Sequence[int], skip: int) -> None:
         chunks = len(ids) // self.per_chunk
-        future = self.transport.submit_retrieve(
-            "r", self.key(chunks), 1, self.tensors, [ids], None, [self.per_chunk], skip
-        )
+        transfer = checked_transfer(self.registration, self.key(chunks), self.tensors, [ids], None, storing=False)
+        future = self.transport.load(transfer, skip)
         assert future.result(30)
 
     def objects(self, chunks: int) -> torch.Tensor:

@@ -148,7 +148,7 @@ def test_a_load_that_the_scheduler_could_not_name_fails(is_async: bool) -> None:
     assert not instance.loads
 
 
-class Surprising(Future[LoadOutcome]):
+class Surprising(Promise[LoadOutcome]):
     """Of a plugin that breaks its contract."""
 
     def cancel(self) -> bool:
@@ -160,7 +160,7 @@ class Surprising(Future[LoadOutcome]):
 
 def test_a_future_that_raises_is_a_failed_transfer() -> None:
     future = Surprising()
-    worker = WorkerSide(answers(future, Future.resolved(True)), block_size=BLOCK)
+    worker = WorkerSide(answers(future, Future.resolved(LoadOutcome(True))), block_size=BLOCK)
     worker.load(StepPlan(loads=[LOAD, replace(LOAD, request_id="b")]))
     future.set_result(LoadOutcome(True))
     assert worker.finished_loads() == ({"a", "b"}, set())
@@ -168,7 +168,7 @@ def test_a_future_that_raises_is_a_failed_transfer() -> None:
     storing = Surprising()
     worker = WorkerSide(answers(storing), block_size=BLOCK)
     worker.store(StepPlan(stores=[store()]))
-    threading.Timer(0.05, storing.set_result, [True]).start()
+    threading.Timer(0.05, storing.set_result, [LoadOutcome(True)]).start()
     worker.close()
 
 

@@ -17,7 +17,7 @@ from kvframework.errors import ServerGone
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, read_public, read_secret, write_pair
 from kvframework.server import Server
 from kvframework.wire import messages as m
-from tests.cli.command import run
+from tests.cli.command import run, run_process
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
@@ -157,7 +157,7 @@ def test_config_show_names_the_key_files(tmp_path: Path) -> None:
 
 def test_a_taken_port_is_told(server: RemoteServer, tmp_path: Path) -> None:
     settings = (f"server.tcp={server.tcp}", f"server.endpoint=ipc://{tmp_path}/s", "server.insecure=true")
-    done = run("serve", *(argument for setting in settings for argument in ("--set", setting)))
+    done = run_process("serve", *(argument for setting in settings for argument in ("--set", setting)))
     assert done.returncode == 2
     assert "cannot listen" in done.stderr
     assert server.tcp in done.stderr

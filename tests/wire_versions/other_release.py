@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError, UnknownRequest
-from kvframework.messaging.server import inflight, sockets
+from kvframework.messaging.server import handlers as inflight
+from kvframework.messaging.server import sockets
 from kvframework.wire import frames, handshake, messages
 
 VARIABLE = "KVF_TEST_RELEASE"

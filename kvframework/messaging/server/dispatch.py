@@ -22,7 +22,7 @@ from kvframework.errors import (
     ServerFull,
     ShuttingDown,
 )
-from kvframework.messaging.server.inflight import InFlight
+from kvframework.messaging.server.handlers import InFlight
 from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.refusals import Refusals
 from kvframework.messaging.server.sessions import ClientSession, SessionTable

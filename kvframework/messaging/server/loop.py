@@ -21,7 +21,7 @@ from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.server.dispatch import Dispatcher, Served
 from kvframework.messaging.server.endpoint import EndpointFiles
 from kvframework.messaging.server.gate import Gate
-from kvframework.messaging.server.inflight import InFlight
+from kvframework.messaging.server.handlers import InFlight
 from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.refusals import Refusals
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
