@@ -85,7 +85,7 @@ class CudaEngine(str, enum.Enum):
 
 @app.command("host")
 def host(quick: Quick = False, as_json: AsJson = False, markdown: Markdown = False, plot: Plot = None) -> None:
-    """What the machine reaches bare: memory copies, sockets; and what a server costs at rest."""
+    """The speed of the bare machine (memory copies, sockets), and the cost of a server at rest."""
     from kvframework_bench.host import bench_host
 
     _run("host", lambda stage: bench_host(quick=quick, stage=stage), quick, as_json, markdown, plot)
@@ -165,7 +165,7 @@ def scale(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """What a request costs from 1 to 64 clients, and from 1 thousand to 1 million objects. Contents are verified.
+    """The cost of a request from 1 to 64 clients, and from 1 thousand to 1 million objects. Contents are verified.
 
     LOOKUP, store and retrieve of 32 tiny objects, next to a bare echo with as many clients. Each client is a process.
     One million objects need about 6 GiB of memory; steps that do not fit are left out.
@@ -218,8 +218,8 @@ def cuda(
 ) -> None:
     """Transport cuda_ipc on the first GPU: store and retrieve next to one plain pinned copy. Contents are verified.
 
-    transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: what a submit
-    takes of the engine's thread. matmul: a loop of matrix products next to transfers; needs torch with CUDA.
+    transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: the engine
+    thread's time for a submit. matmul: a loop of matrix products next to transfers; needs torch with CUDA.
     """
     from kvframework_bench.cuda.run import SWEEP, bench_cuda
     from kvframework_bench.cuda.workload import FULL, QUICK

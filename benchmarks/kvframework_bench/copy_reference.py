@@ -1,11 +1,10 @@
 """The copy reference of all bulk figures: the fastest plain copy of some bytes that the cores reach together.
 
-NumPy and torch take part if they are installed. Copies run in the benchmark's process, blocking; those with
-streaming stores run in a child process. By itself the C library takes streaming stores only for what is larger
-than the caches it believes in, which in a virtual machine may be all of the host's. It reads that bound once,
-when a process starts. `python -m kvframework_bench.copy_reference NBYTES THREADS` prints the names of its
-copies, then copies once for each line it reads, by the copy of that number, and answers with the seconds. It
-ends with its standard input.
+NumPy and torch take part if they are installed. Copies run in the benchmark's process, blocking; those with streaming
+stores run in a child process. By itself the C library takes streaming stores only for sizes above that of the caches it
+detects, which in a virtual machine may be all of the host's. It reads that bound once, when a process starts. `python
+-m kvframework_bench.copy_reference NBYTES THREADS` prints the names of its copies, then copies once for each line it
+reads, by the copy of that number, and answers with the seconds. It ends with its standard input.
 """
 
 from __future__ import annotations

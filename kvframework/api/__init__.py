@@ -1,2 +1,2 @@
 """The plugin API, one module a kind: `kvframework.api.tier`, `.memory`, `.layout`, ... Each module names in `__all__`
-what its authors use; docs/plugins/compatibility.md says what that promises."""
+the public names; docs/plugins/compatibility.md has their guarantees."""

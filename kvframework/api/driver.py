@@ -1,7 +1,7 @@
 """The driver interface: the vendor's part of moving KV between a device and the arena.
 
 Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a
-process of its own, one per device, started and watched by the server; it imports what engines exported and copies.
+process of its own, one per device, started and watched by the server; it imports the engines' exports and copies.
 Registration, planning, bounds, cancel, completion and supervision are the core's, once for all devices.
 """
 

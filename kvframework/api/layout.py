@@ -127,10 +127,10 @@ class KVLayout(Message, frozen=True):
 class GroupDesc(Message, frozen=True):
     """Shape and dtype of one object of one layer group.
 
-    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same whatever the engine's layout.
-    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively,
-    for engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in
-    tokens, 0 for full attention, 1 for a state.
+    `form` "canonical" means C-contiguous `[planes, layers, slots, hidden]`, the same for every layout of an engine.
+    "opaque:<packing>" means `[planes, layers, blocks, bytes of a block]`: each layer's raw blocks, consecutively, for
+    engines with the same packing. Any other name is opaque to all but the same layout plugin. `window` is in tokens, 0
+    for full attention, 1 for a state.
     """
 
     shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIMS)]
@@ -280,7 +280,8 @@ class Layout(ABC):
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """Returns the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
 
-        Never guesses an axis: raises `BadLayout`, which names what to declare, for ambiguous shapes. Does not block.
+        Never guesses an axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Does not
+        block.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The data of one transfer: what an engine stores or loads, its places in the arena, and its outcome."""
+"""The data of one transfer: the blocks that an engine stores or loads, their places in the arena, and the outcome."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ __all__ = [
     "hookimpl",
 ]
 
-# What a client can lose.
+# The kinds of a client's losses.
 LostKind = Literal["lookups", "loads", "stores"]
 
 

@@ -91,8 +91,7 @@ class WorkerAdapter:
         self, kv_caches: Mapping[str, LayerTensors], *, block_size: int, view: EngineView | None = None
     ) -> Registration:
         """Declare the engine's tensors (layer name to tensors, in layer order) and register the instance, see
-        `Instance`, which says what is raised. Blocking. After a restart of the server the instance registers again by
-        itself."""
+        `Instance`, for the errors. Blocking. After a restart of the server the instance registers again by itself."""
         if self._instance is not None:
             raise RequestError(
                 f"instance {self.identity.instance_id} is already registered, perhaps with other tensors",

@@ -192,7 +192,7 @@ class CopierSupervisor:
         self._backoff.started(time.monotonic())
         try:
             process = SpawnedCopier.start(self._arena_fd)
-        except Exception as error:  # noqa: BLE001  the thread has to go on: it answers those who wait
+        except Exception as error:  # noqa: BLE001  the thread has to go on: it answers the waiting callers
             self._backoff.ended(time.monotonic())
             self._fail_all(self._told(DeviceLost(f"the copier of {self.device} cannot be started: {error}")))
             return

@@ -82,7 +82,7 @@ class QueuedHandler(logging.Handler):
         record = copy.copy(record)
         try:
             text = record.getMessage()
-        except Exception as error:  # noqa: BLE001  whoever logs must not fail by it
+        except Exception as error:  # noqa: BLE001  a log call must not fail its caller
             text = f"{record.msg} (its arguments do not fit: {type(error).__name__})"
         record.msg = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
         record.args = None

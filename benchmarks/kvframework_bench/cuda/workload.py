@@ -50,7 +50,7 @@ class CudaShape(msgspec.Struct, frozen=True):
 
     @property
     def fragment_bytes(self) -> int:
-        """What lies together both here and in a stored object, where a token's heads do."""
+        """The bytes that are contiguous both here and in a stored object, where a token's heads are contiguous."""
         sizes = self._sizes(1)
         together = ["dim"] if self.axes[-2:] == ("token", "dim") and "head" in self.axes else ["token", "head", "dim"]
         return math.prod(sizes[axis] for axis in together) * dtype_bytes(self.dtype)

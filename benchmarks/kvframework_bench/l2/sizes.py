@@ -10,8 +10,9 @@ _MIB = 1 << 20
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """`call_bytes` is what one call of a tier moves, as a batch of the server's does. `lookup_calls` are those of one
-    round. `object_bytes`, `prompt_objects` and `prompts` are of the memory part: a prompt moves that often."""
+    """The sizes of all parts. `call_bytes` are the bytes of one call of a tier, as of a batch of the server's.
+    `lookup_calls` are those of one round. `object_bytes`, `prompt_objects` and `prompts` are of the memory part: a
+    prompt moves that often."""
 
     value_bytes: tuple[int, ...] = (4 * _MIB, 32 * _MIB)
     call_bytes: int = 64 * _MIB

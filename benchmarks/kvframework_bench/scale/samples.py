@@ -38,9 +38,10 @@ def take(
     seconds: float,
     server_pid: int,
 ) -> Sample:
-    """All `clients` at once, each with `count` prompts of its own or shared ones, see `Run`. Blocks so long.
+    """Take a sample: all `clients` at once, each with `count` prompts of its own or shared ones, see `Run`. Blocks for
+    `seconds`.
 
-    Raises what `ClientProcess` raises.
+    Raises the errors of `ClientProcess`.
     """
     before = run_ns(server_pid)  # next to busy cores, clients may be done before this process runs again
     at = time.monotonic() + _LEAD_S + _LEAD_PER_CLIENT_S * len(clients)

@@ -24,8 +24,7 @@ _CLIENT_BYTES = 50 << 20
 
 class Sizes(msgspec.Struct, frozen=True):
     """`clients` and `objects` are the steps, ascending; `base_objects` those of the steps of clients, with
-    `spare_bytes` of arena for what they store. Each sample takes `seconds`. Objects come in whole prompts of
-    `CHUNKS`."""
+    `spare_bytes` of arena for their stores. Each sample takes `seconds`. Objects come in whole prompts of `CHUNKS`."""
 
     clients: tuple[int, ...]
     objects: tuple[int, ...]

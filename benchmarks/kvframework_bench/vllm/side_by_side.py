@@ -1,14 +1,14 @@
-"""vLLM alone, with kvframework and with LMCache, alternating in one run: time to first token of a cold request, of
-a hit in the same engine, and of a hit in a new engine.
+"""vLLM alone, with kvframework and with LMCache, alternating in one run: time to first token of a cold request, of a
+hit in the same engine, and of a hit in a new engine.
 
     benchmarks/kvframework_bench/vllm/install.sh ENV
     ENV/bin/python -m kvframework_bench.vllm.side_by_side --models DIR
 
 It runs from the root of a checkout: the engines are those of `tests/vllm`.
 
-Each round starts a server and two engine processes for each contender. Every answer's tokens are compared with
-those of vLLM alone; one other token ends the run. What storing adds is also measured within one engine, where
-the machine's drift cancels: of its cold requests every second one opts out of storing.
+Each round starts a server and two engine processes for each contender. Every answer's tokens are compared with those of
+vLLM alone; one other token ends the run. The time that storing adds is also measured within one engine, where the
+machine's drift cancels: of its cold requests every second one opts out of storing.
 """
 
 from __future__ import annotations
