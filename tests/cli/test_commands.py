@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.cli.command import run
+from tests.cli.command import run, run_process
 from tests.registry.fake_distributions import install, marking
 
 GROUP = "kvframework.commands"
@@ -101,10 +101,10 @@ def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
         "metadata.entry_points = lambda **which: () if 'group' in which else found(**which)\n"
     )
     (site / "sitecustomize.py").write_text("import without_bench\n")
-    done = command(site, "bench", "store")
+    done = run_process("bench", "store", site=site)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "error: [plugin.unavailable] kvframework bench: the command is not installed",
         "  hint: pip install ./benchmarks, in a checkout of kvframework",
     ]
-    assert "bench    Not installed: pip install ./benchmarks" in command(site, "--help").stdout
+    assert "bench    Not installed: pip install ./benchmarks" in run_process("--help", site=site).stdout

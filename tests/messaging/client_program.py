@@ -32,7 +32,7 @@ def main(endpoint: str, deed: str) -> None:
             word = f"{fork_from_c()} forked"
         elif deed == "fork":
             word = f"{fork(connection)} forked"
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
         sys.stdout.write(f"{word}\n")
         sys.stdout.flush()
         time.sleep(600)

@@ -51,7 +51,7 @@ def test_only_urgent_requests_go_through_while_on_up_runs(lab: Lab) -> None:
         state, refused, answer, told = seen
         assert state == "down"
         assert isinstance(refused, ServerGone)
-        assert (answer, told) == (Text("urgent"), (HASHER, 1, None))
+        assert (answer.payload, told) == (Text("urgent"), (HASHER, 1, None))
     finally:
         connection.close()
 
@@ -126,8 +126,8 @@ def test_a_raising_callback_harms_nobody(lab: Lab) -> None:
         future.add_done_callback(lambda _: 1 / 0)
         wait_until(lambda: lab.work.open)
         lab.work.resolve("a")
-        assert future.result(20).text == "a"
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert future.result(20).payload.text == "a"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_threads_share_a_connection(lab: Lab) -> None:
@@ -136,7 +136,7 @@ def test_threads_share_a_connection(lab: Lab) -> None:
     def work(number: int) -> None:
         for n in range(100):
             text = f"{number}.{n}"
-            if ask(connection, "ECHO", text).result(10).text != text:
+            if ask(connection, "ECHO", text).result(10).payload.text != text:
                 wrong.append(text)
 
     with connected(lab.endpoint) as connection:
@@ -228,7 +228,7 @@ def test_hello_required_by_a_real_server(lab: Lab) -> None:
         with pytest.raises(HelloRequired):
             ask(connection, "ECHO").result(20)
         assert connection.wait_up(20)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_a_server_that_accepts_but_never_says_hello(endpoint: str) -> None:
@@ -249,7 +249,7 @@ def test_an_oversized_frame_breaks_the_connection_which_heals(lab: Lab, monkeypa
             future.result(10)
         assert connection.wait_up(20)
         wait_until(lambda: boot in lab.work.ended)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_the_fds_of_a_connection_are_given_back(lab: Lab) -> None:
@@ -329,7 +329,7 @@ def test_a_second_socket_that_does_not_come_in_costs_the_session_nothing(lab: La
         files.show(False)  # as the gate does while descriptors run low
         refused = connection.bulk_request("test.ECHO", Text("big"), timeout=5)
         assert isinstance(refused.exception(), ServerFull)
-        assert ask(connection, "ECHO", "on").result(5) == Text("on")
+        assert ask(connection, "ECHO", "on").result(5).payload == Text("on")
         assert len(lab.server.sessions) == 1
         files.show(True)
-        assert connection.bulk_request("test.ECHO", Text("big"), timeout=5).result(5) == Text("big")
+        assert connection.bulk_request("test.ECHO", Text("big"), timeout=5).result(5).payload == Text("big")

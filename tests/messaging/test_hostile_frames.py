@@ -218,11 +218,11 @@ def test_a_flood_of_junk_delays_nobody_for_long(lab: Lab, seed: int) -> None:
         for n in range(1500):
             rng.choice([raw, rude]).send(_junk(rng))
             if n % 300 == 0:
-                assert ask(connection, "ECHO", str(n)).result(20).text == str(n)
+                assert ask(connection, "ECHO", str(n)).result(20).payload.text == str(n)
         future = ask(connection, "DEFERRED", "mine")
         wait_until(lambda: "mine" in lab.work.open)
         lab.work.resolve("mine")
-        assert future.result(20).text == "mine"
+        assert future.result(20).payload.text == "mine"
         assert connection.state == "up"
     assert lab.server.counters["malformed"] > 100
     assert lab.server.counters["loop_errors"] == 0
@@ -237,7 +237,7 @@ def test_replies_to_a_peer_that_never_reads_are_dropped(endpoint: str, monkeypat
             for n in range(100):
                 deaf.post(n + 10, "test.BUFFERS", Text(), [b"y" * 100_000])
             wait_until(lambda: lab.server.counters["dropped"] > 10)
-            assert ask(connection, "ECHO", "on").result(20).text == "on"
+            assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
     finally:
         lab.stop()
 
@@ -247,4 +247,4 @@ def test_a_frame_beyond_every_bound_only_disconnects_its_sender(lab: Lab) -> Non
         with RawClient(lab.endpoint) as raw:
             raw.send([ID, b"test.ECHO", bytes((1 << 30) + 1)])
             assert raw.receive(0.5) is None
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"

@@ -140,7 +140,7 @@ def test_a_fork_does_not_end_its_parents_session(lab: Lab) -> None:
                 connection.close()
                 leave(0)
             os.waitpid(child, 0)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
         assert not lab.work.ended
 
 
@@ -176,7 +176,7 @@ def test_a_server_that_dies_and_comes_back(endpoint: str, start: Start, how: sig
         first, gone, second = watcher.told
         assert gone is None
         assert connection.boot_id == second != first
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
     assert watcher.told[3:] == [None]
 
 
@@ -186,7 +186,7 @@ def test_a_second_server_at_the_same_endpoint_is_refused(lab: Lab, start: Start)
     other = start("server_program")
     assert other.wait(60) != 0
     with connected(lab.endpoint) as connection:
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, start: Start) -> None:
@@ -201,7 +201,7 @@ def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, 
         assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
         server.send_signal(signal.SIGCONT)
         assert connection.wait_up(20)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
         server.send_signal(signal.SIGSTOP)
         wait_until(lambda: connection.state == "suspect", timeout=2, what="PING alone finds out, too")
         server.send_signal(signal.SIGCONT)

@@ -34,8 +34,8 @@ def test_a_round_trip(lab: Lab) -> None:
         assert connection.state == "up"
         assert connection.boot_id == lab.work.boot_id
         futures = [ask(connection, "ECHO", str(n)) for n in range(200)]
-        assert [future.result(20).text for future in futures] == [str(n) for n in range(200)]
-        assert ask(connection, "ECHO", "x" * 200_000).result(20).text == "x" * 200_000
+        assert [future.result(20).payload.text for future in futures] == [str(n) for n in range(200)]
+        assert ask(connection, "ECHO", "x" * 200_000).result(20).payload.text == "x" * 200_000
 
 
 def test_buffers_travel_both_ways_and_come_as_views(lab: Lab) -> None:
@@ -66,24 +66,24 @@ def test_what_cannot_be_sent_fails_at_once_and_harms_nothing(lab: Lab) -> None:
             (connection.request("test.ECHO", Text("\ud800"), timeout=5), InvalidPayload),
         ]:
             assert isinstance(future.exception(), error)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_a_deferred_result_may_come_from_any_thread(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         future = ask(connection, "DEFERRED", "a")
-        assert ask(connection, "ECHO", "meanwhile").result(20).text == "meanwhile"
+        assert ask(connection, "ECHO", "meanwhile").result(20).payload.text == "meanwhile"
         assert not future.query()
         threading.Thread(target=lab.work.resolve, args=["a"]).start()
-        assert future.result(20).text == "a"
+        assert future.result(20).payload.text == "a"
 
 
 def test_pooled_handlers_do_not_hold_the_loop_up(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         future = ask(connection, "POOLED", "p")
-        assert ask(connection, "ECHO", "meanwhile").result(20).text == "meanwhile"
+        assert ask(connection, "ECHO", "meanwhile").result(20).payload.text == "meanwhile"
         lab.work.gate.set()
-        assert future.result(20).text.startswith("p kvf-worker")
+        assert future.result(20).payload.text.startswith("p kvf-worker")
 
 
 def test_ordered_handlers_of_one_client_run_one_after_the_other(lab: Lab) -> None:
@@ -91,10 +91,10 @@ def test_ordered_handlers_of_one_client_run_one_after_the_other(lab: Lab) -> Non
     with connected(lab.endpoint) as connection, connected(lab.endpoint) as other:
         futures = [ask(connection, "ORDERED", text) for text in texts]
         wait_until(lambda: "defer c" in lab.work.open)
-        assert ask(other, "ORDERED", "other").result(20).text == "other"
+        assert ask(other, "ORDERED", "other").result(20).payload.text == "other"
         assert lab.work.begun == ["a", "a done", "b", "b done", "defer c", "other", "other done"]
         lab.work.resolve("defer c")
-        assert [future.result(20).text for future in futures] == texts
+        assert [future.result(20).payload.text for future in futures] == texts
         assert lab.work.begun[-4:] == ["d", "d done", "e", "e done"]
 
 
@@ -103,7 +103,7 @@ def test_many_ordered_calls_behind_one(lab: Lab) -> None:
         futures = [ask(connection, "ORDERED", "defer"), *(ask(connection, "ORDERED", str(n)) for n in range(300))]
         wait_until(lambda: lab.work.open)
         lab.work.resolve("defer")
-        assert [future.result(10).text for future in futures[1:]] == [str(n) for n in range(300)]
+        assert [future.result(10).payload.text for future in futures[1:]] == [str(n) for n in range(300)]
 
 
 def test_a_handler_that_raises(lab: Lab) -> None:
@@ -115,7 +115,7 @@ def test_a_handler_that_raises(lab: Lab) -> None:
             with pytest.raises(HandlerFailed) as untyped:
                 ask(connection, "RAISE", text).result(20)
             assert "secret" not in str(untyped.value)
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
 
 
 def test_a_handler_that_returns_something_else(lab: Lab) -> None:
@@ -132,7 +132,7 @@ def test_the_clients_deadline_makes_the_connection_suspect_until_a_ping_is_answe
             ask(connection, "DEFERRED", "a", timeout=0.1).result(20)
         assert connection.wait_up(20)
         lab.work.resolve("a")
-        assert ask(connection, "ECHO", "on").result(20).text == "on"
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
     assert "answer" not in caplog.text, "the server was there: one answer was late"
 
 
@@ -171,7 +171,7 @@ def test_an_overdue_call_that_has_not_begun_never_does(lab: Lab) -> None:
         assert len(begun) <= 2, "there are two workers"
         lab.work.gate.set()
         wait_until(lambda: lab.server.counters["late"] == len(begun))
-        assert ask(connection, "POOLED", "last").result(20).text.startswith("last")
+        assert ask(connection, "POOLED", "last").result(20).payload.text.startswith("last")
         assert lab.work.begun == [*begun, "last"]
 
 
@@ -185,9 +185,9 @@ def test_cancel_is_answered_only_after_the_future_resolves(lab: Lab) -> None:
         assert not answer.query()
         assert not future.query()
         lab.work.resolve("a")
-        assert answer.result(20) == CancelReply(found=True)
+        assert answer.result(20).payload == CancelReply(found=True)
         assert isinstance(future.exception(), Cancelled)
-        assert connection.cancel(future).result(20) == CancelReply(found=False)
+        assert connection.cancel(future).result(20).payload == CancelReply(found=False)
 
 
 def test_cancel_after_the_deadline_still_waits(lab: Lab) -> None:
@@ -200,7 +200,7 @@ def test_cancel_after_the_deadline_still_waits(lab: Lab) -> None:
         assert ask(connection, "ECHO", "a round trip later").result(20)
         assert not answer.query()
         lab.work.resolve("a")
-        assert answer.result(20) == CancelReply(found=True)
+        assert answer.result(20).payload == CancelReply(found=True)
 
 
 def test_a_futures_own_cancel(lab: Lab) -> None:
@@ -218,11 +218,11 @@ def test_cancelling_what_waits_its_turn(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         first, second, third = (ask(connection, "ORDERED", text) for text in ("defer", "never", "third"))
         wait_until(lambda: "defer" in lab.work.open)
-        assert connection.cancel(second).result(20) == CancelReply(found=True)
+        assert connection.cancel(second).result(20).payload == CancelReply(found=True)
         assert isinstance(second.exception(), Cancelled)
         lab.work.resolve("defer")
-        assert first.result(20).text == "defer"
-        assert third.result(20).text == "third"
+        assert first.result(20).payload.text == "defer"
+        assert third.result(20).payload.text == "third"
         assert "never" not in lab.work.begun
 
 
@@ -231,10 +231,10 @@ def test_nobody_cancels_the_calls_of_another(lab: Lab) -> None:
         future = ask(connection, "DEFERRED", "a")
         wait_until(lambda: "a" in lab.work.open)
         stranger = other.request("CANCEL", Cancel(future.request_id), timeout=5)  # type: ignore[attr-defined]
-        assert stranger.result(20) == CancelReply(found=False)
+        assert stranger.result(20).payload == CancelReply(found=False)
         assert not lab.work.cancelled
         lab.work.resolve("a")
-        assert future.result(20).text == "a"
+        assert future.result(20).payload.text == "a"
 
 
 def test_stop_lets_calls_in_flight_finish_and_refuses_new_ones(lab: Lab) -> None:
@@ -245,7 +245,7 @@ def test_stop_lets_calls_in_flight_finish_and_refuses_new_ones(lab: Lab) -> None
         with pytest.raises(ShuttingDown):
             ask(connection, "ECHO").result(20)
         lab.work.resolve("kept")
-        assert kept.result(20).text == "kept"
+        assert kept.result(20).payload.text == "kept"
         with pytest.raises((ShuttingDown, ServerGone)):
             lost.result(20)
         wait_until(lambda: connection.state == "down")

@@ -75,7 +75,7 @@ def test_many_threads_wait_send_and_get_their_own(lab: Lab) -> None:
         for number in range(150):
             text = f"{seed}.{number}." + "x" * chance.choice((0, 10, 100_000))
             if chance.random() < 0.3:
-                assert ask(connection, "ECHO", text).result(20).text == text
+                assert ask(connection, "ECHO", text).result(20).payload.text == text
             else:
                 assert waiting(connection, "ECHO", text) == text
             if chance.random() < 0.1:

@@ -301,7 +301,7 @@ class Liar(TcpPeer):
         (b"-TRYAGAIN Multiple keys\r\n", "TRYAGAIN"),
         (b"-CLUSTERDOWN The cluster is down\r\n", "CLUSTERDOWN"),
         (b"-LOADING Redis is loading\r\n", "LOADING"),
-        (b"HTTP/1.1 400\r\n", "surprise"),
+        (b"HTTP/1.1 400\r\n", "unexpected reply"),
     ],
 )
 def test_what_leads_nowhere_ends_as_a_tier_error(script: bytes, said: str) -> None:

@@ -16,6 +16,7 @@ import zmq
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.client import KVClient
+from kvframework.messaging.client.why_down import WhyDown
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
@@ -201,12 +202,11 @@ def test_a_wait_that_ends_first_still_says_what_was_found() -> None:
 
 
 def test_a_refusal_is_not_forgotten_over_a_silence() -> None:
-    with connected("ipc:///nowhere/s", up=False) as connection:
-        connection.last_error = errors.VersionMismatch("refused")
-        connection._unanswered = errors.ServerGone("no answer to HELLO")
-        assert connection.why_down is connection.last_error
-        connection.last_error = errors.ServerGone("nobody serves")
-        assert connection.why_down is connection._unanswered
+    why = WhyDown("ipc:///nowhere/s")
+    why.error, why.unanswered = errors.VersionMismatch("refused"), errors.ServerGone("no answer to HELLO")
+    assert why.most_telling is why.error
+    why.error = errors.ServerGone("nobody serves")
+    assert why.most_telling is why.unanswered
 
 
 def test_keys_are_made_for_their_owner(tmp_path: Path) -> None:

@@ -135,14 +135,14 @@ def test_a_server_that_listens_on_tcp_alone() -> None:
 def test_plain_tcp_has_to_be_asked_for(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys")
     plain = ("serve", "--set", "server.tcp=tcp://127.0.0.1:1", "--set", f"server.endpoint=ipc://{tmp_path}/s")
-    done = run(*plain)
+    done = run_process(*plain)
     assert done.returncode == 2
     for word in ("[config.endpoint]", "[server.curve]", "insecure = true", "kvframework keys new"):
         assert word in done.stderr
     both = [argument for setting in keys.settings for argument in ("--set", setting)]
-    done = run(*plain, *both, "--set", "server.insecure=true")
+    done = run_process(*plain, *both, "--set", "server.insecure=true")
     assert (done.returncode, "contradicts" in done.stderr) == (2, True)
-    done = run(*plain, *both, "--set", f"server.curve.secret_key={tmp_path}/none")
+    done = run_process(*plain, *both, "--set", f"server.curve.secret_key={tmp_path}/none")
     assert (done.returncode, "[config.curve_key]" in done.stderr) == (2, True)
 
 
