@@ -28,64 +28,45 @@ def as_response(reply: Message, response: type[M]) -> M:
 def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
     """Return a future of `result_of` the answer; it fails with the errors that `result_of` raises."""
     future: Promise[R] = Promise(sent.cancel)
-
-    def answered(reply: Future[Answer]) -> None:
-        error = reply.exception()
-        if error is not None:
-            future.set_exception(error)
-            return
-        try:
-            result = result_of(reply.result(0))
-        except KVFrameworkError as failure:
-            future.set_exception(failure.with_traceback(None))
-            return
-        future.set_result(result)
-
-    sent.add_done_callback(answered)
+    _answer(sent, result_of, future.set_result, future.set_exception)
     return future
 
 
 def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Callable[[BaseException], R]) -> Future[R]:
     """Return a `mapped` future that never fails: `failed` makes its result from an error."""
     future: Promise[R] = Promise(sent.cancel)
-
-    def answered(reply: Future[Answer]) -> None:
-        error = reply.exception()
-        if error is not None:
-            future.set_result(failed(error))
-            return
-        try:
-            result = result_of(reply.result(0))
-        except KVFrameworkError as failure:
-            result = failed(failure.with_traceback(None))
-        future.set_result(result)
-
-    sent.add_done_callback(answered)
+    _answer(sent, result_of, future.set_result, lambda error: future.set_result(failed(error)))
     return future
 
 
 def granted(sent: Future[Answer], plan_of: Callable[[Answer], R], give_back: Callable[[R], object]) -> Future[R]:
     """Return a `mapped` future for a reservation of the server: a cancelled future fails at once, and the answer's
     grant is given back when it arrives. The request itself is not cancelled."""
-    future: Promise[R]
+    future: Promise[R] = Promise(lambda: future.set_exception(Cancelled("the request was cancelled")))
+    _answer(
+        sent, plan_of, lambda plan: future.set_result(plan) or give_back(plan), lambda error: future.set_exception(error)
+    )
+    return future
 
-    def cancel() -> None:
-        future.set_exception(Cancelled("the request was cancelled"))
 
-    future = Promise(cancel)
+def _answer(
+    sent: Future[Answer],
+    result_of: Callable[[Answer], R],
+    succeed: Callable[[R], object],
+    fail: Callable[[BaseException], object],
+) -> None:
+    """Call `succeed` with `result_of` the answer, or `fail` with the error, once the request is answered."""
 
     def answered(reply: Future[Answer]) -> None:
         error = reply.exception()
         if error is not None:
-            future.set_exception(error)
+            fail(error)
             return
         try:
-            plan = plan_of(reply.result(0))
+            result = result_of(reply.result(0))
         except KVFrameworkError as failure:
-            future.set_exception(failure.with_traceback(None))
+            fail(failure.with_traceback(None))
             return
-        if not future.set_result(plan):
-            give_back(plan)
+        succeed(result)
 
     sent.add_done_callback(answered)
-    return future
