@@ -6,7 +6,7 @@ from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.naming import KvIdentity, named_identity
-from kvframework.client.progress import Progress
+from kvframework.client.read_progress import Progress
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvframework.client.digest_memory import DigestMemory, FileState
-from kvframework.client.progress import Progress
+from kvframework.client.read_progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -42,10 +42,17 @@ def settled(sent: Future[Answer], result_of: Callable[[Answer], R], failed: Call
 def granted(sent: Future[Answer], plan_of: Callable[[Answer], R], give_back: Callable[[R], object]) -> Future[R]:
     """Return a `mapped` future for a reservation of the server: a cancelled future fails at once, and the answer's
     grant is given back when it arrives. The request itself is not cancelled."""
-    future: Promise[R] = Promise(lambda: future.set_exception(Cancelled("the request was cancelled")))
-    _answer(
-        sent, plan_of, lambda plan: future.set_result(plan) or give_back(plan), lambda error: future.set_exception(error)
-    )
+    future: Promise[R]
+
+    def cancel() -> None:
+        future.set_exception(Cancelled("the request was cancelled"))
+
+    def succeed(plan: R) -> None:
+        if not future.set_result(plan):
+            give_back(plan)
+
+    future = Promise(cancel)
+    _answer(sent, plan_of, succeed, future.set_exception)
     return future
 
 

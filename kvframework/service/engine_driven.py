@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import TransportMismatch
+from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
-from kvframework.service.instance_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation

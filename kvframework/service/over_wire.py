@@ -21,8 +21,8 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.engine_driven import outcome_of
-from kvframework.service.instance_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
 from kvframework.service.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER

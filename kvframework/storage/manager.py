@@ -19,13 +19,13 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
-from kvframework.bounded import call_within
+from kvframework.bounded_call import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher
-from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.threads import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords

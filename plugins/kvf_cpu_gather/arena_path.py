@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvf_cpu_gather.moves import Moves
-from kvf_cpu_gather.steps import Steps, planned, unless_cancelled
+from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
 from kvframework.api.transport import EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 
 

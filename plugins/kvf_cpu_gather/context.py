@@ -18,8 +18,8 @@ from kvf_cpu_gather.engine_memory import RegisteredMemory
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.moves import Moves, gather_blocks
 from kvf_cpu_gather.options import Path
-from kvf_cpu_gather.steps import Courses, Ended, Steps
-from kvf_cpu_gather.throttle import ThrottledLog
+from kvf_cpu_gather.transfer_steps import Courses, Ended, Steps
+from kvf_cpu_gather.warning_limit import ThrottledLog
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api.futures import Future
 from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from kvf_cpu_gather.moves import Moves
-from kvf_cpu_gather.staging import Staging
-from kvf_cpu_gather.steps import Steps, planned, unless_cancelled
-from kvf_cpu_gather.window import Batch, Window, batches
+from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
+from kvf_cpu_gather.wire_batches import Batch, Window, batches
+from kvf_cpu_gather.wire_staging import Staging
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import DeadlineExceeded, KVFrameworkError

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Ping
 from kvf_redis.connect import Connector, NoAnswer
 from kvf_redis.node import Node, Router, answered_error, rebuilt
-from kvf_redis.places import Place
 from kvf_redis.resp import parse_redirect
 from kvf_redis.slots import SLOTS, SlotMap
 from kvframework.errors import TierError

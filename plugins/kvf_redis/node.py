@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvf_redis.commands import Command, Oversized, Ping
 from kvf_redis.connect import NoAnswer
-from kvf_redis.flight import fly
+from kvf_redis.pipeline import fly
 from kvf_redis.pool import Pool
 from kvf_redis.resp import ProtocolSurprise, Refused, error_code
 from kvf_redis.wire import Wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvf_redis.places import Place
+from kvf_redis.addresses import Place
 
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _REDIRECT = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\S*):([0-9]{1,5})(?: .*)?")

@@ -7,7 +7,7 @@ from typing import Any
 from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 
-from kvf_redis.places import Place
+from kvf_redis.addresses import Place
 
 SLOTS = 1 << 14
 

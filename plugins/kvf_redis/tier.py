@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
-from kvf_redis.borrowed import Borrowed
+from kvf_redis.borrowed_views import Borrowed
 from kvf_redis.cluster import Cluster
 from kvf_redis.commands import Command, Count, Tail
 from kvf_redis.node import Node, OneNode, Router, rebuilt

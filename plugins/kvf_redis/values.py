@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvf_redis.borrowed import Borrowed
+from kvf_redis.borrowed_views import Borrowed
 from kvf_redis.commands import Get, Set, Tail
 from kvf_redis.pieces import TRAILER_BYTES, Trailer, new_trailer, parse_trailer, piece_key, spans
 from kvframework.api.tier import Outcome

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StoreOp
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.layout import LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome

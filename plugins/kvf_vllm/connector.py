@@ -42,7 +42,7 @@ from kvf_vllm.proof import prove_planes
 from kvf_vllm.published import published
 from kvf_vllm.registration import register
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import StepPlan, StepReport
+from kvf_vllm.step_messages import StepPlan, StepReport
 from kvf_vllm.supported import check_version
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvf_vllm.steps import GroupBlocks
+from kvf_vllm.step_messages import GroupBlocks
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerTensors
 from kvframework.errors import BadLayout
 

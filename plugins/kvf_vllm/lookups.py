@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvf_vllm.steps import Served
+from kvf_vllm.step_messages import Served
 from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 

@@ -19,7 +19,7 @@ from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, wish_of
 from kvf_vllm.search import PrefixSearch
-from kvf_vllm.steps import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.client import RequestHashes
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record
 from tests.fuzz.bounds import bounded, check_words
 from tests.fuzz.effort import fuzzed
@@ -108,7 +108,7 @@ def read(header: bytes, packed: bytes, size: int = OBJECT_BYTES) -> tuple[bool, 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
-    logging.getLogger("kvframework.storage.l2.store").setLevel(logging.CRITICAL)
+    logging.getLogger("kvframework.storage.l2.sealed_tier").setLevel(logging.CRITICAL)
 
 
 @fuzzed

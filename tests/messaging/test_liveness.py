@@ -20,7 +20,7 @@ import pytest
 from kvframework.config import ipc_path
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server import liveness
 from kvframework.messaging.server.endpoint import EndpointFiles
 from kvframework.messaging.server.liveness import LivenessServer

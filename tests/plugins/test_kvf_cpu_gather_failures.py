@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvf_cpu_gather.throttle import ThrottledLog  # noqa: E402
+from kvf_cpu_gather.warning_limit import ThrottledLog  # noqa: E402
 from kvframework.api.futures import Future  # noqa: E402
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc  # noqa: E402
 from kvframework.api.transport import ArenaRange, LoadPlan, Registration  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvf_cpu_gather.steps import Courses  # noqa: E402
+from kvf_cpu_gather.transfer_steps import Courses  # noqa: E402
 from kvframework.api.futures import Future, Promise  # noqa: E402
 from kvframework.api.transport import StoreOutcome  # noqa: E402
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone  # noqa: E402

@@ -11,7 +11,7 @@ import redis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvf_redis.borrowed import Borrowed
+from kvf_redis.borrowed_views import Borrowed
 from kvf_redis.commands import Command, Count, Get, Set, Tail
 from kvf_redis.pieces import MAX_PIECES, TRAILER_BYTES, Trailer, new_trailer, parse_trailer, spans
 from kvf_redis.resp import Reply

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Count
-from kvf_redis.flight import MAX_BYTES, MAX_COMMANDS, fly
-from kvf_redis.places import Place
+from kvf_redis.pipeline import MAX_BYTES, MAX_COMMANDS, fly
 from kvf_redis.resp import (
     ProtocolSurprise,
     Redirect,

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from kvframework.errors import ConfigFieldError, TierError
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.store import L2Store
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier
 

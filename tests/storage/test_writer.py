@@ -12,8 +12,8 @@ from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.leases import PinLease, StoredObject
+from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.store import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
 from kvframework.storage.l2.writer import RECORD_EVERY_S, TierWriter
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key

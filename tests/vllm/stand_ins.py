@@ -10,7 +10,7 @@ from kvf_hashers.sha256 import Sha256
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.transport import LoadOutcome

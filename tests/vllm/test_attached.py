@@ -16,7 +16,7 @@ from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors 
 from kvf_vllm.lookups import ServerLookups  # noqa: E402
 from kvf_vllm.options import VllmOptions  # noqa: E402
 from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
-from kvf_vllm.steps import StepPlan  # noqa: E402
+from kvf_vllm.step_messages import StepPlan  # noqa: E402
 from kvf_vllm.worker import WorkerSide  # noqa: E402
 from kvframework.api.layout import NO_BLOCK  # noqa: E402
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter  # noqa: E402

@@ -11,7 +11,7 @@ import kvf_vllm.events as events
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import StepReport
+from kvf_vllm.step_messages import StepReport
 from tests.vllm.stand_ins import BLOCK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))

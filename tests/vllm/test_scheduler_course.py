@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import StepReport
+from kvf_vllm.step_messages import StepReport
 from tests.vllm.stand_ins import BLOCK, Clock, FakeRequest, FakeServer, computed, scheduler
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from kvf_vllm.search import MISS_HOLDS_S, TICKET_HOLDS_S
-from kvf_vllm.steps import StepReport
+from kvf_vllm.step_messages import StepReport
 from tests.vllm.stand_ins import (
     WINDOWED,
     Clock,

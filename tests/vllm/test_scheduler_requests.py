@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.steps import Served, StepReport
+from kvf_vllm.step_messages import Served, StepReport
 from tests.vllm.stand_ins import (
     CHUNK,
     SERVED,

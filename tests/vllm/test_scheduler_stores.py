@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvf_vllm.steps import StepReport
+from kvf_vllm.step_messages import StepReport
 from kvframework.api.layout import NO_BLOCK
 from tests.vllm.stand_ins import WINDOWED, FakeRequest, FakeServer, computed, filled, scheduler, table
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvf_vllm.steps import LoadOp, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome

@@ -12,7 +12,7 @@ import struct
 
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.fork import close_after_fork
-from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA, peer_uid
+from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
 
 
 class LivenessLink:

@@ -24,7 +24,7 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.deadlines import Deadlines
-from kvframework.messaging.server.calls import Call, CallKey, outcome_of
+from kvframework.messaging.server.open_calls import Call, CallKey, outcome_of
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode

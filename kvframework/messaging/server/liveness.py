@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvframework.messaging.fork import close_after_fork
-from kvframework.messaging.handover import WITH_ARENA, WITHOUT_ARENA, peer_uid
+from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
 from kvframework.messaging.resources import descriptor_limit
 from kvframework.messaging.server.endpoint import private_umask
 from kvframework.messaging.server.sessions import TOKEN_BYTES, ClientSession

@@ -21,7 +21,7 @@ from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.uses import Uses
-from kvframework.storage.l1.window import choose_window
+from kvframework.storage.l1.victim_range import choose_window
 
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.l1 import L1
+from kvframework.storage.l2.l1_access import L1
 from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps
-from kvframework.storage.l2.store import L2Store
 from kvframework.storage.namespaces import NamespaceRecord
 
 MAX_TASKS = 256

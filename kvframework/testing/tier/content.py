@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import TierError
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.store import L2Store
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import pytest
 from kvframework.api.tier import Tier
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save, value_of
 from kvframework.testing.tier.kit import TierKit

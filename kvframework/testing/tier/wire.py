@@ -10,7 +10,7 @@ import pytest
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.testing.faults import WIRE_FAULTS, FaultProxy
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
 from kvframework.testing.tier.kit import TierKit

@@ -24,14 +24,14 @@ from kvframework.api.requests import (
     Select,
 )
 from kvframework.api.server_transport import ServerContext, ServerTransport
-from kvframework.bounded import call_within
+from kvframework.bounded_call import call_within
 from kvframework.config import ServerConfig
 from kvframework.errors import NotRegistered, RequestError
+from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.engine_driven import EngineDrivenTransfers
 from kvframework.service.health import EVERY_S, CounterReport
-from kvframework.service.instance_keys import InstanceKeys
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
 from kvframework.service.over_wire import ChunkTransfers

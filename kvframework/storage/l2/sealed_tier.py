@@ -18,10 +18,10 @@ from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.calls import TierCalls
 from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.room import Watermarks, oldest
 from kvframework.storage.l2.steps import Steps, run
+from kvframework.storage.l2.tier_calls import TierCalls
+from kvframework.storage.l2.tier_victims import Watermarks, oldest
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")

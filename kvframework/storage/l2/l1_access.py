@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.leases import PinLease
-from kvframework.storage.l2.store import L2Store
+from kvframework.storage.l2.sealed_tier import L2Store
 
 
 class L1(Protocol):
