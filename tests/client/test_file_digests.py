@@ -16,7 +16,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.client import digest_memory, file_digests, progress
+from kvframework.client import digest_memory, file_digests
+from kvframework.client import read_progress as progress
 from kvframework.client.digest_memory import FILE_NAME, DigestMemory, FileState
 from kvframework.client.file_digests import FileDigest
 from tests.support.waiting import wait_until
