@@ -74,7 +74,7 @@ def test_the_prefix_comes_from_the_disk_after_the_server_was_killed(temporary):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("disk", 512, True)
-    assert "waiting for the disk to have it all  3 values" in done.stderr
+    assert "waiting until the disk has all objects  3 values" in done.stderr
     assert left_behind(temporary) == []
 
 
