@@ -377,7 +377,7 @@ def test_wrong_arguments_and_models_are_refused(tmp_path, model):
                 kv.prefill(ids)
         with pytest.raises(RequestError, match="share"):
             kv.prefill(SHUFFLED, share=1.5)
-        with pytest.raises(RequestError, match="of 9 tokens"):
+        with pytest.raises(RequestError, match="the loaded KV has 9 tokens"):
             kv.prefill(SHUFFLED, loaded=kv.restore(QUESTION))
     with pytest.raises(RequestError, match="share"):
         BlendTransformers(model, share=-1.0, **options)

@@ -16,8 +16,6 @@ from tests.support.waiting import wait_until
 
 BLEND = ["blend", "--size", "tiny", "--tokens", "600"]
 TIER = "disk" if redis_binary() is None else "redis"
-# The model is so small that threads only wait for each other.
-ALONE = {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
 @pytest.mark.transformers
@@ -74,14 +72,14 @@ def test_the_prefix_comes_from_the_disk_after_the_server_was_killed(temporary):
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("disk", 512, True)
-    assert "waiting for the disk to have it all  3 values" in done.stderr
+    assert "waiting until the disk has all objects  3 values" in done.stderr
     assert left_behind(temporary) == []
 
 
 @pytest.mark.transformers
 def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was_killed(temporary):
     """Another process asks than the one that computed them, of a server that has never heard of them."""
-    done = demo(temporary, *BLEND, "--l2", TIER, "--json", **ALONE)
+    done = demo(temporary, *BLEND, "--l2", TIER, "--json", COLUMNS="80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killing the server" in done.stderr
     result = json.loads(done.stdout)
@@ -104,7 +102,7 @@ def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was
 
 @pytest.mark.transformers
 def test_documents_without_room_in_l1_are_an_error(temporary):
-    done = demo(temporary, *BLEND, "--l1-capacity", "2MiB", **ALONE)
+    done = demo(temporary, *BLEND, "--l1-capacity", "2MiB", COLUMNS="80")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "stored 0 of 4 documents" in done.stderr
     assert left_behind(temporary) == []

@@ -51,10 +51,10 @@ def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, ri
     other_rig.close()
 
 
-def test_memory_that_cannot_be_lent_is_refused_with_the_setting_to_change(
+def test_memory_that_cannot_be_exported_is_refused_with_the_setting_to_change(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient
 ) -> None:
-    with cuda_node.virtual_memory(), pytest.raises(DeviceError, match="cannot be lent") as refused:
+    with cuda_node.virtual_memory(), pytest.raises(DeviceError, match="cannot be exported") as refused:
         KitEngine(rig, client, 1, NHD)
     assert "expandable_segments:True out of" in refused.value.hint
     KitEngine(rig, client, 1, NHD).close()
@@ -77,22 +77,22 @@ def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
     engine.close()
 
 
-HOLDS = """
+BLOCKS_TWICE = """
 from kvf_cuda_ipc import create_engine
 from kvf_cuda_ipc.options import CudaOptions
 from tests.cuda.device import CudaDevice
 for _ in range(2):
     gpu, engine = CudaDevice(), create_engine(CudaOptions())
     engine.export(gpu.allocate(1000))
-    engine.hold(gpu.new_stream())()
+    engine.block_stream(gpu.new_stream())()
     engine.close()
     gpu.close()
 """
 
 
-def test_a_stream_can_be_held_again_after_the_context_was_given_back(cuda_node: CudaNode) -> None:
+def test_a_stream_can_be_blocked_again_after_the_context_was_given_back(cuda_node: CudaNode) -> None:
     """A context owns its pinned memory, and an engine without torch may make another context."""
-    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", BLOCKS_TWICE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert cuda_node.violations() == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.api.futures import Future
+from kvframework.api.transfer import StoreOutcome
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
@@ -96,14 +97,14 @@ def test_a_request_that_cannot_be_sent_leaks_no_event(
     works(engine)
     before = node.events()
 
-    def fails(*_arguments: object) -> Future[bool]:
+    def fails(*_arguments: object, **_options: object) -> Future[StoreOutcome]:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "submit", fails)
+        patch.setattr(client, "store", fails)
         for _ in range(5):
-            with pytest.raises(MemoryError):
-                engine.store(engine.request(), engine.source())
+            outcome = engine.store(engine.request(), engine.source()).result(PATIENCE_S)
+            assert (outcome.ok, outcome.stored) == (False, 0)
     assert node.events() == before
 
 

@@ -23,7 +23,8 @@ def temporary() -> Iterator[Path]:
 
 def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the demo to its end; `temporary` is the directory in which it creates its own."""
-    environment = {**os.environ, "TMPDIR": str(temporary), **variables}
+    # The model is so small that several threads only wait for each other.
+    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -34,7 +34,7 @@ def main(endpoint: str, path: str) -> None:
         engine = Engine(client, 50, path=path, wide=WIDE)
         request = engine.request(TOKENS)
         submit = engine.worker.submit_retrieve
-        loaded = submit(request, 0, len(TOKENS), [BLOCKS], event=Held()).result(20)  # type: ignore[arg-type]
+        loaded = submit(request, 0, len(TOKENS), [BLOCKS], event=Held()).result(20).ok  # type: ignore[arg-type]
         finished = engine.worker.get_finished()
         (failed,) = engine.worker.take_failed_blocks()
         for tensor in engine.kv.values():

@@ -138,7 +138,7 @@ class Survivor:
         blocks = list(range(BLOCKS // 2, BLOCKS // 2 + tokens // BLOCK))
         for tensor in self._kv.values():
             tensor[:, blocks] = -1
-        if not self._timed(lambda: self._worker.submit_retrieve(request, 0, tokens, [blocks]).result(PATIENCE_S)):
+        if not self._timed(lambda: self._worker.submit_retrieve(request, 0, tokens, [blocks]).result(PATIENCE_S)).ok:
             return False
         for layer, tensor in enumerate(self._kv.values()):
             expected = _content(request, layer, tokens // CHUNK)
@@ -149,7 +149,9 @@ class Survivor:
         blocks = list(range(chunks * CHUNK // BLOCK))
         for layer, tensor in enumerate(self._kv.values()):
             tensor[:, blocks] = _content(request, layer, chunks)
-        return self._timed(lambda: self._worker.submit_store(request, 0, chunks * CHUNK, [blocks]).result(PATIENCE_S))
+        return self._timed(
+            lambda: self._worker.submit_store(request, 0, chunks * CHUNK, [blocks]).result(PATIENCE_S)
+        ).ok
 
     def _timed(self, call: Callable[[], T]) -> T:
         began = time.monotonic()

@@ -91,7 +91,7 @@ def test_engines_outlive_every_death_of_their_server(
 
 def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
     """Whatever an engine process has asked for and not been answered."""
-    from kvframework.client import RequestHashes, SchedulerAdapter
+    from kvframework.client import RequestHashes, SchedulerAdapter, register_canonical
 
     with ServerProcess("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}") as server:
         with server.client() as other:
@@ -104,11 +104,22 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             request = RequestHashes(client.hasher, 256, request_id="r")
             request.extend([7] * 1024)
             assert scheduler.wait(scheduler.lookup(request), 10).hit_tokens == 1024
+            instance = register_canonical(
+                client,
+                instance_id=2,
+                model_name="tiny",
+                block_size=16,
+                num_layers=2,
+                hidden_dim_size=8,
+                dtype="float32",
+            )
             server.sigstop()
             key = key_for(registered, [9] * 1024)
+            transfer = instance.transfer(key)
             futures = [
                 *(client._connection.request("LOOKUP", m.Lookup(key), timeout=60) for _ in range(50)),
-                *(client.submit(kind, key, 1, [[0] * 64], b"", 0) for kind in ("STORE", "RETRIEVE") for _ in range(50)),
+                *(client.store(transfer) for _ in range(50)),
+                *(client.load(transfer, 0) for _ in range(50)),
                 client._connection.request("PREPARE_STORE", m.Prepare(key, 1), timeout=60),
             ]
             assert not any(future.query() for future in futures)
@@ -116,8 +127,7 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             server.kill9()
             wait_until(lambda: all(future.query() for future in futures), what="an end of every future")
             assert client.boot_id is None
-            late = client.submit("STORE", key, 1, [[0] * 64], b"", 0)
-            assert late.query(), "nothing is asked of nobody"
+            assert not client.store(transfer).result(0).ok, "no wait for a server that is known to be down"
             assert time.monotonic() - killed < 30
 
 

@@ -122,7 +122,7 @@ def test_a_store_and_a_load_under_way_wait_once(server: ServerProcess, client: K
         gate, took, answers = Gate(), [], []
 
         def work(submit=submit, gate=gate, took=took, answers=answers) -> None:  # type: ignore[no-untyped-def]
-            answers.append(submit(gate).result(30))
+            answers.append(submit(gate).result(30).ok)
             took.append(time.monotonic())
 
         thread = threading.Thread(target=work)
