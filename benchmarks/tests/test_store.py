@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvframework.api.futures import Future  # noqa: E402
-from kvframework.api.transport import StoreOutcome  # noqa: E402
+from kvframework.api.transport import LoadOutcome, StoreOutcome  # noqa: E402
 from kvframework.client import WorkerAdapter  # noqa: E402
 from kvframework_bench.document import Document  # noqa: E402
 from kvframework_bench.engine import PagedMemory, Transfers  # noqa: E402
@@ -123,9 +123,11 @@ def test_wrong_bytes_make_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_that_go_wrong_later_make_no_figures_either(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, calls = WorkerAdapter.submit_retrieve, []
 
-    def idle_after_the_first(self: WorkerAdapter, request: Any, start: int, end: int, block_ids: Any) -> Future[bool]:
+    def idle_after_the_first(
+        self: WorkerAdapter, request: Any, start: int, end: int, block_ids: Any
+    ) -> Future[LoadOutcome]:
         calls.append(start)
-        return honest(self, request, start, end, block_ids) if len(calls) == 1 else Future.resolved(True)
+        return honest(self, request, start, end, block_ids) if len(calls) == 1 else Future.resolved(LoadOutcome(True))
 
     monkeypatch.setattr(WorkerAdapter, "submit_retrieve", idle_after_the_first)
     with pytest.raises(WrongBytes):
@@ -136,14 +138,14 @@ def test_a_store_that_drops_is_no_fast_store(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         WorkerAdapter,
         "submit_store",
-        lambda *_args: Future.resolved(True, StoreOutcome(stored=1, present=1)),
+        lambda *_args: Future.resolved(StoreOutcome(stored=1, present=1)),
     )
     with pytest.raises(BenchFailed, match="a store of 2 chunks"):
         bench_store([TINY])
 
 
 def test_a_miss_is_no_fast_retrieve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerAdapter, "submit_retrieve", lambda *_args: Future.resolved(False))
+    monkeypatch.setattr(WorkerAdapter, "submit_retrieve", lambda *_args: Future.resolved(LoadOutcome(False)))
     with pytest.raises(BenchFailed, match="is a miss"):
         bench_store([TINY])
 

@@ -26,7 +26,8 @@ from kvframework.api.transport import (
     TransportProvider,
     hookimpl,
 )
-from kvframework.devices.server_half import DeviceServerTransport, DeviceTransfer
+from kvframework.devices.engine_half import DeviceTransfer
+from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError, DeviceLost
 from kvframework.testing.accelerator import Event, Stream
 

@@ -15,9 +15,9 @@ STREAM = "test_a_stream_waits_for_a_load_and_the_engines_thread_does_not"
 BUGS = {
     "off_by_one": (f"{CONTENT}[nhd]", "first at"),
     "wrong_stride": (f"{CONTENT}[hnd]", "first at"),
-    "ignores_skip": ("test_skipped_tokens_are_not_written[nhd]", "first at"),
+    "ignores_skip": ("test_skipped_tokens_are_not_written[nhd]", "47 tokens were skipped"),
     "forgets_the_event": ("test_a_store_holds_what_was_written_before_its_event", "assert"),
-    "records_too_late": ("test_a_store_holds_what_was_written_before_its_event", "assert False is True"),
+    "records_too_late": ("test_a_store_holds_what_was_written_before_its_event", "assert False"),
     "frees_early": ("test_nothing_is_answered_while_a_copy_stands_still", "DID NOT RAISE"),
     "copies_after_cancel": ("test_a_cancelled_load_touches_nothing_once_it_is_answered", "DID NOT RAISE"),
     "keeps_memory_open": ("test_after_the_end_of_an_instance_nothing_is_open", "once the memory is closed"),

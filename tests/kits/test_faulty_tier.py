@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
+from kvframework.storage.l2.steps import Steps, do
+from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, save
 from tests.kits.memory_tier import MemoryTier, Store
@@ -127,18 +130,21 @@ def test_there_is_no_other_fault(inner: MemoryTier) -> None:
         FaultyTier(inner, 1, ("melt",))
 
 
-class Credulous:
+class Credulous(L2Store):
     """A store that believes its tier."""
 
     def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+        self._believed = tier
 
-    def get_into(self, keys: Sequence[bytes], ranges: Sequence[memoryview], /) -> list[bool]:
-        outcomes = self._tier.get_into(keys, [[place] for place in ranges], deadline=soon())
+    def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
+        parts = [[place] for place in ranges]
+        outcomes = yield from do(self._believed.get_into, keys, parts, deadline=soon())
         return [not isinstance(outcome, Outcome) for outcome in outcomes]
 
-    def put(self, keys: Sequence[bytes], values: Sequence[memoryview], /) -> object:
-        return self._tier.put(keys, [[value] for value in values], deadline=soon())
+    def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+        parts = [[value] for value in values]
+        outcomes = yield from do(self._believed.put, keys, parts, deadline=soon())
+        return [outcome is Outcome.STORED for outcome in outcomes]
 
 
 @pytest.mark.parametrize("kind", ["short", "flip"])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvframework.api.futures import Future
-from kvframework.api.transport import StoreOutcome
+from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import WorkerAdapter
 from kvframework_bench.console import no_progress
 from kvframework_bench.cuda.device import Device
@@ -104,12 +104,12 @@ def _one_wrong_bit() -> None:
 
 
 def _a_miss() -> None:
-    WorkerAdapter.submit_retrieve = lambda *_a, **_k: Future.resolved(False)  # type: ignore[method-assign]
+    WorkerAdapter.submit_retrieve = lambda *_a, **_k: Future.resolved(LoadOutcome(False))  # type: ignore[method-assign]
 
 
 def _a_drop() -> None:
     dropped = StoreOutcome(stored=0, present=1)
-    WorkerAdapter.submit_store = lambda *_a, **_k: Future.resolved(True, dropped)  # type: ignore[method-assign]
+    WorkerAdapter.submit_store = lambda *_a, **_k: Future.resolved(dropped)  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {"": lambda: None, "wrong bit": _one_wrong_bit, "miss": _a_miss, "drop": _a_drop}

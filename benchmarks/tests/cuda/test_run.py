@@ -86,7 +86,7 @@ def test_the_loop_runs_beside_transfers_of_every_engine(node: CudaNode) -> None:
     ways = [(row.engine, row.operation) for row in outcome.loop]
     assert ways == [(e, operation) for e in ("plain", "auto", "dma", "kernel") for operation in ("store", "retrieve")]
     # The loop is over with the third transfer of each run.
-    assert all(row.slowdown == Spread(3.0, 3.0, 3.0) and is_whole(row.gb_s) for row in outcome.disturbed)
+    assert all(row.slowdown == Spread(3.0, 3.0, 3.0) and is_whole(row.gb_s) for row in outcome.loop)
     assert outcome.leaked == 0
 
 
@@ -110,7 +110,7 @@ def test_the_sweep_measures_each_size_both_ways_by_both_engines(node: CudaNode) 
         ("transfers", "wrong bit", "WrongBytes: [bench.wrong_bytes]"),
         ("sweep", "wrong bit", "WrongBytes: [bench.wrong_bytes]"),
         ("transfers", "miss", "a retrieve of what was stored is a miss"),
-        ("submits", "drop", "a store of 1 chunks ended with True"),
+        ("submits", "drop", "a store of 1 chunks ended with StoreOutcome(stored=0, present=1"),
     ],
 )
 def test_what_went_wrong_makes_no_figures(node: CudaNode, parts: str, bug: str, error: str) -> None:
