@@ -6,6 +6,7 @@ functions are called, in order; calls in a row into one file count once. `python
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import tempfile
@@ -38,7 +39,8 @@ class Trace:
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         files = self._current
-        if files is None or event != "call" or frame.f_code.co_name == "<module>":
+        # Bodies of modules and classes run at an import: no part of the way.
+        if files is None or event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             return
         name = frame.f_code.co_filename
         if name.startswith(CORE):
