@@ -10,8 +10,8 @@ import pytest
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps, do
-from kvframework.storage.l2.store import L2Store
 from kvframework.testing.faults import TIER_FAULTS, FaultyTier
 from kvframework.testing.tier.content import exercise, load, save
 from tests.kits.memory_tier import MemoryTier, Store
