@@ -117,6 +117,10 @@ def main(redis_url: str) -> None:
                 with trace.of("STORE"):
                     worker.submit_store(request(), 0, CHUNK, blocks).result(20)
                     wait_until(lambda: stored_in.dbsize() >= 2, what="the object and its namespace in Redis")
+                    # After the tier has answered, the writer has one more thing to do.
+                    wait_until(
+                        lambda: "storage/l2/write_policy.py" in trace.trips["STORE"]["storage"], what="the writer's end"
+                    )
                 client.request("CLEAR", Clear(), Cleared)
                 with trace.of("LOOKUP"):
                     found = scheduler.wait(scheduler.lookup(request()), 20)
