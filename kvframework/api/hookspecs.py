@@ -24,10 +24,10 @@ from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
 
-hookspec = pluggy.HookspecMarker(PROJECT)
+_hookspec = pluggy.HookspecMarker(PROJECT)
 
 
-@hookspec
+@_hookspec
 def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # type: ignore[type-arg,empty-body]
     """Transports: how bytes move between engine memory and the server. An accelerator's is a `DeviceTransportProvider`.
 
@@ -62,7 +62,7 @@ def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # ty
     """
 
 
-@hookspec
+@_hookspec
 def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
     """Layouts: how an engine's tensors hold KV, and what one stored object looks like.
 
@@ -89,7 +89,7 @@ def kvf_layouts() -> list[LayoutProvider]:  # type: ignore[type-arg,empty-body]
     """
 
 
-@hookspec
+@_hookspec
 def kvf_memories() -> list[MemoryProvider]:  # type: ignore[type-arg,empty-body]
     """The memory of L1: the shared arena in which all objects lie.
 
@@ -152,7 +152,7 @@ def kvf_memories() -> list[MemoryProvider]:  # type: ignore[type-arg,empty-body]
     """
 
 
-@hookspec
+@_hookspec
 def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
     """Tiers: L2 stores, which keep values for longer than the memory of one node.
 
@@ -211,7 +211,7 @@ def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
     """
 
 
-@hookspec
+@_hookspec
 def kvf_eviction_policies() -> list[EvictionProvider]:  # type: ignore[type-arg,empty-body]
     """Eviction policies: which object leaves L1 first.
 
@@ -243,7 +243,7 @@ def kvf_eviction_policies() -> list[EvictionProvider]:  # type: ignore[type-arg,
     """
 
 
-@hookspec
+@_hookspec
 def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-body]
     """Key hashers: from token ids to chained chunk digests.
 
@@ -271,7 +271,7 @@ def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-bo
     """
 
 
-@hookspec
+@_hookspec
 def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
     """Codecs: how an object's bytes are packed on their way to an L2 tier.
 
@@ -302,7 +302,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
     """
 
 
-@hookspec
+@_hookspec
 def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,empty-body]
     """Requests of a plugin's own, in its own namespace of names.
 

@@ -38,7 +38,6 @@ __all__ = [
     "GroupBlocks",
     "LoadOutcome",
     "LoadPlan",
-    "LostKind",
     "Registration",
     "ServerDrivenLink",
     "StoreOutcome",

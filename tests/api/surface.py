@@ -39,7 +39,7 @@ MODULES = (
     "kvframework.testing.transport",
 )
 METHOD = re.compile(r"  (?!.*fixture )(\w+ )*\w+\.\w+\(")
-SPECIAL = {"__init__", "__call__", "__enter__", "__exit__", "__int__", "__len__"}
+SPECIAL = {"__init__", "__call__", "__int__", "__len__"}
 FLAGS = {
     "abstractmethod": "abstract",
     "property": "property",
@@ -129,8 +129,14 @@ def described(name: str, definition: Definition, known: set[Definition]) -> Iter
     if isinstance(node, ast.ClassDef):
         bases = [ast.unparse(each) for each in node.bases if hidden_base(definition, each, known) is None]
         bases += [ast.unparse(each) for each in node.keywords]
-        yield f"class {name}({', '.join(bases)}){decorators(node)}"
-        yield from dict.fromkeys(members(name, definition, known))
+        manager = (
+            " with" if any(isinstance(each, ast.FunctionDef) and each.name == "__enter__" for each in node.body) else ""
+        )
+        yield f"class {name}({', '.join(bases)}){decorators(node)}{manager}"
+        promised = set(inherited(definition, known))
+        for line in dict.fromkeys(members(name, definition, known)):
+            if bare(line, name) not in promised:
+                yield line
     elif isinstance(node, ast.FunctionDef):
         yield f"def {name}{signature(node)}{decorators(node)}"
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -158,6 +164,25 @@ def members(name: str, definition: Definition, known: set[Definition]) -> Iterat
             yield f"  {flag}{name}.{each.name}{signature(each)}"
         if each.name == "__init__":
             yield from attributes(name, each)
+
+
+def inherited(definition: Definition, known: set[Definition]) -> Iterator[str]:
+    """The members that public bases list: a class that only implements them has nothing to add."""
+    assert isinstance(definition.node, ast.ClassDef)
+    for base in definition.node.bases:
+        inner = base.value if isinstance(base, ast.Subscript) else base
+        try:
+            found = find(definition.module, ast.unparse(inner))
+        except LookupError:
+            continue
+        if found in known and isinstance(found.node, ast.ClassDef):
+            yield from (bare(line, "") for line in members("", found, known))
+            yield from inherited(found, known)
+
+
+def bare(line: str, name: str) -> str:
+    """A member's line without its class, and without a mark that no subclass repeats."""
+    return line.replace("  abstract ", "  ").replace(f" {name}.", " .", 1)
 
 
 def hidden_base(definition: Definition, base: ast.expr, known: set[Definition]) -> Definition | None:
