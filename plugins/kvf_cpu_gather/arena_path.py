@@ -1,6 +1,6 @@
 """The path over shared memory: prepare, one copy straight into or out of the server's arena, commit.
 
-Engine side; written as steps, see `steps.py`.
+Engine side; written as steps, see `transfer_steps.py`.
 """
 
 from __future__ import annotations

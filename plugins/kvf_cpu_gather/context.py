@@ -85,17 +85,18 @@ class CpuGather(TransferContext):
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
         """Copies into the blocks. Raises `BadBlockIds` or `BadLayout`."""
-        what = f"the KV of request {transfer.request_id!r} was not loaded"
+        # Not `transfer`: what runs at the end holds no tensors.
+        request_id = transfer.request_id
 
         def ended(outcome: LoadOutcome | None, error: BaseException | None) -> LoadOutcome:
             if outcome is None:
                 assert error is not None
-                self._warn("loads", what, error)
+                self._warn("loads", f"the KV of request {request_id!r} was not loaded", error)
                 return LoadOutcome.failed(error)
             if not outcome.ok:
                 self._quiet.warning(
                     f"loads {outcome.error}",
-                    f"the KV of request {transfer.request_id!r} was not loaded: {outcome.reason}",
+                    f"the KV of request {request_id!r} was not loaded: {outcome.reason}",
                 )
             return outcome
 

@@ -1,7 +1,7 @@
 """The path over the wire, for engines that cannot map the arena: gathered objects travel as raw buffers.
 
-Engine side; written as steps, see `steps.py`. A transfer travels in batches with a bounded number of bytes under way,
-so that one is gathered while others are sent, and one is received while others are scattered.
+Engine side; written as steps, see `transfer_steps.py`. A transfer travels in batches with a bounded number of bytes
+under way, so that one is gathered while others are sent, and one is received while others are scattered.
 """
 
 from __future__ import annotations

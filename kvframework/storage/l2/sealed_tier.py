@@ -1,4 +1,4 @@
-"""An attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`calls.py`).
+"""An attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
 
 Called from the storage threads (writes, prefetch), never from the serving thread. Each operation has two forms: as
 steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, except for listing
