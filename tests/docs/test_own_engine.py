@@ -1,4 +1,4 @@
-"""The engine of docs/engines/own_engine.md is the example's code, and hits in its second process, by socket and by TCP."""
+"""docs/engines/own_engine.md shows the example's code, whose second process hits, by socket and over TCP."""
 
 from __future__ import annotations
 
