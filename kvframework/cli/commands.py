@@ -13,11 +13,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
 
 GROUP = "kvframework.commands"
 # First-party commands of distributions of their own, and what installs them.
-KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
+KNOWN = {"bench": install_command(distribution="kvframework-bench")}
 
 
 class CommandGroup(TyperGroup):

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from kvframework.api.installing import requirement
 from kvframework.cli.console import examples, stdout
 from kvframework.registry import KINDS
 from kvframework.scaffold import choose_names, render, write_distribution
@@ -39,7 +40,7 @@ def new(
     write_distribution(folder, files)
     stdout.print(Text(f"{folder}: {len(files)} files, which work as they are. Next:"))
     for command in (
-        f'cd {shlex.quote(str(folder))} && pip install -e . "kvframework[{names.test_extras}]"',
+        f"cd {shlex.quote(str(folder))} && pip install -e . {requirement(*names.test_extras.split(','))}",
         "pytest",
         f"kvframework plugins check {names.title}",
     ):
