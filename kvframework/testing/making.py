@@ -46,24 +46,28 @@ class NamedKit:
 
     _descriptor: ClassVar[type[Provider[Any]]]
 
-    def by_name(self) -> Callable[[], Any]:
-        """Return a factory of the plugin that `use` names. Skips the test if the plugin cannot run here."""
+    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
+        """Return a factory of the plugin that `use` names, with `options` or those of the class. Skips the test if the
+        plugin cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
         table = PluginTable(
-            self.use, dict(self.options), f"`options` of the kit for the {self._descriptor.kind} {self.use}"
+            self.use,
+            dict(self.options if options is None else options),
+            f"`options` of the kit for the {self._descriptor.kind} {self.use}",
         )
         try:
-            provider, options = resolve_table(PluginRegistry(), table, self._descriptor)
+            provider, checked = resolve_table(PluginRegistry(), table, self._descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
-        return partial(provider.create, options)  # type: ignore[attr-defined]
+        return partial(provider.create, checked)  # type: ignore[attr-defined]
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""
-        assert isinstance(name, str)
-        assert name
-        assert not self.use or name == self.use, "the plugin's name and that of what it makes"
+        kind = self._descriptor.kind
+        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
+        assert name, f"`name` of a {kind} is empty"
+        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
@@ -102,7 +106,7 @@ class NamedKit:
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self._descriptor.kind]
+        return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
 
 
 def _by_state(made: object) -> str:
