@@ -8,7 +8,6 @@ import operator
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from kvframework.api.plugin import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.testing.kit import Kit
 from kvframework.testing.together import together
 
 _BY_NAME = """
@@ -35,7 +35,7 @@ made.__dict__.update({state!r})
 """
 
 
-class NamedKit:
+class NamedKit(Kit):
     """Base class of the kits that an author configures by `use` and `options`, or by a fixture of a factory."""
 
     use: ClassVar[str] = ""
@@ -64,10 +64,9 @@ class NamedKit:
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""
-        kind = self._descriptor.kind
-        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
-        assert name, f"`name` of a {kind} is empty"
-        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
+        assert isinstance(name, str), f"`name` is {name!r}: it must be the plugin's name"
+        assert name, "`name` is empty: it must be the plugin's name"
+        assert not self.use or name == self.use, f"`name` is {name!r}, and the plugin's name {self.use!r}"
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
@@ -89,20 +88,9 @@ class NamedKit:
         assert run.returncode == 0, run.stderr.decode(errors="replace")
         return run.stdout
 
-    def in_threads(self, *works: Callable[[], object], within_s: float = 60.0) -> None:
+    def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
         """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
-        begin = threading.Barrier(len(works), timeout=within_s)
-
-        def at_once(work: Callable[[], object]) -> None:
-            begin.wait()
-            work()
-
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)  # frequent switches expose state that threads must not share
-        try:
-            together([partial(at_once, work) for work in works], within_s)
-        finally:
-            sys.setswitchinterval(before)
+        together(works, within_s)
 
     @property
     def _fixture(self) -> str:
