@@ -1,4 +1,4 @@
-"""docs/operations.md and docs/status.md quote what exists: log lines, fields, counters, codes, statuses, the unit file."""
+"""docs/operations.md and docs/status.md quote what exists: log lines, fields, codes, statuses, the unit file."""
 
 from __future__ import annotations
 
