@@ -58,7 +58,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             try:
                 self._check_same(arena)
                 check_ranges(transfer, told.ranges, arena.view.nbytes)
-                check_held(transfer, told.ranges)
+                check_held(transfer, told.ranges, told.outcome)
             except KVFrameworkError:
                 self._abort_late(told)
                 raise
