@@ -29,10 +29,12 @@ def checked_blocks(
         )
     result = []
     for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
-        expected = tokens // group.block_size
-        if len(ids) != expected:
-            raise BadBlockIds(f"{len(ids)} block ids", where=_place(index), available=f"{expected} for these tokens")
-        touched = touched_blocks(group, chunk_tokens, _as_ints(ids, index), storing=storing)
+        expected, numbers = tokens // group.block_size, _as_ints(ids, index)
+        if len(numbers) != expected:
+            raise BadBlockIds(
+                f"{len(numbers)} block ids", where=_place(index), available=f"{expected} for these tokens"
+            )
+        touched = touched_blocks(group, chunk_tokens, numbers, storing=storing)
         blocks = layout.blocks_of(index)
         if touched.highest >= blocks and (blocks or (bounded and touched.highest >= 0)):
             raise BadBlockIds(f"block id {touched.highest}", where=_place(index), available=f"0 to {blocks - 1}")
@@ -63,6 +65,8 @@ def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, 
 
 def _as_ints(ids: Sequence[int], group: int) -> list[int]:
     """A copy as ints: the engine's list stays its own."""
+    if isinstance(ids, (bytes, bytearray)):  # an array takes them for the memory of its numbers
+        raise BadBlockIds("block ids are bytes", where=_place(group), available="a list of integers")
     try:
         return array.array("I", ids).tolist()
     except (TypeError, ValueError, OverflowError) as error:
