@@ -256,6 +256,8 @@ class WorkerAdapter:
         cache."""
         try:
             future = start()
+            if not isinstance(future, Future):
+                raise TypeError(f"the transport returned {future!r}, no future")
         except (BadLayout, BadBlockIds, TransportMismatch):
             raise  # the engine's tensors differ from those that it registered
         except Exception as error:
@@ -271,8 +273,7 @@ class WorkerAdapter:
         self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
     ) -> None:
         """Count a loss, and register again if the server lost this instance's memory."""
-        error = future.exception()
-        code = error_code(error) if error is not None else future.result(0).error
+        code = _code_of(future)
         if code and code != Cancelled.code:
             self._client.lost(kind, code, nbytes)
         if code == NotRegistered.code:
@@ -285,5 +286,17 @@ class WorkerAdapter:
             failed.update(ids)
 
 
+def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:
+    """The code of a transfer's error, "" without one. Any other result than an outcome is an error of the transport."""
+    error = future.exception()
+    if error is not None:
+        return error_code(error)
+    outcome: object = future.result(0)
+    return outcome.error if isinstance(outcome, (StoreOutcome, LoadOutcome)) else "error"
+
+
 def _succeeded(future: Future[LoadOutcome]) -> bool:
-    return future.exception() is None and future.result(0).ok
+    if future.exception() is not None:
+        return False
+    outcome: object = future.result(0)
+    return isinstance(outcome, LoadOutcome) and outcome.ok

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvframework.api.futures import Future  # noqa: E402
 from kvframework.api.layout import NO_BLOCK  # noqa: E402
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.errors import BadBlockIds, BadRange  # noqa: E402
@@ -132,6 +133,26 @@ def test_integers_of_other_libraries_are_integers(engine: Engine, kind: Any) -> 
     loaded = engine.worker.submit_retrieve(request, kind(0), kind(TOKENS), [target], skip_first_n_tokens=kind(16))
     assert loaded.result(PATIENCE_S).ok
     assert all(torch.equal(kv[:, 32:63], kv[:, IDS[1:]].flip(1)) for kv in engine.kv.values())
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, True, Future.resolved(None), Future.resolved(True)],
+    ids=["nothing", "a bool", "a future of nothing", "a future of a bool"],
+)
+def test_a_transport_that_returns_something_else_is_a_miss(
+    engine: Engine, result: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.worker._instance is not None
+    monkeypatch.setattr(engine.worker._instance.transfer, "store", lambda _: result)
+    monkeypatch.setattr(engine.worker._instance.transfer, "load", lambda _, __: result)
+    lost: list[str] = []
+    monkeypatch.setattr(engine.client, "lost", lambda kind, *_: lost.append(kind))
+    for submit in submits(engine):
+        assert submit().query()
+    assert engine.worker.get_finished() == ({"r"}, {"r"})
+    assert engine.worker.take_failed_blocks() == [set(IDS)]
+    assert lost == ["stores", "loads"]
 
 
 def test_a_failed_load_names_the_blocks_of_its_submit(engine: Engine) -> None:
