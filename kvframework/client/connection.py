@@ -29,8 +29,8 @@ from kvframework.api.transport import (
     Transfer,
     error_code,
 )
-from kvframework.client.arena import MappedArena
-from kvframework.client.curve import keys_for
+from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.connecting.curve import keys_for
 from kvframework.client.replies import as_response, granted, mapped, settled
 from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.config import default_endpoint

@@ -11,7 +11,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
 from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
 from kvframework.errors import BadRange, ProtocolError
-from kvframework.wire.blocks import checked_blocks
+from kvframework.wire.transfer_blocks import checked_blocks
 
 if TYPE_CHECKING:
     import torch

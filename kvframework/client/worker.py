@@ -18,7 +18,7 @@ from kvframework.api.layout import LayerTensors
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.registration import Instance, InstanceIdentity
+from kvframework.client.registration.instance import Instance, InstanceIdentity
 from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
