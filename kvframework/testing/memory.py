@@ -122,34 +122,34 @@ class MemoryConformance(Kit):
     def test_it_becomes_usable_in_the_background(self, memory: Memory) -> None:
         """`start` returns before the first piece has been taken; the end reported for each piece is above the one
         before."""
-        taken, told = threading.Event(), []
+        taken, ready_ends = threading.Event(), []
         threads = set()
 
         def on_ready(end: int) -> None:
             assert taken.wait(self.patience_s)
-            told.append(end)
+            ready_ends.append(end)
             threads.add(threading.get_ident())
 
         memory.start(on_ready)
-        assert told == [], "start waits for what on_ready does"
+        assert ready_ends == [], "start waits for what on_ready does"
         taken.set()
-        self._until(lambda: told and told[-1] == memory.capacity, "all of the memory to be usable")
-        assert told == sorted(set(told))
-        assert told[0] > 0
+        self._until(lambda: ready_ends and ready_ends[-1] == memory.capacity, "all of the memory to be usable")
+        assert ready_ends == sorted(set(ready_ends))
+        assert ready_ends[0] > 0
         assert threading.get_ident() not in threads
 
     def test_what_was_written_on_the_way_stays(self, memory: Memory) -> None:
         """The caller writes to each piece at once, while later pieces become usable."""
-        told = [0]
+        ready_ends = [0]
         with memory.view() as view:
 
             def on_ready(end: int) -> None:
-                view[told[-1]] = view[end - 1] = 7
-                told.append(end)
+                view[ready_ends[-1]] = view[end - 1] = 7
+                ready_ends.append(end)
 
             memory.start(on_ready)
-            self._until(lambda: told[-1] == memory.capacity, "all of the memory to be usable")
-            assert all(view[start] == view[end - 1] == 7 for start, end in itertools.pairwise(told))
+            self._until(lambda: ready_ends[-1] == memory.capacity, "all of the memory to be usable")
+            assert all(view[start] == view[end - 1] == 7 for start, end in itertools.pairwise(ready_ends))
 
     # the end
 
@@ -157,21 +157,21 @@ class MemoryConformance(Kit):
         """Closing works before the start, while the memory becomes usable, and twice."""
         before = _held()
         make_memory(_CAPACITY).close()
-        memory, told = make_memory(_CAPACITY), []
+        memory, ready_ends = make_memory(_CAPACITY), []
 
         def on_ready(end: int) -> None:
-            told.append(end)
+            ready_ends.append(end)
             time.sleep(0.01)  # so that close() runs while the memory still becomes usable
 
         memory.start(on_ready)
-        self._until(lambda: told, "the first piece")
+        self._until(lambda: ready_ends, "the first piece")
         began = time.monotonic()
         memory.close()
         assert time.monotonic() - began < self.patience_s
-        count = len(told)
+        count = len(ready_ends)
         memory.close()
         self._until(lambda: not _held() - before, "descriptors, mappings and threads to be gone")
-        assert len(told) == count, "on_ready is called after close"
+        assert len(ready_ends) == count, "on_ready is called after close"
 
     def _until(self, true: Callable[[], object], what: str) -> None:
         end = time.monotonic() + self.patience_s
