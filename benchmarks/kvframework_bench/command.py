@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.console import examples, stderr, stdout
+from kvframework.cli.usage import examples, stderr, stdout
 
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
