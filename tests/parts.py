@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "docs/test_gpu.py",
         "docs/test_layouts.py",
         "docs/test_operations.py",
+        "docs/test_own_engine.py",
         "docs/test_plugin_guides.py",
         "docs/test_plugins_readme.py",
         "docs/test_requests.py",

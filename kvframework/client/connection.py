@@ -29,8 +29,8 @@ from kvframework.api.transport import (
     Transfer,
     error_code,
 )
-from kvframework.client.arena import MappedArena
-from kvframework.client.curve import keys_for
+from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.connecting.curve import keys_for
 from kvframework.client.replies import as_response, granted, mapped, settled
 from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.config import default_endpoint
@@ -256,7 +256,7 @@ class KVClient(EngineLink):
             try:
                 self._check_same(arena)
                 check_ranges(transfer, told.ranges, arena.view.nbytes)
-                check_held(transfer, told.ranges)
+                check_held(transfer, told.ranges, told.outcome)
             except KVFrameworkError:
                 self._abort_late(told)
                 raise

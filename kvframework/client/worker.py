@@ -18,7 +18,7 @@ from kvframework.api.layout import LayerTensors
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.registration import Instance, InstanceIdentity
+from kvframework.client.registration.instance import Instance, InstanceIdentity
 from kvframework.client.transfers import check_skipped, check_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
@@ -31,7 +31,7 @@ from kvframework.errors import (
     TransportMismatch,
 )
 from kvframework.logs.limit import LogLimit
-from kvframework.wire.blocks import touched_blocks
+from kvframework.wire.transfer_blocks import touched_blocks
 
 if TYPE_CHECKING:
     import torch

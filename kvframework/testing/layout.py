@@ -28,6 +28,7 @@ from kvframework.api.canary import EngineView
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, canonical_desc, chunk_tokens_for, validate_layout
 from kvframework.errors import BadLayout
+from kvframework.testing.kit import Kit
 
 __all__ = ["LayoutConformance", "LayoutSubject"]
 
@@ -47,7 +48,7 @@ class LayoutSubject:
     view: EngineView
 
 
-class LayoutConformance:
+class LayoutConformance(Kit):
     """Base class of an author's test class, which gives a `subject` fixture: a new subject for every test."""
 
     @pytest.fixture

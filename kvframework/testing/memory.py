@@ -31,6 +31,7 @@ from kvframework.api.memory import Memory, MemoryProvider, TableContext
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.testing.kit import Kit
 
 MakeMemory = Callable[[int], Memory]
 
@@ -44,7 +45,7 @@ with mmap.mmap(int(sys.argv[1]), int(sys.argv[2])) as mapped:
 """
 
 
-class MemoryConformance:
+class MemoryConformance(Kit):
     """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
     `make_memory`, a factory that takes the size in bytes."""
 

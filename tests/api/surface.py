@@ -29,7 +29,7 @@ MODULES = (
         if "\n__all__ = " in file.read_text()
     ),
     "kvframework.client",
-    "kvframework.devices.planning",
+    "kvframework.devices.copy_plans",
     "kvframework.testing",
     "kvframework.testing.accelerator",
     "kvframework.testing.accelerator.rig",

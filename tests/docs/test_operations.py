@@ -25,6 +25,7 @@ from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING
 from kvframework.wire import messages as m
 from tests.cli.command import run
 from tests.docs.shown import blocks
+from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -36,14 +37,8 @@ LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 OPEN_MAPS = {"l2[].latency_ms", "transports", "losses.recent[].codes"}
 
 
-def section(title: str) -> str:
-    return re.split(r"^##+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
 def rows(title: str) -> list[list[str]]:
-    """The cells of the table in a section, without its header."""
-    lines = [line for line in section(title).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    return doc_tables.rows(PAGE, title)
 
 
 def quoted(text: str) -> list[str]:

@@ -20,7 +20,7 @@ from kvframework.client import KVClient
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-from kvframework.wire.canonical import non_gpu_layout
+from kvframework.wire.canonical_registration import non_gpu_layout
 from kvframework.wire.frames import join
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.scale.client import Clear, Command, Fill, Report, Run, Start

@@ -37,7 +37,7 @@ from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
 from kvframework.messaging.client.silence import Silence
-from kvframework.messaging.wakeup import Wakeup
+from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
 from kvframework.wire.table import REQUESTS
@@ -291,7 +291,7 @@ class Link:
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
         if messages:
-            self._silence.heard()
+            self._silence.heard_at = self._clock()
             self._prompt = True
         for frames in messages:
             try:

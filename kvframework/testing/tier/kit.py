@@ -17,13 +17,14 @@ from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable, TierError
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.faults import FaultProxy
+from kvframework.testing.kit import Kit
 from kvframework.testing.together import together
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
 
 
-class TierKit:
+class TierKit(Kit):
     """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
     use: ClassVar[str] = ""
@@ -54,6 +55,8 @@ class TierKit:
 
     time_step_s: ClassVar[float] = 0.05
     """Resolution of the times of use that `scan` reports, in seconds."""
+
+    limit_s: ClassVar[float] = 120.0
 
     examples: ClassVar[int] = 40
     """How many sequences of calls are compared with a model."""

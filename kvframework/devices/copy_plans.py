@@ -21,8 +21,6 @@ from kvframework.api.types import dtype_bytes
 
 __all__ = ["CopyPlanner", "PlacedView"]
 
-__all__ = ["CopyPlanner", "PlacedView"]
-
 
 class PlacedView(NamedTuple):
     """One plane of one layer as `[blocks, slots, heads, dim]`: its address, its number of blocks, and its strides in

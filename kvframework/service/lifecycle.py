@@ -24,20 +24,20 @@ from kvframework.api.requests import (
     Select,
 )
 from kvframework.api.server_transport import ServerContext, ServerTransport
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
-from kvframework.service.engine_driven import EngineDrivenTransfers
 from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
-from kvframework.service.over_wire import ChunkTransfers
 from kvframework.service.registration import AttachedTransport, Registrations
-from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.service.status import StatusReport
+from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
+from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
+from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS

@@ -12,7 +12,7 @@ from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
-from kvframework.storage.l1.tickets import Ticket, TicketTable
+from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
 from kvframework.storage.manager import FindRow, StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from kvframework.config.descriptors import SESSIONS_SHARE
 from kvframework.errors import ServerFull
 from kvframework.messaging.resources import descriptor_limit, descriptors_in_use
-from kvframework.messaging.server import syn_filter
-from kvframework.messaging.server.syn_filter import network_of, shown
+from kvframework.messaging.server.newcomers import syn_filter
+from kvframework.messaging.server.newcomers.syn_filter import network_of, shown
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from kvframework.api.transport import Registration, Transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m
-from kvframework.wire.canonical import non_gpu_layout
+from kvframework.wire.canonical_registration import non_gpu_layout
 
 
 @dataclass(frozen=True)

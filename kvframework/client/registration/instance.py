@@ -14,9 +14,9 @@ from kvframework.api.canary import EngineView
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, LayoutProvider
 from kvframework.api.transport import Registration, TransferContext
-from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.connection import KVClient
-from kvframework.client.transport_choice import AUTO, choose_transport
+from kvframework.client.registration.canary import check_by_reading, check_by_writing
+from kvframework.client.registration.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
     DeviceError,

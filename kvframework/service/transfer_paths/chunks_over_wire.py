@@ -22,9 +22,9 @@ from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.checked_keys import InstanceKeys
-from kvframework.service.engine_driven import outcome_of
 from kvframework.service.keys import KeyGrid
-from kvframework.service.send_pins import SendPins
+from kvframework.service.transfer_paths.engine_driven import outcome_of
+from kvframework.service.transfer_paths.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m

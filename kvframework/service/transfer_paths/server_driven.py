@@ -19,11 +19,11 @@ from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
-from kvframework.service.block_ids import blocks_of_transfer, one_block_each
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import RegisteredContext
-from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
 from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
+from kvframework.service.transfer_paths.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvframework.api.layout import KVLayout
 from kvframework.api.transport import GroupBlocks
 from kvframework.errors import BadBlockIds
-from kvframework.wire.blocks import checked_blocks
 from kvframework.wire.indices import INDEX_BYTES, unpack_indices
+from kvframework.wire.transfer_blocks import checked_blocks
 
 
 def blocks_of_transfer(
