@@ -25,6 +25,18 @@ def as_response(reply: Message, response: type[M]) -> M:
     return reply
 
 
+def only(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:
+    """Return `on_late` restricted to answers of the right type."""
+    if on_late is None:
+        return None
+
+    def late(reply: Message) -> None:
+        if isinstance(reply, response):
+            on_late(reply)
+
+    return late
+
+
 def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
     """Return a future of `result_of` the answer; it fails with any error that `result_of` raises."""
     future: Promise[R] = Promise(sent.cancel)

@@ -121,8 +121,8 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_policy: Annotated[
         WritePolicyName,
         msgspec.Meta(
-            description="which objects are written, and when: all after their commit, at their second use, at their eviction from"
-            " L1 (which needs `high_watermark` of `[l1]` below 1)"
+            description="which objects are written, and when: all after their commit, at their second use, or at their"
+            " eviction from L1, which needs `high_watermark` of `[l1]` below 1"
         ),
     ] = "write_through"
     promote: Annotated[bool, msgspec.Meta(description="whether it also gets what a later tier had")] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvf_codecs import kvf_codecs as hook
 from kvframework.api.codec import Codec
+from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry import PluginRegistry
 from kvframework.testing import CodecConformance
