@@ -64,4 +64,4 @@ def test_help_imports_no_command_of_another_distribution(site: Path) -> None:
 
 
 def test_the_kinds_that_help_names_are_those_of_the_registry() -> None:
-    assert KINDS == tuple(REGISTERED)
+    assert tuple(REGISTERED) == KINDS
