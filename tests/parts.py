@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "docs/test_site.py",
         "docs/test_tiers.py",
         "docs/test_transports.py",
+        "docs/test_tutorial.py",
         "examples",
         "inspection",
         "kits",

@@ -26,15 +26,25 @@ def check(
     file: Annotated[Path | None, typer.Argument(help=CONFIG_HELP, show_default=False)] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check a configuration: its syntax, its values, and that its plugins are installed and take their options."""
+    """Check a configuration: whether a server would start with it here and now.
+
+    That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
+    ports. What a server of the same file holds does not count. Run it as the server's user. The exit status is 2 if
+    there is an error.
+    """
     from rich.text import Text
 
-    from kvframework.cli.console import stdout
+    from kvframework.cli.console import print_error, stdout
     from kvframework.config import load_config
-    from kvframework.registry import PluginRegistry, check_config
+    from kvframework.preflight import is_running, refusals
+    from kvframework.registry import PluginRegistry
 
     config = load_config(file, overrides or ())
-    check_config(config, PluginRegistry())
+    errors = list(refusals(config, PluginRegistry(), running=is_running(config)))
+    for error in errors[:-1]:
+        print_error(error)
+    for error in errors[-1:]:
+        raise error
     stdout.print(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
 
 

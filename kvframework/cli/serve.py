@@ -88,10 +88,15 @@ def _with_log(config: Config, level: Level | None, form: Format | None) -> Confi
 
 def _run(settings: Config, signals: StopSignals) -> None:
     # Imported only after signals can be handled: the import is most of the start.
+    from kvframework.preflight import refusals
+    from kvframework.registry import PluginRegistry
     from kvframework.server import Server
 
     _raise_descriptor_limit()
-    server = Server(settings)
+    registry = PluginRegistry()
+    for refusal in refusals(settings, registry):
+        raise refusal
+    server = Server(settings, registry)
     signals.serve(server.stop, server.abandon)
     try:
         server.bind()

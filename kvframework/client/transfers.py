@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, SupportsIndex
 
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
@@ -19,18 +19,22 @@ if TYPE_CHECKING:
 _offset = attrgetter("offset")
 
 
-def check_tokens(registration: Registration, start: int, end: int) -> None:
-    """Raise `BadRange` if tokens `[start, end)` are not whole chunks."""
+def checked_tokens(registration: Registration, start: int, end: int) -> tuple[int, int]:
+    """Return the ends of tokens `[start, end)` as ints. Raises `BadRange` unless they are whole chunks."""
     chunk = registration.desc.chunk_tokens
-    if not 0 <= start < end or start % chunk or end % chunk:
-        raise BadRange(f"tokens {start} to {end}", available=f"whole chunks of {chunk} tokens")
+    first, last = _as_int(start, "start"), _as_int(end, "end")
+    if not 0 <= first < last or first % chunk or last % chunk:
+        raise BadRange(f"tokens {first} to {last}", available=f"whole chunks of {chunk} tokens")
+    return first, last
 
 
-def check_skipped(registration: Registration, tokens: int, skip_tokens: int) -> None:
-    """Raise `BadRange` unless a load of `tokens` tokens can skip `skip_tokens`."""
-    if not 0 <= skip_tokens <= tokens:
-        raise BadRange(f"skip_first_n_tokens is {skip_tokens}", available=f"0 to {tokens} tokens")
-    check_skip(registration.layout, skip_tokens)
+def checked_skip(registration: Registration, tokens: int, skip_tokens: int) -> int:
+    """Return `skip_tokens` as an int. Raises `BadRange` unless a load of `tokens` tokens can skip as many."""
+    skipped = _as_int(skip_tokens, "skip_first_n_tokens")
+    if not 0 <= skipped <= tokens:
+        raise BadRange(f"skip_first_n_tokens is {skipped}", available=f"0 to {tokens} tokens")
+    check_skip(registration.layout, skipped)
+    return skipped
 
 
 def checked_transfer(
@@ -102,3 +106,11 @@ def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
         if missing:
             raise ProtocolError(f"the server names no object for chunks {missing} of layer group {group}")
+
+
+def _as_int(number: SupportsIndex, name: str) -> int:
+    """The number of an engine, which may be one of another library's integers."""
+    try:
+        return int(index(number))
+    except TypeError:
+        raise BadRange(f"{name} is {number!r}", available="integers") from None

@@ -29,15 +29,21 @@ def checked_blocks(
         )
     result = []
     for index, (group, ids) in enumerate(zip(layout.groups, block_ids, strict=True)):
-        expected = tokens // group.block_size
-        if len(ids) != expected:
-            raise BadBlockIds(f"{len(ids)} block ids", where=_place(index), available=f"{expected} for these tokens")
-        touched = touched_blocks(group, chunk_tokens, _as_ints(ids, index), storing=storing)
-        blocks = layout.blocks_of(index)
-        if touched.highest >= blocks and (blocks or (bounded and touched.highest >= 0)):
-            raise BadBlockIds(f"block id {touched.highest}", where=_place(index), available=f"0 to {blocks - 1}")
+        expected, own = tokens // group.block_size, _as_ints(ids, index)
+        if len(own) != expected:
+            raise BadBlockIds(f"{len(own)} block ids", where=_place(index), available=f"{expected} for these tokens")
+        touched = touched_blocks(group, chunk_tokens, own, storing=storing)
+        if bounded or layout.blocks_of(index):
+            check_bound(layout, index, touched.highest)
         result.append(touched)
     return tuple(result)
+
+
+def check_bound(layout: KVLayout, group: int, highest: int) -> None:
+    """Raise `BadBlockIds` unless the layer group has the block `highest` (-1: no block)."""
+    blocks = layout.blocks_of(group)
+    if highest >= blocks:
+        raise BadBlockIds(f"block id {highest}", where=_place(group), available=f"0 to {blocks - 1}")
 
 
 def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, storing: bool) -> GroupBlocks:
@@ -63,6 +69,8 @@ def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, 
 
 def _as_ints(ids: Sequence[int], group: int) -> list[int]:
     """A copy as ints: the engine's list stays its own."""
+    if isinstance(ids, (bytes, bytearray)):  # an array takes them for the memory of its numbers
+        raise BadBlockIds("block ids are bytes", where=_place(group), available="a list of integers")
     try:
         return array.array("I", ids).tolist()
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What docs/operations.md quotes exists: log lines, fields, counters, error codes, exit statuses, the unit file."""
+"""docs/operations.md and docs/status.md quote what exists: log lines, fields, codes, statuses, the unit file."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
+STATUS = (ROOT / "docs" / "status.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Maps whose keys are not names of this project.
@@ -38,7 +39,7 @@ OPEN_MAPS = {"l2[].latency_ms", "transports", "losses.recent[].codes"}
 
 
 def rows(title: str) -> list[list[str]]:
-    return doc_tables.rows(PAGE, title)
+    return doc_tables.rows(STATUS if f"# {title}\n" in STATUS else PAGE, title)
 
 
 def quoted(text: str) -> list[str]:

@@ -80,7 +80,6 @@ class Instance:
         self._lock = threading.Lock()
         self._registering = threading.Lock()
         self._exports = False
-        boot_id = client.boot_id
         choose_transport(
             client,
             identity.transport,
@@ -90,7 +89,7 @@ class Instance:
         )
         client.when_up(self._register_again)
         try:
-            if client.boot_id != boot_id:
+            if client.boot_id != self._asked:
                 # The server was restarted in between, perhaps before the callback was registered.
                 with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
                     self.registration = self._register(urgent=True)
@@ -114,6 +113,8 @@ class Instance:
     def _register_with(self, transport: str, transfer: TransferContext) -> None:
         self._transport, self.transfer = transport, transfer
         transfer.on_layout(self._layout, self._declared)
+        # The server that is asked: known only now, if the client was not connected before.
+        self._asked = self._client.boot_id
         self.registration = self._register(urgent=False)
 
     def recover(self) -> None:

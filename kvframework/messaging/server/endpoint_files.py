@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvframework.config import FULL_SUFFIX, LIVENESS_SUFFIX, ipc_path, prepare_private_directory
+from kvframework.config import FULL_SUFFIX, LIVENESS_SUFFIX, check_directory, ipc_path, prepare_private_directory
 from kvframework.errors import EndpointError
 from kvframework.messaging.fork import close_after_fork
 
 LOCK_SUFFIX = ".lock"
+_CONNECT_S = 1.0
 
 
 @contextlib.contextmanager
@@ -39,6 +41,19 @@ class EndpointFiles:
         self._full = self.path + FULL_SUFFIX
         self._lock_path = self.path + LOCK_SUFFIX
         self._lock = -1
+
+    def check(self) -> None:
+        """Refuse what `acquire` would refuse, and change nothing. A server that starts at this moment is not seen.
+        Blocks for a second at most. Raises `EndpointError`."""
+        check_directory(Path(self.path).parent)
+        for path in (self.path, self.liveness, self._full):
+            if os.path.lexists(path):
+                self._check_socket(path)
+        if any(_listens(path) for path in (self.path, self._full)):
+            holder = ""
+            with contextlib.suppress(OSError), open(self._lock_path, encoding="ascii", errors="replace") as lock:
+                holder = lock.read(32)
+            raise self._held(holder)
 
     def acquire(self) -> None:
         """Make the directory if it is absent, take the lock and remove stale sockets. Raises `EndpointError`, also for
@@ -81,13 +96,9 @@ class EndpointFiles:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                holder = os.pread(lock, 32, 0).decode("ascii", "replace")
                 os.close(lock)
-                raise EndpointError(
-                    f"another server holds this endpoint, process {holder}",
-                    where=self.endpoint,
-                    hint="stop it, or give this server another endpoint",
-                ) from None
+                raise self._held(holder) from None
             if _is_same_file(lock, self._lock_path):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -102,13 +113,33 @@ class EndpointFiles:
         os.close(self._lock)
         self._lock = -1
 
+    def _held(self, holder: str) -> EndpointError:
+        return EndpointError(
+            f"another server holds this endpoint, process {holder.strip() or 'unknown'}",
+            where=self.endpoint,
+            hint="stop it, or give this server another endpoint",
+        )
+
+    def _check_socket(self, path: str) -> None:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise EndpointError(f"{path} exists and is no socket", where=self.endpoint, hint="choose another path")
+
     def _remove_stale(self, path: str) -> None:
         try:
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise EndpointError(f"{path} exists and is no socket", where=self.endpoint, hint="choose another path")
+            self._check_socket(path)
             os.unlink(path)
         except FileNotFoundError:
             return
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
 
 
 def _is_same_file(fd: int, path: str) -> bool:

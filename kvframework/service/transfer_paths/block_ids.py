@@ -8,7 +8,7 @@ from kvframework.api.layout import KVLayout
 from kvframework.api.transport import GroupBlocks
 from kvframework.errors import BadBlockIds
 from kvframework.wire.indices import INDEX_BYTES, unpack_indices
-from kvframework.wire.transfer_blocks import checked_blocks
+from kvframework.wire.transfer_blocks import check_bound, checked_blocks
 
 
 def blocks_of_transfer(
@@ -26,9 +26,10 @@ def blocks_of_transfer(
 def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
     """Return one block id per layer group. Raises `BadBlockIds`."""
     ids = _unpack(packed, [1] * len(layout.groups))
-    for index, group_ids in enumerate(ids):
-        _check_range(group_ids, index, layout.blocks_of(index))
-    return [each[0] for each in ids]
+    blocks = [each[0] for each in ids]
+    for index, block in enumerate(blocks):
+        check_bound(layout, index, block)
+    return blocks
 
 
 def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
@@ -42,10 +43,3 @@ def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]
             )
         result.append(unpack_indices(frame, where=f"block_ids[{group}]"))
     return result
-
-
-def _check_range(ids: Sequence[int], group: int, num_blocks: int) -> None:
-    if ids and max(ids) >= num_blocks:
-        raise BadBlockIds(
-            f"block id {max(ids)}", where=f"block_ids[{group}]", available=f"0 to {num_blocks - 1} as registered"
-        )
