@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,16 +124,17 @@ def test_an_unknown_model_is_named_with_the_near_one(server: ServerProcess) -> N
 
 def test_it_asks_first(server: ServerProcess) -> None:
     models = fill(server)
-    with mock.patch("builtins.input", return_value="n"):
+    with mock.patch("sys.stdin", io.StringIO("n\n")):
         refused = run("clear", "--l2", "--endpoint", server.endpoint)
     assert (refused.returncode, refused.stdout.strip()) == (1, "")
+    assert "Aborted" in refused.stderr
     assert f"Drop all {2 * CHUNKS} objects, " in refused.stderr
     assert f" of L1 and of filesystem at {server.endpoint}?" in refused.stderr
     assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
-    with mock.patch("builtins.input", return_value="y"):
+    with mock.patch("sys.stdin", io.StringIO("y\n")):
         done = run("clear", "--l2", "--endpoint", server.endpoint)
     assert done.returncode == 0
-    first, second = done.stdout.splitlines()
+    first, second = done.stdout.strip().splitlines()
     assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
     assert first.endswith("; 0 are in use and stay")
     assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
