@@ -103,8 +103,9 @@ class Future(Generic[T]):
 
         Without a cancel hook the future fails with `Cancelled` at once, since nothing can be in flight.
         """
-        if self._cancel_hook is not None:
-            self._cancel_hook()
+        hook = self._cancel_hook  # once: another thread may resolve the future meanwhile
+        if hook is not None:
+            hook()
         else:
             self._resolve(None, Cancelled("the request was cancelled"))
 

@@ -218,9 +218,9 @@ class StorePlan:
     def commit(self) -> Future[StoreOutcome]:
         """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
         were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
-        it handles the request, and nothing stays reserved)."""
+        it handles the request, and nothing stays reserved). Ranges that were given back before are dropped."""
         if not self._is_open:
-            return Future.resolved(self.outcome)
+            return Future.resolved(self.outcome + StoreOutcome(dropped=len(self.ranges)))
         self._is_open = False
         return self._commit()
 

@@ -10,7 +10,7 @@ from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout
 from kvframework.errors import BadLayout
-from kvframework.wire.blocks import touched_blocks
+from kvframework.wire.transfer_blocks import touched_blocks
 
 pytestmark = pytest.mark.torch
 

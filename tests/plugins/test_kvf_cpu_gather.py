@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,10 +38,11 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CpuGather, copying, engine_memory, torch
+    global CpuGather, engine_memory, np, torch, torch_copies
+    import numpy as np
     import torch
 
-    from kvf_cpu_gather import copying, engine_memory
+    from kvf_cpu_gather import engine_memory, torch_copies
     from kvf_cpu_gather.context import CpuGather
 
 
@@ -186,7 +186,7 @@ def test_groups_with_their_own_block_sizes_and_compression():
 def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
-    monkeypatch.setattr(copying, "HOST", frozenset())
+    monkeypatch.setattr(torch_copies, "HOST", frozenset())
     monkeypatch.setattr(engine_memory, "wait_for_devices", waits.append)
     monkeypatch.setattr(engine_memory, "mark_device", lambda _views: None)
     engine = Engine(HND)

@@ -8,7 +8,7 @@ import pytest
 
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.transport import ArenaRange, GroupBlocks
-from kvframework.devices.planning import CopyPlanner, PlacedView
+from kvframework.devices.copy_plans import CopyPlanner, PlacedView
 from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework_bench.cuda.workload import CHUNK_TOKENS, FULL, QUICK, SHAPES, CudaShape, fragment_shape
 
