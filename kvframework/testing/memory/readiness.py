@@ -19,7 +19,8 @@ class ReadinessTests(MemoryKit):
         """`start` returns before the first piece has been taken; the end reported for each piece is above the one
         before."""
         memory = make_memory(SIZES[size])
-        started, ends, threads, late = threading.Event(), [], set(), []
+        started, ends, threads = threading.Event(), [], set()
+        late: list[int] = []
 
         def on_ready(end: int) -> None:
             if not late and not started.wait(self.patience_s):
