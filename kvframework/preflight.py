@@ -19,7 +19,7 @@ from kvframework.config import Config, PluginTable, default_endpoint, parse_endp
 from kvframework.config.layers import DEFAULT_SOURCE
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint import EndpointFiles
+from kvframework.messaging.server.endpoint_files import EndpointFiles
 from kvframework.registry import PluginRegistry, check_table, codec_tables, named_tables, resolve_table
 from kvframework.wire import messages as m
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 GROUP = "kvframework.commands"
 # First-party commands of distributions of their own, and what installs them.
-KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
+KNOWN = {"bench": install_command(distribution="kvframework-bench")}
 
 
 class QuickGroup(TyperGroup):

@@ -34,6 +34,7 @@ def new(
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
     from rich.text import Text
 
+    from kvframework.api.installing import requirement
     from kvframework.cli.console import stdout
     from kvframework.scaffold import choose_names, render, write_distribution
 
@@ -43,7 +44,7 @@ def new(
     write_distribution(folder, files)
     stdout.print(Text(f"{folder}: {len(files)} files, which work as they are. Next:"))
     for command in (
-        f'cd {shlex.quote(str(folder))} && pip install -e . "kvframework[{names.test_extras}]"',
+        f"cd {shlex.quote(str(folder))} && pip install -e . {requirement(*names.test_extras.split(','))}",
         "pytest",
         f"kvframework plugins check {names.title}",
     ):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api.driver import CopierDriver, CopyBatch, DeviceOptions
+from kvframework.devices.copy_plans import CopyPlanner
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (
@@ -39,7 +40,6 @@ from kvframework.devices.messages import (
     to_copier,
 )
 from kvframework.devices.pinning import Pinning
-from kvframework.devices.planning import CopyPlanner
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 
 log = logging.getLogger(__name__)

@@ -47,8 +47,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(error.code, error.fact, error.where, error.available, error.hint)
 
     def error(self) -> KVFrameworkError:
-        told = {"where": self.where, "available": self.available, "hint": self.hint}
-        return KVFrameworkError.from_code(self.code, self.fact, **told)
+        parts = {"where": self.where, "available": self.available, "hint": self.hint}
+        return KVFrameworkError.from_code(self.code, self.fact, **parts)
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -91,5 +91,5 @@ def _bounds(kind: Any) -> str:
     if kind.ge is not None and kind.le is not None:
         return f" {kind.ge} to {kind.le}"
     bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-    told = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
-    return f" {' and '.join(told)}" if told else ""
+    limits = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    return f" {' and '.join(limits)}" if limits else ""

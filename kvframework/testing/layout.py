@@ -28,6 +28,7 @@ from kvframework.api.canary import EngineView
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, canonical_desc, chunk_tokens_for, validate_layout
 from kvframework.errors import BadLayout
+from kvframework.testing.kit import Kit
 
 __all__ = ["LayoutConformance", "LayoutSubject"]
 
@@ -47,7 +48,7 @@ class LayoutSubject:
     view: EngineView
 
 
-class LayoutConformance:
+class LayoutConformance(Kit):
     """Base class of an author's test class, which gives a `subject` fixture: a new subject for every test."""
 
     @pytest.fixture
@@ -98,8 +99,8 @@ class LayoutConformance:
             "import importlib, msgspec\n"
             "from kvframework.api.layout import KVLayout\n"
             f"layout = getattr(importlib.import_module({kind.__module__!r}), {kind.__qualname__!r})()\n"
-            f"told = bytes.fromhex({msgspec.msgpack.encode(declared).hex()!r})\n"
-            "declared = msgspec.msgpack.decode(told, type=KVLayout)\n"
+            f"packed = bytes.fromhex({msgspec.msgpack.encode(declared).hex()!r})\n"
+            "declared = msgspec.msgpack.decode(packed, type=KVLayout)\n"
             f"print(layout.object_desc(declared, {_CHUNK}).nbytes)\n"
         )
         run = subprocess.run(
@@ -140,13 +141,15 @@ class LayoutConformance:
         views = subject.layout.block_views(declared, subject.kv_caches)
         for number, (index, layer, plane, block) in enumerate(_places(views)):
             view = views[index][plane][layer][block]
-            told = _pattern(view, 2 * number)
-            subject.view.write(index, layer, plane, block, told)
-            assert _same(view, told), f"group {index}, layer {layer}, plane {plane}, block {block}: engine to layout"
-            told = _pattern(view, 2 * number + 1)
-            view.copy_(told)
+            pattern = _pattern(view, 2 * number)
+            subject.view.write(index, layer, plane, block, pattern)
+            assert _same(view, pattern), f"group {index}, layer {layer}, plane {plane}, block {block}: engine to layout"
+            pattern = _pattern(view, 2 * number + 1)
+            view.copy_(pattern)
             found = subject.view.read(index, layer, plane, block)
-            assert _same(found, told), f"group {index}, layer {layer}, plane {plane}, block {block}: layout to engine"
+            assert _same(found, pattern), (
+                f"group {index}, layer {layer}, plane {plane}, block {block}: layout to engine"
+            )
 
     def test_no_two_places_share_memory(self, subject: LayoutSubject, declared: KVLayout) -> None:
         """With a different pattern in every place, no write overwrites another place."""

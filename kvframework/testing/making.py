@@ -8,7 +8,6 @@ import operator
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ from kvframework.api.plugin import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.testing.kit import Kit
 from kvframework.testing.together import together
 
 _BY_NAME = """
@@ -35,7 +35,7 @@ made.__dict__.update({state!r})
 """
 
 
-class NamedKit:
+class NamedKit(Kit):
     """Base class of the kits that an author configures by `use` and `options`, or by a fixture of a factory."""
 
     use: ClassVar[str] = ""
@@ -46,24 +46,28 @@ class NamedKit:
 
     _descriptor: ClassVar[type[Provider[Any]]]
 
-    def by_name(self) -> Callable[[], Any]:
-        """Return a factory of the plugin that `use` names. Skips the test if the plugin cannot run here."""
+    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
+        """Return a factory of the plugin that `use` names, with `options` or those of the class. Skips the test if the
+        plugin cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
         table = PluginTable(
-            self.use, dict(self.options), f"`options` of the kit for the {self._descriptor.kind} {self.use}"
+            self.use,
+            dict(self.options if options is None else options),
+            f"`options` of the kit for the {self._descriptor.kind} {self.use}",
         )
         try:
-            provider, options = resolve_table(PluginRegistry(), table, self._descriptor)
+            provider, checked = resolve_table(PluginRegistry(), table, self._descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
-        return partial(provider.create, options)  # type: ignore[attr-defined]
+        return partial(provider.create, checked)  # type: ignore[attr-defined]
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""
-        assert isinstance(name, str)
-        assert name
-        assert not self.use or name == self.use, "the plugin's name and that of what it makes"
+        kind = self._descriptor.kind
+        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
+        assert name, f"`name` of a {kind} is empty"
+        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
@@ -85,24 +89,13 @@ class NamedKit:
         assert run.returncode == 0, run.stderr.decode(errors="replace")
         return run.stdout
 
-    def in_threads(self, *works: Callable[[], object], within_s: float = 60.0) -> None:
+    def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
         """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
-        begin = threading.Barrier(len(works), timeout=within_s)
-
-        def at_once(work: Callable[[], object]) -> None:
-            begin.wait()
-            work()
-
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)  # frequent switches expose state that threads must not share
-        try:
-            together([partial(at_once, work) for work in works], within_s)
-        finally:
-            sys.setswitchinterval(before)
+        together(works, within_s)
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self._descriptor.kind]
+        return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
 
 
 def _by_state(made: object) -> str:

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
+
+from kvframework.testing.overdue import stacks
+
+# Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
+_SWITCH_S = 1e-5
+
 
 def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
-    """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
+    """Run `works` at the same time, with frequent switches between them. Raises the first error that one of them
+    raised; fails if one does not end within `within_s` seconds."""
     raised: list[BaseException] = []
+    begin = threading.Barrier(len(works), timeout=within_s)
 
     def run(work: Callable[[], object]) -> None:
         try:
+            begin.wait()
             work()
         except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
             raised.append(error)
 
     threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + within_s
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + within_s
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    finally:
+        sys.setswitchinterval(before)
     if raised:
         raise raised[0]
-    assert not any(thread.is_alive() for thread in threads), "a call does not end"
+    if running := [thread for thread in threads if thread.is_alive()]:
+        pytest.fail(f"a call does not end within {within_s:g} s:\n{stacks(running)}", pytrace=False)

@@ -6,18 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.api.canary import EngineView  # noqa: E402
-from kvframework.api.layout import LayerGroup  # noqa: E402
-from kvframework.api.types import DTYPE_BYTES  # noqa: E402
-from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
-from kvframework.client.canary import pattern  # noqa: E402
-from kvframework.errors import BadLayout  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import LayerGroup
+from kvframework.api.types import DTYPE_BYTES
+from kvframework.client import KVClient, WorkerAdapter
+from kvframework.client.registration.canary import pattern
+from kvframework.errors import BadLayout
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 20, 16, 16, 4
 NHD = ["plane", "block", "token", "head", "dim"]
@@ -53,8 +58,8 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
         yield connected
 
 
-def memory(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM).to(dtype) for i in range(LAYERS)}
+def memory(dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
+    return {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM).to(getattr(torch, dtype)) for i in range(LAYERS)}
 
 
 def register(client: KVClient, kv: dict[str, torch.Tensor], view: View, axes: list[str]) -> WorkerAdapter:
@@ -63,8 +68,8 @@ def register(client: KVClient, kv: dict[str, torch.Tensor], view: View, axes: li
     return worker
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-def test_a_right_declaration_passes_and_leaves_the_memory_as_it_was(client: KVClient, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8"])
+def test_a_right_declaration_passes_and_leaves_the_memory_as_it_was(client: KVClient, dtype: str) -> None:
     kv = memory(dtype)
     before = {name: tensor.clone() for name, tensor in kv.items()}
     worker = register(client, kv, view := View(kv), NHD)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.errors import TierError
-from kvframework.storage.l2.l1_access import L1
+from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough

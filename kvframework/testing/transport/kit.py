@@ -11,6 +11,7 @@ import pytest
 
 from kvframework.client import KVClient
 from kvframework.server import Server
+from kvframework.testing.kit import Kit
 from kvframework.testing.transport.cases import GroupCase
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import client_of, held_by, serving, status_of, wait_until
@@ -19,7 +20,7 @@ from kvframework.testing.transport.rig import RigSpec, TransportRig
 MakeEngine = Callable[..., KitEngine]
 
 
-class TransportKit:
+class TransportKit(Kit):
     """Give a `spec` fixture. One server and one client serve all tests of a class."""
 
     # The longest that a submit may keep the engine's thread while its copy is held, in seconds.

@@ -1,0 +1,95 @@
+"""Kits over plugins that hang, and over names and options that are wrong. Run by pytest outside of the repository."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+
+from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.testing import CodecConformance, EvictionConformance, TierConformance
+from kvframework.testing.eviction.kit import MakePolicy
+
+
+class Waiting(EvictionPolicy):
+    """Waits for ever in one of its calls."""
+
+    name = "waiting"
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.keys: dict[PackedKey, None] = {}
+
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        with self.lock:
+            self.keys[key] = None
+
+    def on_access(self, key: PackedKey) -> None:
+        pass
+
+    def on_remove(self, key: PackedKey) -> None:
+        with self.lock:
+            del self.keys[key]
+
+    def victims(self) -> Iterator[PackedKey]:
+        with self.lock:
+            yield from self.keys
+
+
+class TestHoldsItsLockOverYield(EvictionConformance):
+    limit_s = 1.0
+
+    @pytest.fixture
+    def make_policy(self) -> MakePolicy:
+        return Waiting
+
+
+class TestCannotBeMade(EvictionConformance):
+    limit_s = 1.0
+
+    @pytest.fixture
+    def make_policy(self) -> MakePolicy:
+        threading.Event().wait()
+        return Waiting
+
+
+class TestNativeLoop(EvictionConformance):
+    """Nothing in Python runs while it does."""
+
+    limit_s = 1.0
+
+    @pytest.fixture
+    def make_policy(self) -> MakePolicy:
+        return lambda: deque(itertools.repeat(None), maxlen=0)  # type: ignore[return-value]
+
+
+class TestLeavesAThread(EvictionConformance):
+    limit_s = 1.0
+
+    @pytest.fixture
+    def make_policy(self) -> MakePolicy:
+        threading.Thread(target=threading.Event().wait, name="forgotten").start()
+        return Waiting
+
+
+class TestWrongName(CodecConformance):
+    use = "zsdt"
+
+
+class TestWrongOption(TierConformance):
+    use = "memory"
+    options: ClassVar = {"stroe": "by name"}
+
+
+class TestWrongFixture(CodecConformance):
+    @pytest.fixture
+    def make_codec(self) -> object:
+        raise RuntimeError("no such library")
+
+
+class TestNothingGiven(EvictionConformance):
+    pass
