@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.console import examples, stderr, stdout
+from kvframework.cli.console import stderr, stdout
+from kvframework.cli.usage import examples
 
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage

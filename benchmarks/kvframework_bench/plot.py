@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvframework.api.installing import install_command
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.panels import Bars, Lines, Panel, panels
@@ -43,7 +44,9 @@ def check_plot(file: Path) -> None:
         raise BenchUnavailable("the plot cannot be written there", where=f"--plot {file}")
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchUnavailable(
-            "not installed: matplotlib", where=f"--plot {file}", hint='pip install "kvframework[plot]"'
+            "not installed: matplotlib",
+            where=f"--plot {file}",
+            hint=install_command("plot", distribution="kvframework-bench"),
         )
 
 

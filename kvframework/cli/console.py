@@ -1,5 +1,4 @@
-"""The consoles of the CLI (one for results, one for errors), the form of errors and of examples in help texts, and exit
-statuses."""
+"""The consoles of the CLI, one for results and one for errors, and the form of errors, documents and tables."""
 
 from __future__ import annotations
 
@@ -10,9 +9,6 @@ from rich.text import Text
 
 from kvframework.errors import KVFrameworkError
 
-EXIT_UNFORESEEN = 1
-EXIT_FOUND = 1  # a check that found a problem
-EXIT_ERROR = 2
 _PIPE_WIDTH = 1000
 
 # Results may be piped; wrapping at a guessed width would break lines that other programs read.
@@ -30,11 +26,6 @@ def print_unforeseen(error: Exception) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
     stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
-
-
-def examples(*lines: str) -> str:
-    """Return the end of a help text. The mark keeps it from being wrapped."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def print_document(document: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +16,25 @@ from kvframework.registry import PluginInfo
 from kvframework.registry.loader import AnyProvider
 from kvframework.registry.options import OptionInfo, describe_options
 
+_COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
+
+
+def plugin_rows(infos: Iterable[PluginInfo]) -> list[dict[str, str]]:
+    """Return the documents of `plugins list --json`."""
+    rows = [{column: str(getattr(info, column)) for column in _COLUMNS} for info in infos]
+    return [row | {"name": f"{row['kind']}.{row['name']}" if row["kind"] else row["name"]} for row in rows]
+
+
+def show_plugins(rows: list[dict[str, str]]) -> None:
+    """Print a row per plugin."""
+    table = Table(box=None, pad_edge=False)
+    for column in _COLUMNS:
+        table.add_column(column.upper(), no_wrap=column in ("name", "status"), overflow="fold")
+    for row in rows:
+        style = _STYLES.get(row["status"], "red")
+        table.add_row(*(Text(row[column], style if column == "status" else "") for column in _COLUMNS))
+    print_table(table)
 
 
 def show_report(report: Report) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.logs.form import chosen_log, end_logging
 
 log = logging.getLogger(__name__)

@@ -80,6 +80,7 @@ class DeviceServerTransport(ServerTransport):
             msgspec.msgpack.encode(self._options, enc_hook=_plain),
             device,
             chosen_log(),
+            pinning.SLICE_BYTES,
         )
         return CopierSupervisor(start, self._arena_fd, stall_s=self._options.stall_s)
 

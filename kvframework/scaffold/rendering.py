@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvframework import __version__
+from kvframework.api.installing import requirement
 from kvframework.scaffold.names import PluginNames
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def _words(names: PluginNames) -> dict[str, str]:
         "NEWNAME": names.name.upper(),
         "newkind": names.kind,
         "PRESENT_MINOR": ".".join(__version__.split(".")[:2]),
+        "KITS_REQUIREMENT": requirement(*names.test_extras.split(",")),
         "TEST_EXTRAS": names.test_extras,
     }
 

@@ -19,7 +19,7 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
@@ -432,8 +432,10 @@ class StorageManager:
         return self._table.any_writing(keys)
 
     def _writers_ended(self) -> None:
-        """Report ended writers to prefetch; the caller holds the lock."""
-        self._prefetcher.writers_ended(self._table.any_writing)
+        """Report ended writers to the loads that wait for one; the caller holds the lock."""
+        # A load that begins to wait now checks by itself.
+        if any(queue.waiting for queue in self._prefetcher.queues):
+            self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)

@@ -1,4 +1,4 @@
-"""The base of every conformance kit: no test of a kit hangs, and one mistake of the author's is one error."""
+"""The base of every conformance kit: no test hangs, a failure names the promise, one mistake in a name is one error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from kvframework.testing.once import Once
 from kvframework.testing.overdue import Overdue
+from kvframework.testing.promise import Promise
 
 
 class Kit:
@@ -19,6 +20,6 @@ class Kit:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         plugins = metafunc.config.pluginmanager
-        for kind in (Once, Overdue):
+        for kind in (Once, Promise, Overdue):
             if not plugins.has_plugin(kind.__module__):
                 plugins.register(kind(Kit, metafunc.config), kind.__module__)

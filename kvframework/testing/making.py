@@ -64,9 +64,10 @@ class NamedKit(Kit):
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""
-        assert isinstance(name, str), f"`name` is {name!r}: it must be the plugin's name"
-        assert name, "`name` is empty: it must be the plugin's name"
-        assert not self.use or name == self.use, f"`name` is {name!r}, and the plugin's name {self.use!r}"
+        kind = self._descriptor.kind
+        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
+        assert name, f"`name` of a {kind} is empty"
+        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
 
     def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
         """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its

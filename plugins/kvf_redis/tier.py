@@ -93,6 +93,10 @@ class RedisTier(Tier):
             self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
             return [each.first.outcome for each in writings]
 
+    def capabilities(self) -> frozenset[str]:
+        """`touch`, if values have a TTL."""
+        return super().capabilities() if self._ttl_s else super().capabilities() - {"touch"}
+
     def ping(self, *, deadline: float) -> None:
         self._router.ping(deadline)
 

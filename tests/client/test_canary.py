@@ -12,7 +12,7 @@ from kvframework.api.canary import EngineView  # noqa: E402
 from kvframework.api.layout import LayerGroup  # noqa: E402
 from kvframework.api.types import DTYPE_BYTES  # noqa: E402
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
-from kvframework.client.canary import pattern  # noqa: E402
+from kvframework.client.registration.canary import pattern  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402

@@ -117,6 +117,8 @@ def test_what_comes_too_late_is_given_back() -> None:
         lookup = engine.scheduler.lookup(engine.request(TOKENS))
         server.sigcont()
         assert lookup.hit_tokens == 0
+        # Its PING comes after the LOOKUP, so that has been answered by then.
+        wait_until(lambda: client.usable, what="the client to heal")
         wait_until(lambda: watcher.status()["tickets"] == 0, what="the late ticket to be freed")
         assert watcher.status()["l1"]["pins"] == 0
 

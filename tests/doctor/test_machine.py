@@ -16,6 +16,7 @@ import pytest
 
 from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api.findings import Finding
+from kvframework.api.installing import install_command
 from kvframework.config import load_config
 from kvframework.doctor import accelerator, interpreter, memory, numa
 from kvframework.doctor.checkup import examine, run_check
@@ -264,7 +265,7 @@ def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
     found = by_id(accelerator.cuda(file, tmp_path))
     assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
     advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
-    assert advice == ({f'for the transport cuda_ipc: pip install "kvframework[{extra}]"'} if extra else set())
+    assert advice == ({f"for the transport cuda_ipc: {install_command(extra)}"} if extra else set())
 
 
 def test_torch_is_told_without_its_import(tmp_path: Path) -> None:

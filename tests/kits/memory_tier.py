@@ -68,7 +68,8 @@ class MemoryTier(Tier):
             values = list(self.store.values.items())
         for key, value in values:
             self.check(deadline)
-            yield TierEntry(key, len(value.data), value.used_at)
+            if self.value(key) is not None:
+                yield TierEntry(key, len(value.data), value.used_at)
 
     def close(self) -> None:
         self.closed = True
@@ -98,27 +99,29 @@ class MemoryTier(Tier):
         return Outcome.STORED
 
     def delete_one(self, key: PackedKey) -> Outcome:
-        if self.value(key) is None or self.store.values.pop(key, None) is None:
-            return Outcome.MISSING
-        return Outcome.DELETED
+        with self.store.lock:
+            there = self.value(key) is not None
+            self.store.values.pop(key, None)
+        return Outcome.DELETED if there else Outcome.MISSING
 
     def touch_one(self, key: PackedKey) -> None:
-        value = self.value(key)
-        if value is not None:
-            self.store.values[key] = Value(value, time.time())
+        with self.store.lock:
+            value = self.value(key)
+            if value is not None:
+                self.store.values[key] = Value(value, time.time())
 
     def value(self, key: PackedKey) -> bytes | None:
-        """What is there; what has expired goes."""
+        """What is there and has not expired."""
         value = self.store.values.get(key)
         if value is None:
             return None
-        if self.ttl_s and time.time() > value.used_at + self.ttl_s:
-            self.store.values.pop(key, None)
-            return None
-        return value.data
+        return None if self.expired(value) else value.data
+
+    def expired(self, value: Value) -> bool:
+        return bool(self.ttl_s) and time.time() > value.used_at + self.ttl_s
 
     def used(self) -> int:
-        return sum(len(value.data) for value in list(self.store.values.values()))
+        return sum(len(value.data) for value in list(self.store.values.values()) if not self.expired(value))
 
     def in_time(self, keys: Sequence[PackedKey], deadline: float) -> Iterator[PackedKey]:
         """`keys`, one after the other, while there is time; also asked when there is none."""

@@ -12,7 +12,7 @@ from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvf_layouts.rules import PagedRule  # noqa: E402
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout  # noqa: E402
 from kvframework.errors import BadLayout  # noqa: E402
-from kvframework.wire.blocks import touched_blocks  # noqa: E402
+from kvframework.wire.transfer_blocks import touched_blocks  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

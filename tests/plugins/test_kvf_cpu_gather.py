@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from kvf_cpu_gather import copying, engine_memory  # noqa: E402
+from kvf_cpu_gather import engine_memory, torch_copies  # noqa: E402
 from kvf_cpu_gather import kvf_transports as hook  # noqa: E402
 from kvf_cpu_gather.context import CpuGather  # noqa: E402
 from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
@@ -182,7 +182,7 @@ def test_groups_with_their_own_block_sizes_and_compression():
 def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
     """No device is needed to see that the other branch moves the same bytes."""
     waits = []
-    monkeypatch.setattr(copying, "HOST", frozenset())
+    monkeypatch.setattr(torch_copies, "HOST", frozenset())
     monkeypatch.setattr(engine_memory, "wait_for_devices", waits.append)
     monkeypatch.setattr(engine_memory, "mark_device", lambda _views: None)
     engine = Engine(HND)

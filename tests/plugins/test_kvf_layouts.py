@@ -267,7 +267,7 @@ def test_the_objects_of_a_declaration():
     layout = DynamicCacheLayout()
     desc = layout.object_desc(layout.describe({"a": pair, "b": pair}, block_size=BLOCK), 10)
     assert desc.chunk_tokens == chunk_tokens_for([BLOCK], 10) == 12
-    assert desc.shape == (2, 2, 12, HEADS * DIM)
+    assert desc.groups[0].shape == (2, 2, 12, HEADS * DIM)
 
 
 def test_the_hook_offers_all_layouts():
@@ -289,7 +289,7 @@ def test_a_server_imports_layouts_and_transport_without_torch():
         "from kvframework.api.layout import KVLayout, LayerGroup\n"
         "provider = kvf_layouts.kvf_layouts()[0]\n"
         "layout = provider.create(provider.options())\n"
-        "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).shape)\n"
+        "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).groups[0].shape)\n"
         "transport = kvf_cpu_gather.kvf_transports()[0]\n"
         "assert transport.probe() is None\n"
         "try: transport.create(transport.options(), None)\n"

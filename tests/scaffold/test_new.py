@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import __version__
+from kvframework.api.installing import requirement
 from kvframework.registry import KINDS
 from kvframework.scaffold import (
     FolderExists,
@@ -57,7 +58,7 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
     first, *commands = done.stdout.splitlines()
     assert first.startswith("kvf-my-store: 11 files")
     assert [command.strip() for command in commands] == [
-        'cd kvf-my-store && pip install -e . "kvframework[testing]"',
+        f"cd kvf-my-store && pip install -e . {requirement('testing')}",
         "pytest",
         "kvframework plugins check tier.my_store",
     ]
@@ -68,7 +69,9 @@ def test_no_word_of_the_templates_is_left(kind: str) -> None:
     names = PluginNames(kind, "my_store")
     files = render(names)
     for path, text in files.items():
-        assert not re.search("newname|newkind|PRESENT_MINOR|TEST_EXTRAS|-tpl", path + text, re.IGNORECASE), path
+        assert not re.search(
+            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
+        ), path
         assert text.endswith("\n") or not text
     assert f'dependencies = ["kvframework>={__version__.rpartition(".")[0]}"]' in files["pyproject.toml"]
     assert f'"{kind}.my_store" = "kvf_my_store"' in files["pyproject.toml"]

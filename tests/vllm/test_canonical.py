@@ -130,7 +130,7 @@ class Engine:
     def objects(self, chunks: int) -> torch.Tensor:
         """What is stored, `[planes, layers, tokens, hidden]` of integers."""
         stored = [self.link.object_bytes(bytes([index]) * 32) for index in range(chunks)]
-        planes, layers, slots, _ = self.desc.shape
+        planes, layers, slots, _ = self.desc.groups[0].shape
         return torch.cat(
             [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(planes, layers, slots, -1) for each in stored], 2
         )

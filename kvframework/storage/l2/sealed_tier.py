@@ -19,9 +19,9 @@ from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.full_tier_victims import Watermarks, oldest
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
-from kvframework.storage.l2.tier_victims import Watermarks, oldest
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")
@@ -132,7 +132,8 @@ class L2Store:
         exceed the room of a small tier are sent in several calls, each after making room."""
         parts: list[list[memoryview]] = []
         for key, value in zip(keys, values, strict=True):
-            name, packed = self._codecs.pack(self._codec, value)
+            packs = self._codec != NO_CODEC
+            name, packed = self._codecs.pack(self._codec, value) if packs else (NO_CODEC, [value])
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.errors import TierError
-from kvframework.storage.l2.l1_access import L1
+from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
 from kvframework.storage.l2.writer import TierWriter

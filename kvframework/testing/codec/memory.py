@@ -25,10 +25,29 @@ class MemoryTests(CodecKit):
             if kind == "mapping":
                 memory = mmap.mmap(-1, len(held))
                 memory[:] = held
-            parts = codec.encode(memoryview(memory)[_SHIFT:-1])
-            assert self.unpack(codec, b"".join(parts), len(data)) == data
+            parts = self.parts_of(codec, memoryview(memory)[_SHIFT:-1])
+            self.must_unpack(codec, b"".join(parts), data, f"packed from a {kind}")
             del parts
-            assert memory[:] == held, "what is packed is still the caller's, and may be read by others meanwhile"
+            assert memory[:] == held, (
+                "the object was changed: what is packed is still the caller's, and may be read by others meanwhile"
+            )
+
+    @pytest.mark.parametrize("content", ["text", "numbers", "noise", "every pair"])
+    def test_memory_may_begin_at_any_address(self, codec: Codec, content: str) -> None:
+        """Objects and packed bytes may begin and end at any byte, and the packed form does not follow from where."""
+        data = CONTENTS[content][:9001]
+        held = bytearray(len(data) + 64)
+        for shift in range(33):
+            held[shift : shift + len(data)] = data
+            with memoryview(held) as whole, whole[shift : shift + len(data)] as view:
+                packed = b"".join(self.parts_of(codec, view))
+            self.must_unpack(
+                codec, packed, data, f"packed from and unpacked to an address moved by {shift}", shift=shift
+            )
+            moved = bytes(shift) + packed + b"\x99"
+            place = bytearray(len(data))
+            codec.decode_into(memoryview(moved)[shift:-1], memoryview(place))
+            self.must_be(place, data, f"unpacked from an address moved by {shift}")
 
     def test_an_object_is_unpacked_in_a_mapping(self, codec: Codec) -> None:
         for data in CONTENTS.values():
@@ -37,8 +56,9 @@ class MemoryTests(CodecKit):
                 memory[:] = bytes([FILLING]) * len(memory)
                 with memoryview(memory) as whole, whole[_SHIFT : _SHIFT + len(data)] as place:
                     codec.decode_into(memoryview(packed), place)
-                    assert place == data
-                assert set(memory[:_SHIFT] + memory[_SHIFT + len(data) :]) == {FILLING}
+                    self.must_be(place, data, "unpacked in a mapping")
+                beside = set(memory[:_SHIFT] + memory[_SHIFT + len(data) :])
+                assert beside == {FILLING}, "bytes beside the object's place were written"
 
     def test_packed_bytes_are_left_as_they_are(self, codec: Codec) -> None:
         for data in CONTENTS.values():
@@ -48,8 +68,8 @@ class MemoryTests(CodecKit):
             with memoryview(held) as whole, whole[_SHIFT:-1] as view:
                 codec.decode_into(view, memoryview(place))
                 codec.decode_into(view.toreadonly(), memoryview(place))
-            assert place == data
-            assert held == b"\x11" * _SHIFT + packed + b"\x22"
+            self.must_be(place, data, "unpacked from read-only memory")
+            assert held == b"\x11" * _SHIFT + packed + b"\x22", "the packed bytes were changed"
 
     def test_what_was_in_the_place_does_not_matter(self, codec: Codec) -> None:
         for data in CONTENTS.values():
@@ -57,7 +77,7 @@ class MemoryTests(CodecKit):
             for before in (bytes(len(data)), b"\xff" * len(data), data[::-1]):
                 place = bytearray(before)
                 codec.decode_into(memoryview(packed), memoryview(place))
-                assert place == data
+                self.must_be(place, data, "unpacked over other content: what was in the place counts")
 
     def test_an_object_is_let_go_with_its_packed_bytes(self, codec: Codec) -> None:
         """Packed parts may borrow the object until the tier has stored them."""
@@ -65,22 +85,28 @@ class MemoryTests(CodecKit):
             memory = bytearray(data)
             parts = codec.encode(memoryview(memory))
             del parts
-            gc.collect()
-            memory.clear()  # raises BufferError if a view of it is left
+            _must_be_free(memory, "the object")
 
     def test_memory_is_let_go_when_all_is_unpacked(self, codec: Codec) -> None:
         for data in CONTENTS.values():
             packed, place = bytearray(self.pack(codec, data)), bytearray(len(data))
             codec.decode_into(memoryview(packed), memoryview(place))
-            gc.collect()
-            packed.clear()
-            place.clear()
+            _must_be_free(packed, "the packed bytes")
+            _must_be_free(place, "the object's place")
 
     def test_memory_is_let_go_after_an_error(self, codec: Codec) -> None:
         data = CONTENTS["text"]
         packed, place = bytearray(self.pack(codec, data)[:-1]), bytearray(len(data))
         with contextlib.suppress(ValueError):
             codec.decode_into(memoryview(packed), memoryview(place))
-        gc.collect()
-        packed.clear()
-        place.clear()
+        _must_be_free(packed, "the packed bytes")
+        _must_be_free(place, "the object's place")
+
+
+def _must_be_free(memory: bytearray, what: str) -> None:
+    """Fail if a view of `memory` is left."""
+    gc.collect()
+    try:
+        memory.clear()
+    except BufferError:
+        pytest.fail(f"the codec keeps a view of {what} (BufferError): L1 could not be closed")

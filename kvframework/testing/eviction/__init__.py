@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from kvframework.testing.eviction.cost import CostTests
 from kvframework.testing.eviction.kit import EvictionKit
+from kvframework.testing.eviction.memory import MemoryTests
 from kvframework.testing.eviction.offers import OfferTests
 from kvframework.testing.eviction.serving import ServingTests
 
 __all__ = ["EvictionConformance", "EvictionKit"]
 
 
-class EvictionConformance(OfferTests, ServingTests, CostTests):
+class EvictionConformance(OfferTests, ServingTests, CostTests, MemoryTests):
     """Base class of an author's test class; see the module. `EvictionKit` lists the settings and fixtures."""

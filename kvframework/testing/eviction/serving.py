@@ -16,6 +16,7 @@ from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
+from kvframework.testing.eviction.watched import WatchedPolicy
 
 _OWNER = 1
 
@@ -31,7 +32,7 @@ class ServingTests(EvictionKit):
         for count in (0, 1, 7, 29, 30):
             walk = policy.victims()
             offered = list(islice(walk, count))
-            assert len(set(offered)) == count
+            assert len(set(offered)) == count, f"{len(set(offered))} different keys are offered, of {count}"
             left_off.append(walk)
             must_offer(policy, keys)
             policy.on_remove(keys.pop())
@@ -96,10 +97,22 @@ class ServingTests(EvictionKit):
             for key in keys:
                 policy.on_access(key)
 
-        self.in_threads(lambda: insert(policy, keys))
-        self.in_threads(access)
-        self.in_threads(lambda: policy.on_remove(keys[0]))
-        self.in_threads(lambda: must_offer(policy, keys[1:]))
+        walks = []
+
+        def leave_a_walk() -> None:
+            walk = policy.victims()
+            next(walk)
+            walks.append(walk)
+
+        for step in (
+            lambda: insert(policy, keys),
+            access,
+            leave_a_walk,
+            lambda: policy.on_access_many(keys),
+            lambda: policy.on_remove(keys[0]),
+            lambda: must_offer(policy, keys[1:]),
+        ):
+            self.in_threads(step, within_s=10.0)
         must_offer(policy, keys[1:])
 
 
@@ -110,7 +123,7 @@ class _Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._policy = type(self).make()
+        self._policy = WatchedPolicy(type(self).make())
         self._keys = [bytes([number]) * PACKED_KEY_BYTES for number in range(8)]
         self._inside: set[PackedKey] = set()
 
@@ -133,7 +146,8 @@ class _Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4), kept=st.sets(st.integers(0, 3)))
     def evict(self, count: int, kept: set[int]) -> None:
         offered = list(islice(self._policy.victims(), count))
-        assert len(offered) == len(set(offered)) == min(count, len(self._inside))
+        wanted = min(count, len(self._inside))
+        assert len(offered) == len(set(offered)) == wanted, f"{len(set(offered))} keys are offered, of {wanted}"
         for index, key in enumerate(offered):
             if index not in kept:
                 assert key in self._inside, "a key is offered that is not in"

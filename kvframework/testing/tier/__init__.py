@@ -32,6 +32,7 @@ from kvframework.testing.tier.capacity import CapacityTests
 from kvframework.testing.tier.claims import ClaimTests
 from kvframework.testing.tier.concurrency import ConcurrencyTests
 from kvframework.testing.tier.contract import ContractTests
+from kvframework.testing.tier.crashes import CrashTests
 from kvframework.testing.tier.deadlines import DeadlineTests
 from kvframework.testing.tier.expiry import ExpiryTests
 from kvframework.testing.tier.faults import FaultTests
@@ -56,6 +57,7 @@ class TierConformance(
     LeakTests,
     ModelTests,
     SharingTests,
+    CrashTests,
     ExpiryTests,
     CapacityTests,
     ListingTests,

@@ -9,10 +9,10 @@ from kvframework.testing.tier.kit import TierKit
 class ClaimTests(TierKit):
     """An optional method is tested for its promises in the module of its own name."""
 
-    def test_it_has_a_name(self, tier: Tier) -> None:
-        assert isinstance(tier.name, str)
-        assert tier.name
+    def test_it_has_a_name(self, watched: Tier) -> None:
+        assert isinstance(watched.name, str)
+        assert watched.name
 
-    def test_its_capabilities_are_optional_methods(self, tier: Tier) -> None:
-        unknown = sorted(tier.capabilities() - set(OPTIONAL_METHODS))
+    def test_its_capabilities_are_optional_methods(self, watched: Tier) -> None:
+        unknown = sorted(watched.capabilities() - set(OPTIONAL_METHODS))
         assert not unknown, f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIONAL_METHODS)}"

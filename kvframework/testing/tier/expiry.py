@@ -8,12 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from kvframework.api.tier import Tier
-from kvframework.testing.tier.kit import DELETED, FOUND, MISSING, TierKit
+from kvframework.testing.tier.kit import FOUND, MISSING, STORED, TierKit
 
 
 class ExpiryTests(TierKit):
     """Tests for a `ttl_tier`. The kit does not know the time to live: it keeps one value alive until another
     expires."""
+
+    @pytest.fixture
+    def expiring(self, ttl_tier: Tier) -> Tier:
+        return self.watch(ttl_tier)
 
     def until_it_expires(self, tier: Tier, key: bytes, meanwhile: Callable[[], None]) -> None:
         deadline = self.soon()
@@ -22,30 +26,57 @@ class ExpiryTests(TierKit):
             meanwhile()
             time.sleep(0.02)
 
-    def test_a_value_expires(self, ttl_tier: Tier) -> None:
-        (key,) = self.fresh_keys(1)
-        self.store(ttl_tier, key, b"value")
-        self.must_load(ttl_tier, key, b"value")
-        self.until_it_expires(ttl_tier, key, lambda: None)
-        assert self.load(ttl_tier, key, 5)[0] is MISSING
-        assert ttl_tier.delete([key], deadline=self.soon()) == [MISSING]
-        self.store(ttl_tier, key, b"again")
-        self.must_load(ttl_tier, key, b"again")
+    def until(self, true: Callable[[], bool], otherwise: str) -> None:
+        deadline = self.soon()
+        while not true():
+            assert time.monotonic() < deadline, otherwise
+            time.sleep(0.02)
 
-    def test_a_touched_value_lives_longer(self, ttl_tier: Tier) -> None:
-        if "touch" not in ttl_tier.capabilities():
+    def test_a_value_expires(self, expiring: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(expiring, key, b"value")
+        self.must_load(expiring, key, b"value")
+        self.until_it_expires(expiring, key, lambda: None)
+        assert self.load(expiring, key, 5)[0] is MISSING
+        assert expiring.delete([key], deadline=self.soon()) == [MISSING]
+        self.store(expiring, key, b"again")
+        self.must_load(expiring, key, b"again")
+
+    def test_a_touched_value_lives_longer(self, expiring: Tier) -> None:
+        if "touch" not in expiring.capabilities():
             pytest.skip("the tier has no touch")
         touched, left = self.fresh_keys(2)
-        self.store(ttl_tier, touched, b"touched")
-        self.store(ttl_tier, left, b"left")
-        self.until_it_expires(ttl_tier, left, lambda: ttl_tier.touch([touched], deadline=self.soon()))
-        self.must_load(ttl_tier, touched, b"touched")
-        self.until_it_expires(ttl_tier, touched, lambda: None)
+        self.store(expiring, touched, b"touched")
+        self.store(expiring, left, b"left")
+        self.until_it_expires(expiring, left, lambda: expiring.touch([touched], deadline=self.soon()))
+        self.must_load(expiring, touched, b"touched", "a touch did not prolong the life of a value")
+        self.until_it_expires(expiring, touched, lambda: None)
 
-    def test_a_value_that_is_stored_again_lives_longer(self, ttl_tier: Tier) -> None:
+    def test_a_value_that_is_stored_again_lives_longer(self, expiring: Tier) -> None:
         stored, left = self.fresh_keys(2)
-        self.store(ttl_tier, stored, b"stored")
-        self.store(ttl_tier, left, b"left")
-        self.until_it_expires(ttl_tier, left, lambda: self.store(ttl_tier, stored, b"again!"))
-        self.must_load(ttl_tier, stored, b"again!")
-        assert ttl_tier.delete([stored], deadline=self.soon()) == [DELETED]
+        self.store(expiring, stored, b"stored")
+        self.store(expiring, left, b"left")
+        self.until_it_expires(expiring, left, lambda: self.store(expiring, stored, b"again!"))
+        self.must_load(expiring, stored, b"again!", "storing a value again did not prolong its life")
+        self.until_it_expires(expiring, stored, lambda: None)
+
+    def test_what_expired_is_gone_for_every_call(self, expiring: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        known = expiring.capabilities()
+        before = expiring.usage(deadline=self.soon()).used_bytes if "usage" in known else 0
+        self.store(expiring, key, b"value")
+        self.until_it_expires(expiring, key, lambda: None)
+        expiring.touch([key], deadline=self.soon())
+        assert expiring.contains([key], deadline=self.soon()) == [MISSING], "a touch revived what had expired"
+        if "scan" in known:
+            listed = {entry.key for entry in expiring.scan(deadline=self.soon())}
+            assert key not in listed, "what has expired is listed"
+        if "usage" in known:
+            self.until(lambda: expiring.usage(deadline=self.soon()).used_bytes <= before, "what has expired is counted")
+
+    def test_several_values_expire_each_by_itself(self, expiring: Tier) -> None:
+        keys = self.fresh_keys(5)
+        assert expiring.put(keys, self.parts_of([b"value"] * 5), deadline=self.soon()) == [STORED] * 5
+        for key in keys:
+            self.until_it_expires(expiring, key, lambda: None)
+        assert expiring.contains(keys, deadline=self.soon()) == [MISSING] * 5

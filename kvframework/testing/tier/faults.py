@@ -22,8 +22,8 @@ class FaultTests(TierKit):
     """
 
     @pytest.mark.parametrize("kinds", [*((kind,) for kind in TIER_FAULTS), tuple(TIER_FAULTS)], ids="+".join)
-    def test_no_wrong_byte_leaves_and_all_heals(self, tier: Tier, kinds: tuple[str, ...]) -> None:
-        faulty = FaultyTier(tier, 7, kinds)
+    def test_no_wrong_byte_leaves_and_all_heals(self, watched: Tier, kinds: tuple[str, ...]) -> None:
+        faulty = FaultyTier(watched, 7, kinds)
         store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
         keys = self.fresh_keys(12)
         exercise(store, keys, 11, TURNS)
@@ -31,8 +31,8 @@ class FaultTests(TierKit):
         faulty.stop()
         must_heal(store, keys, self.patience_s)
 
-    def test_a_value_that_was_spoilt_in_the_store_leaves_it(self, tier: Tier) -> None:
-        faulty = FaultyTier(tier, 13, ("flip",), rate=1.0)
+    def test_a_value_that_was_spoilt_in_the_store_leaves_it(self, watched: Tier) -> None:
+        faulty = FaultyTier(watched, 13, ("flip",), rate=1.0)
         store = L2Store(faulty, timeout_s=self.patience_s)
         keys = self.fresh_keys(6)
         save(store, keys)
@@ -42,22 +42,22 @@ class FaultTests(TierKit):
         must_heal(store, keys, self.patience_s)
 
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
-    def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, tier: Tier, kept: float) -> None:
+    def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, watched: Tier, kept: float) -> None:
         """A place of L1 may have held the same object before: bytes that were not received are then there already."""
-        store = L2Store(tier, timeout_s=self.patience_s)
+        store = L2Store(watched, timeout_s=self.patience_s)
         keys = self.fresh_keys(6)
         save(store, keys)
         for key in keys:
             whole = bytearray(HEADER_BYTES + len(value_of(key)))
-            assert tier.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
-            self.store(tier, key, bytes(whole[: int(kept * len(whole))]))
+            assert watched.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
+            self.store(watched, key, bytes(whole[: int(kept * len(whole))]))
         places = [bytearray(value_of(key)) for key in keys]
         assert run(store.get_steps(keys, [memoryview(place) for place in places])) == [False] * len(keys)
         assert store.counters["corrupt"] == len(keys)
         must_heal(store, keys, self.patience_s)
 
-    def test_a_refusing_tier_is_asked_again(self, tier: Tier) -> None:
-        faulty = FaultyTier(tier, 17, ("refused",), rate=1.0)
+    def test_a_refusing_tier_is_asked_again(self, watched: Tier) -> None:
+        faulty = FaultyTier(watched, 17, ("refused",), rate=1.0)
         store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
         keys = self.fresh_keys(3)
         exercise(store, keys, 19, 10)

@@ -18,6 +18,7 @@ from kvframework.errors import PluginUnavailable, TierError
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.faults import FaultProxy
 from kvframework.testing.kit import Kit
+from kvframework.testing.tier.watched import WatchedTier
 from kvframework.testing.together import together
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
@@ -140,9 +141,27 @@ class TierKit(Kit):
         self._opened.append(tier)
         return tier
 
-    def another(self, tier: Tier) -> Tier:
+    @pytest.fixture
+    def watched(self, tier: Tier) -> WatchedTier:
+        """`tier`, with what every call promises checked at every call."""
+        return self.watch(tier)
+
+    @property
+    def can_reopen(self) -> bool:
+        return bool(self.use) or type(self).reopen is not TierKit.reopen
+
+    def watch(self, tier: Tier) -> WatchedTier:
+        return WatchedTier(tier, self.grace_s)
+
+    def reopened(self, tier: Tier) -> WatchedTier:
+        """Return the tier that `reopen` gives."""
+        return self.watch(self.reopen(tier.inner if isinstance(tier, WatchedTier) else tier))
+
+    def another(self, tier: Tier) -> WatchedTier:
         """Return the tier that `reopen` gives, closed when the test ends."""
-        return self.closed_later(self.reopen(tier))
+        other = self.reopened(tier)
+        self.closed_later(other)
+        return other
 
     def fresh_keys(self, count: int) -> list[PackedKey]:
         """Return keys that the store does not hold; any byte may occur in them."""
@@ -185,6 +204,20 @@ class TierKit(Kit):
             "get_into": lambda: tier.get_into([key], parts, deadline=deadline()),
             "put": lambda: tier.put([key], [[memoryview(b"other")]], deadline=deadline()),
             "delete": lambda: tier.delete([key], deadline=deadline()),
+        }
+
+    def every_call(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
+        """Return every call that has a deadline, by its name. An optional method that the tier lacks skips the test."""
+        known = tier.capabilities()
+
+        def optional(name: str, call: Callable[[], object]) -> Callable[[], object]:
+            return call if name in known else lambda: pytest.skip(f"the tier has no {name}")
+
+        return self.calls(tier, key, deadline) | {
+            "ping": lambda: tier.ping(deadline=deadline()),
+            "touch": optional("touch", lambda: tier.touch([key], deadline=deadline())),
+            "usage": optional("usage", lambda: tier.usage(deadline=deadline())),
+            "scan": optional("scan", lambda: list(tier.scan(deadline=deadline()))),
         }
 
     def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:

@@ -45,39 +45,39 @@ class LeakTests(TierKit):
         self.in_threads(work, work, work)
         tier.close()
 
-    def test_closing_gives_files_and_threads_back(self, before: set[str], tier: Tier) -> None:
-        self.a_life(tier)
+    def test_closing_gives_files_and_threads_back(self, before: set[str], watched: Tier) -> None:
+        self.a_life(watched)
         if self.use or type(self).reopen is not TierKit.reopen:
             before = _open()  # the process now holds all that it keeps for any number of tiers
             for _ in range(3):
-                self.a_life(self.reopen(tier))
+                self.a_life(self.reopened(watched))
         deadline = time.monotonic() + self.grace_s
         while len(left := _open()) > len(before) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(left) <= len(before), f"left behind: {', '.join(sorted(left - before))}"
 
-    def test_memory_is_not_kept(self, tier: Tier) -> None:
+    def test_memory_is_not_kept(self, watched: Tier) -> None:
         keys = self.fresh_keys(3)
         sources, targets = ([Tracked(b"m" * 50_000) for _ in keys] for _ in range(2))
         gone = [weakref.ref(memory) for memory in sources + targets]
-        assert tier.put(keys, self.parts_of(sources), deadline=self.soon()) == [STORED] * 3
-        assert tier.get_into(keys, self.parts_of(targets), deadline=self.soon()) == [len(each) for each in targets]
-        tier.get_into(keys, [[memoryview(each)[:10]] for each in targets], deadline=self.soon())
+        assert watched.put(keys, self.parts_of(sources), deadline=self.soon()) == [STORED] * 3
+        assert watched.get_into(keys, self.parts_of(targets), deadline=self.soon()) == [len(each) for each in targets]
+        watched.get_into(keys, [[memoryview(each)[:10]] for each in targets], deadline=self.soon())
         del sources, targets
         gc.collect()
         assert not any(memory() is not None for memory in gone), "the tier keeps memory of the caller"
 
-    def test_memory_of_a_failed_call_is_not_kept(self, tier: Tier) -> None:
+    def test_memory_of_a_failed_call_is_not_kept(self, watched: Tier) -> None:
         keys = self.fresh_keys(3)
         memory = [Tracked(b"m" * 50_000) for _ in keys]
         gone = [weakref.ref(each) for each in memory]
-        for call in (tier.put, tier.get_into):
+        for call in (watched.put, watched.get_into):
             for deadline in (0.0, time.monotonic() + 0.0005):
                 with contextlib.suppress(TierError):
                     call(keys, self.parts_of(memory), deadline=deadline)
-        tier.close()
+        watched.close()
         with pytest.raises(TierError):
-            tier.put(keys, self.parts_of(memory), deadline=self.soon())
+            watched.put(keys, self.parts_of(memory), deadline=self.soon())
         del memory
         gc.collect()
         assert not any(each() is not None for each in gone), "the tier keeps memory of the caller"

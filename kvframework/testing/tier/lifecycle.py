@@ -17,37 +17,32 @@ from kvframework.testing.tier.kit import TierKit
 class LifecycleTests(TierKit):
     """`close` is idempotent, and calls in flight fail with `TierError`."""
 
-    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping", "usage", "scan"])
-    def test_a_closed_tier_fails_every_call(self, tier: Tier, name: str) -> None:
+    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"])
+    def test_a_closed_tier_fails_every_call(self, watched: Tier, name: str) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(tier, key, b"value")
-        tier.close()
-        calls = self.calls(tier, key, self.soon) | {
-            "ping": lambda: tier.ping(deadline=self.soon()),
-            "usage": lambda: tier.usage(deadline=self.soon()),
-            "scan": lambda: list(tier.scan(deadline=self.soon())),
-        }
-        self.must_raise(name, calls[name], "the tier is closed")
+        self.store(watched, key, b"value")
+        watched.close()
+        self.must_raise(name, self.every_call(watched, key, self.soon)[name], "the tier is closed")
 
-    def test_a_tier_that_did_nothing_closes(self, tier: Tier) -> None:
-        tier.close()
+    def test_a_tier_that_did_nothing_closes(self, watched: Tier) -> None:
+        watched.close()
 
-    def test_closing_twice_is_closing_once(self, tier: Tier) -> None:
+    def test_closing_twice_is_closing_once(self, watched: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(tier, key, b"value")
-        tier.close()
-        tier.close()
-        self.in_threads(tier.close, tier.close)
+        self.store(watched, key, b"value")
+        watched.close()
+        watched.close()
+        self.in_threads(watched.close, watched.close)
 
-    def test_closing_at_the_same_time_is_closing_once(self, tier: Tier) -> None:
+    def test_closing_at_the_same_time_is_closing_once(self, watched: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(tier, key, b"value")
-        self.in_threads(tier.close, tier.close, tier.close)
-        self.must_raise("contains", lambda: tier.contains([key], deadline=self.soon()), "the tier is closed")
+        self.store(watched, key, b"value")
+        self.in_threads(watched.close, watched.close, watched.close)
+        self.must_raise("contains", lambda: watched.contains([key], deadline=self.soon()), "the tier is closed")
 
-    def test_closing_ends_the_calls_in_flight(self, tier: Tier) -> None:
+    def test_closing_ends_the_calls_in_flight(self, watched: Tier) -> None:
         keys, value = self.fresh_keys(20), os.urandom(100_000)
-        self.store(tier, keys[0], value)
+        self.store(watched, keys[0], value)
         begun = threading.Semaphore(0)
         ended: list[float] = []
 
@@ -58,9 +53,9 @@ class LifecycleTests(TierKit):
                 outcomes: Sequence[int | Outcome]
                 try:
                     if put:
-                        outcomes = tier.put(keys, [[memoryview(value)]] * len(keys), deadline=self.soon())
+                        outcomes = watched.put(keys, [[memoryview(value)]] * len(keys), deadline=self.soon())
                     else:
-                        outcomes = tier.get_into(keys, self.parts_of(buffers), deadline=self.soon())
+                        outcomes = watched.get_into(keys, self.parts_of(buffers), deadline=self.soon())
                 except TierError:
                     break
                 finally:
@@ -72,28 +67,28 @@ class LifecycleTests(TierKit):
             for _ in range(8):
                 assert begun.acquire(timeout=self.patience_s)
             closed = time.monotonic()
-            tier.close()
+            watched.close()
             assert time.monotonic() - closed < self.grace_s, "close took too long"
             ended.append(closed)
 
         self.in_threads(close, *(lambda put=put: work(put) for put in (True, False, True, False)))
         assert max(ended) - min(ended) < self.grace_s, "a call went on after the tier was closed"
 
-    def test_values_outlive_the_tier(self, tier: Tier) -> None:
+    def test_values_outlive_the_tier(self, watched: Tier) -> None:
         if not self.persistent:
             pytest.skip("persistent = False")
         keys = self.fresh_keys(4)
         values = [b"", b"1", os.urandom(5000), os.urandom(1 << 20)]
         for key, value in zip(keys, values, strict=True):
-            self.store(tier, key, value)
+            self.store(watched, key, value)
         gone = keys.pop(1)
         values.pop(1)
-        tier.delete([gone], deadline=self.soon())
-        tier.close()
-        again = self.another(tier)
+        watched.delete([gone], deadline=self.soon())
+        watched.close()
+        again = self.another(watched)
         for key, value in zip(keys, values, strict=True):
             self.must_load(again, key, value)
         assert again.contains([gone, *keys], deadline=self.soon())[0] is Outcome.MISSING
         self.store(again, gone, b"a value of the next life")
         again.close()
-        self.must_load(self.another(tier), gone, b"a value of the next life")
+        self.must_load(self.another(watched), gone, b"a value of the next life")

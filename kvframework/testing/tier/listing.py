@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -19,34 +20,42 @@ class ListingTests(TierKit):
     """Tests for tiers that have `scan`. The store may hold other values than those of the tests."""
 
     @pytest.fixture
-    def listed(self, tier: Tier) -> Tier:
-        if "scan" not in tier.capabilities():
+    def listed(self, watched: Tier) -> Tier:
+        if "scan" not in watched.capabilities():
             pytest.skip("the tier has no scan")
-        return tier
+        return watched
 
     def scan(self, tier: Tier, keys: Collection[PackedKey]) -> dict[PackedKey, TierEntry]:
         """Return the entries of these keys; fails if one of them is listed twice."""
         found: dict[PackedKey, TierEntry] = {}
         for entry in tier.scan(deadline=self.soon()):
-            assert isinstance(entry, TierEntry)
-            assert isinstance(entry.key, bytes)
             if entry.key in keys:
                 assert entry.key not in found, "a value is listed twice"
                 found[entry.key] = entry
         return found
+
+    def must_list(self, tier: Tier, sizes: Mapping[PackedKey, int], also: Collection[PackedKey] = ()) -> None:
+        """Fail unless these values, and none under the keys of `also` besides, are listed with these sizes."""
+        found = self.scan(tier, {*sizes, *also})
+        assert not found.keys() - sizes.keys(), "a value that was deleted is listed"
+        missing = len(sizes.keys() - found.keys())
+        assert not missing, f"{missing} of {len(sizes)} values are not listed"
+        other = {(sizes[key], entry.nbytes) for key, entry in found.items() if entry.nbytes != sizes[key]}
+        assert not other, f"a value of {min(other)[0]} bytes is listed with {min(other)[1]}"
 
     def test_it_lists_what_is_there_with_its_size(self, listed: Tier) -> None:
         keys = self.fresh_keys(40)
         sizes = {key: (index * 997) % 5000 for index, key in enumerate(keys)}
         values = [bytes(sizes[key]) for key in keys]
         assert listed.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
-        assert {key: entry.nbytes for key, entry in self.scan(listed, keys).items()} == sizes
+        self.must_list(listed, sizes)
         assert listed.delete(keys[:10], deadline=self.soon()) == [DELETED] * 10
-        assert set(self.scan(listed, keys)) == set(keys[10:])
+        kept = {key: sizes[key] for key in keys[10:]}
+        self.must_list(listed, kept, also=keys)
         self.store(listed, keys[-1], b"longer than it was" * 500)
-        assert self.scan(listed, keys)[keys[-1]].nbytes == 9000
+        self.must_list(listed, kept | {keys[-1]: 9000})
         listed.delete(keys, deadline=self.soon())
-        assert self.scan(listed, keys) == {}
+        self.must_list(listed, {}, also=keys)
 
     def test_it_lists_more_than_one_page(self, listed: Tier) -> None:
         keys = self.fresh_keys(MANY)
@@ -65,40 +74,82 @@ class ListingTests(TierKit):
             self.store(listed, key, b"value")
         first = self.scan(listed, keys)
         slack = self.time_step_s + 2.0  # of the store's clock
-        assert all(began - slack <= entry.used_at <= time.time() + slack for entry in first.values())
+        for entry in first.values():
+            told = f"used_at is {entry.used_at!r}: it is the Unix time in seconds, now {time.time()}"
+            assert began - slack <= entry.used_at <= time.time() + slack, told
         time.sleep(2 * self.time_step_s)
         listed.touch([touched], deadline=self.soon())
         self.store(listed, stored, b"value")
         then = self.scan(listed, keys)
-        assert then[left].used_at == pytest.approx(first[left].used_at, abs=self.time_step_s)
+        moved = abs(then[left].used_at - first[left].used_at)
+        assert moved <= self.time_step_s, "the time of use of a value changed without a use"
         assert then[touched].used_at > then[left].used_at, "touching a value did not change when it was used"
         assert then[stored].used_at > then[left].used_at, "storing a value did not change when it was used"
 
-    def test_it_may_be_left_off(self, listed: Tier) -> None:
-        for key in self.fresh_keys(5):
+    def test_a_scan_that_rests_holds_nothing(self, listed: Tier) -> None:
+        """The caller deletes what it was given, takes its time between two values, and may never go on."""
+        keys = self.fresh_keys(6)
+        for key in keys:
             self.store(listed, key, b"value")
-        for _ in range(3):
-            entries = listed.scan(deadline=self.soon())
+        resting = [listed.scan(deadline=self.soon()) for _ in range(3)]
+        for entries in resting:
             next(entries)
-            del entries
-        self.store(listed, self.fresh_keys(1)[0], b"it goes on")
+
+        def work(tier: Tier) -> None:
+            (key,) = self.fresh_keys(1)
+            self.store(tier, key, b"stored while a scan rests")
+            self.must_load(tier, key, b"stored while a scan rests")
+            assert tier.delete([key, keys[0]], deadline=self.soon())[0] is DELETED
+            self.store(tier, keys[0], b"again")
+            self.scan(tier, keys)
+
+        others = [self.another(listed)] if self.is_shared and self.can_reopen else []
+        for tier in (listed, *others):
+            self.in_threads(lambda tier=tier: work(tier), within_s=self.patience_s + self.grace_s)  # type: ignore[misc]
+            work(tier)
+        self.in_threads(listed.close, within_s=self.patience_s)
+        with contextlib.suppress(TierError):
+            next(resting[0])
+        resting.clear()
 
     def test_it_goes_on_while_values_come_and_go(self, listed: Tier) -> None:
-        stay, go, come = (self.fresh_keys(20) for _ in range(3))
-        for key in stay + go:
-            self.store(listed, key, b"value")
-        seen = []
+        """What stays is listed once, whatever leaves and comes before and behind the place where the scan is."""
+        stay, go, come = (self.fresh_keys(MANY // 4) for _ in range(3))
+        for keys in (stay, go):
+            assert listed.put(keys, self.parts_of([b"value"] * len(keys)), deadline=self.soon()) == [STORED] * len(keys)
+        staying, leaving, seen = set(stay), set(go), list[PackedKey]()
+        coming = list(come)
         for entry in listed.scan(deadline=self.soon()):
             seen.append(entry.key)
-            if len(seen) % 2 and go:
-                listed.delete([go.pop()], deadline=self.soon())
-            elif come:
-                self.store(listed, come.pop(), b"value")
-        assert set(stay) <= set(seen)
+            if entry.key in leaving:  # as the server does, which makes room
+                leaving.discard(entry.key)
+                listed.delete([entry.key], deadline=self.soon())
+            elif len(seen) % 4 == 0 and leaving:
+                listed.delete([leaving.pop()], deadline=self.soon())
+            elif coming:
+                self.store(listed, coming.pop(), b"value")
         assert len(seen) == len(set(seen)), "a value is listed twice"
+        missing = len(staying - set(seen))
+        assert not missing, f"{missing} of {len(stay)} values that stayed are not listed"
+        assert listed.delete(stay, deadline=self.soon()) == [DELETED] * len(stay)
+
+    def test_what_outlives_the_tier_is_listed_again(self, listed: Tier) -> None:
+        if not (self.persistent and self.can_reopen):
+            pytest.skip("values end with the tier, or there is no `reopen`")
+        keys = self.fresh_keys(12)
+        sizes = {key: 1 + index * 997 for index, key in enumerate(keys)}
+        values = [bytes(size) for size in sizes.values()]
+        assert listed.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
+        before = self.scan(listed, keys)
+        listed.close()
+        again = self.another(listed)
+        self.must_list(again, sizes)
+        for key, entry in self.scan(again, keys).items():
+            moved = abs(entry.used_at - before[key].used_at)
+            assert moved <= self.time_step_s, f"opening the store moved a time of use by {moved:.1f} s"
+        again.delete(keys, deadline=self.soon())
 
     def test_a_late_scan_is_refused(self, listed: Tier) -> None:
         for key in self.fresh_keys(3):
             self.store(listed, key, b"value")
-        with pytest.raises(TierError):
-            list(listed.scan(deadline=time.monotonic() - 1.0))
+        self.must_raise("scan", lambda: list(listed.scan(deadline=time.monotonic() - 1.0)), "the deadline has passed")

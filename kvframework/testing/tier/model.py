@@ -22,9 +22,9 @@ SIZED_BATCHES = st.lists(st.tuples(KEYS, LENGTHS), max_size=8)
 
 
 class ModelTests(TierKit):
-    def test_it_behaves_like_a_dict(self, tier: Tier) -> None:
+    def test_it_behaves_like_a_dict(self, watched: Tier) -> None:
         class Machine(TierMachine):
-            kit, tier_under_test = self, tier
+            kit, tier_under_test = self, watched
 
         # Some releases of hypothesis have no types for it.
         run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]

@@ -14,49 +14,49 @@ class SharingTests(TierKit):
     """For tiers that are `shared`."""
 
     @pytest.fixture
-    def other(self, tier: Tier) -> Tier:
+    def other(self, watched: Tier) -> Tier:
         """A second tier over the store of `tier`."""
         if not self.is_shared:
             pytest.skip("the tier is not shared")
         if not self.use and type(self).reopen is TierKit.reopen:
             pytest.fail("the tier is shared: give `reopen(tier)`, a second tier over the same store")
-        return self.another(tier)
+        return self.another(watched)
 
-    def test_each_sees_what_the_other_stores(self, tier: Tier, other: Tier) -> None:
+    def test_each_sees_what_the_other_stores(self, watched: Tier, other: Tier) -> None:
         one, two = self.fresh_keys(2)
         value = os.urandom(70_000)
-        self.store(tier, one, value)
+        self.store(watched, one, value)
         self.store(other, two, b"of the other")
         assert other.contains([one, two], deadline=self.soon()) == [FOUND, FOUND]
         self.must_load(other, one, value)
-        self.must_load(tier, two, b"of the other")
+        self.must_load(watched, two, b"of the other")
         self.store(other, one, b"replaced")
-        self.must_load(tier, one, b"replaced")
+        self.must_load(watched, one, b"replaced")
         self.store(other, one, b"replaced by more")
-        assert self.load(tier, one, 8)[0] is DAMAGED
-        self.must_load(tier, one, b"replaced by more")
+        assert self.load(watched, one, 8)[0] is DAMAGED
+        self.must_load(watched, one, b"replaced by more")
 
-    def test_each_sees_what_the_other_deletes(self, tier: Tier, other: Tier) -> None:
+    def test_each_sees_what_the_other_deletes(self, watched: Tier, other: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(tier, key, b"value")
+        self.store(watched, key, b"value")
         self.must_load(other, key, b"value")
         assert other.delete([key], deadline=self.soon()) == [DELETED]
-        assert tier.contains([key], deadline=self.soon()) == [MISSING]
-        assert self.load(tier, key, 5)[0] is MISSING
-        assert tier.delete([key], deadline=self.soon()) == [MISSING]
+        assert watched.contains([key], deadline=self.soon()) == [MISSING]
+        assert self.load(watched, key, 5)[0] is MISSING
+        assert watched.delete([key], deadline=self.soon()) == [MISSING]
 
-    def test_closing_one_leaves_the_other_at_work(self, tier: Tier, other: Tier) -> None:
+    def test_closing_one_leaves_the_other_at_work(self, watched: Tier, other: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        self.store(tier, key, b"value")
-        tier.close()
+        self.store(watched, key, b"value")
+        watched.close()
         self.must_load(other, key, b"value")
         self.store(other, key, b"again")
         self.must_load(other, key, b"again")
 
-    def test_two_at_work_on_the_same_keys_see_whole_values(self, tier: Tier, other: Tier) -> None:
+    def test_two_at_work_on_the_same_keys_see_whole_values(self, watched: Tier, other: Tier) -> None:
         keys, size = self.fresh_keys(2), 50_000
         for key in keys:
-            self.store(tier, key, b"\x09" * size)
+            self.store(watched, key, b"\x09" * size)
 
         def work(mine: Tier, byte: int) -> None:
             for _ in range(20):
@@ -68,4 +68,4 @@ class SharingTests(TierKit):
                     assert buffer == buffer[:1] * size, "bytes of several values, or of none, in one"
                     assert buffer[0] in (1, 2, 9)
 
-        self.in_threads(lambda: work(tier, 1), lambda: work(other, 2))
+        self.in_threads(lambda: work(watched, 1), lambda: work(other, 2))

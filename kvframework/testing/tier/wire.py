@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 
@@ -17,6 +19,8 @@ from kvframework.testing.tier.kit import TierKit
 
 DEADLINE_S = 0.3
 TURNS = 12
+# More than a pool has places.
+FAILURES = 25
 
 
 class WireFaultTests(TierKit):
@@ -28,7 +32,7 @@ class WireFaultTests(TierKit):
     def test_a_fault_on_the_wire_is_an_outcome_or_a_tier_error(
         self, faulty_tier: tuple[Tier, FaultProxy], kind: str
     ) -> None:
-        tier, proxy = faulty_tier
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
         known, other = self.fresh_keys(2)
         value = b"value" * 2000
         self.store(tier, known, value)
@@ -50,7 +54,7 @@ class WireFaultTests(TierKit):
 
     @pytest.mark.parametrize("kind", WIRE_FAULTS)
     def test_no_wrong_byte_passes_a_faulty_wire(self, faulty_tier: tuple[Tier, FaultProxy], kind: str) -> None:
-        tier, proxy = faulty_tier
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
         breaker = Breaker(backoff_s=0.001, max_backoff_s=0.01)
         store = L2Store(tier, timeout_s=DEADLINE_S * (2 if kind == "slow" else 1), breaker=breaker)
         keys = self.fresh_keys(8)
@@ -65,7 +69,7 @@ class WireFaultTests(TierKit):
     def test_what_a_stalled_wire_held_back_is_no_answer_to_the_next_call(
         self, faulty_tier: tuple[Tier, FaultProxy]
     ) -> None:
-        tier, proxy = faulty_tier
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
         one, two = self.fresh_keys(2)
         self.store(tier, one, b"one")
         self.store(tier, two, b"two")
@@ -77,6 +81,23 @@ class WireFaultTests(TierKit):
         proxy.heal()
         for _ in range(10):
             assert persist(lambda: self.load(tier, two, 3), self.patience_s) == (3, b"two")
+
+    def test_failures_use_nothing_up(self, faulty_tier: tuple[Tier, FaultProxy]) -> None:
+        """After many failures there are as many connections, places in a pool and descriptors as after some."""
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        descriptors = []
+        for kind in ("reset", "refuse", "reset", "refuse"):
+            proxy.inject(kind)
+            for _ in range(FAILURES):
+                with contextlib.suppress(TierError):
+                    tier.get_into([key], self.parts_of([bytearray(5)]), deadline=time.monotonic() + DEADLINE_S)
+            proxy.heal()
+            assert persist(lambda: self.load(tier, key, 5), self.patience_s) == (5, b"value")
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        grown = descriptors[-1] - descriptors[0]
+        assert grown < FAILURES, f"{grown} descriptors more after {3 * FAILURES} more failures"
 
     def in_time(self, name: str, call: Callable[[], object]) -> None:
         """Fail if `call` takes much longer than `DEADLINE_S`, or ends in anything but one outcome or `TierError`."""

@@ -82,9 +82,9 @@ class _Program:
     module: str
 
     def __init__(self, spec: RigSpec, *arguments: str) -> None:
-        told = json.dumps([spec.factory, dict(spec.arguments)])
+        rig = json.dumps([spec.factory, dict(spec.arguments)])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, told, *arguments],
+            [sys.executable, "-m", self.module, rig, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -109,7 +109,7 @@ class _Program:
             self.process.wait()
         self.process.stdout.close()
 
-    def told(self) -> str:
+    def next_line(self) -> str:
         """Return the next line that it prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -124,7 +124,7 @@ class ServerProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str) -> None:
         super().__init__(spec, endpoint)
-        assert self.told() == "serving"
+        assert self.next_line() == "serving"
 
 
 class EngineProgram(_Program):
@@ -134,7 +134,7 @@ class EngineProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str, instance_id: int, case: str) -> None:
         super().__init__(spec, endpoint, str(instance_id), case)
-        assert self.told() == "registered"
+        assert self.next_line() == "registered"
 
     def send(self, *words: object) -> None:
         assert self.process.stdin is not None
@@ -143,7 +143,7 @@ class EngineProgram(_Program):
 
     def ask(self, *words: object) -> object:
         self.send(*words)
-        return json.loads(self.told())
+        return json.loads(self.next_line())
 
 
 def status_of(client: KVClient) -> dict[str, object]:
