@@ -139,8 +139,8 @@ class AddressSpace:
 
     def _add(self, nbytes: int, device: str, start: int, allocation: int, mapping: int | None) -> int:
         region = Region(self._next, nbytes, device, start, allocation, mapping)
-        # Addresses are never reused, so that those of freed memory stay invalid. There is no gap: as on real devices, one
-        # allocation may follow another, and a fragment over the end of one is a mistake all the same.
+        # Addresses are never reused, so that those of freed memory stay invalid. As on real devices, one allocation may
+        # follow another, and a fragment over the end of one is a mistake all the same.
         self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         bisect.insort(self._regions, region)
         return region.address

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse
-from kvframework.testing.accelerator.ledger import Ledger
+from kvframework.testing.accelerator.ledger import Ledger, merged
 from kvframework.testing.accelerator.memory import AddressSpace
 from kvframework.testing.accelerator.node import NODE_VARIABLE
 from kvframework.testing.accelerator.streams import Event, Stream, wait_until_reached
@@ -275,8 +275,9 @@ class Accelerator:
         what = f"a copy {'from' if to_host else 'to'} the device"
         with self._lock:
             spans, regions = self._space.spans(addresses, length, stream.device, what)
-            for offset in (min(offsets, default=0), max(offsets, default=0)):
-                if not any(low <= offset and offset + length <= high for low, high in self._pinned):
+            pinned = merged(iter(self._pinned))
+            for offset in {min(offsets, default=0), max(offsets, default=0)}:
+                if not any(low <= offset and offset + length <= high for low, high in pinned):
                     raise self._misuse("not_pinned", f"{what}: host memory at {offset} is not registered")
             at = [self._space.offset(address, what) for address in addresses]
         queued = self._ledger.queue(
