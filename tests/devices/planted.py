@@ -133,7 +133,7 @@ class ForgetsTheLastFragment(PlantedCopier):
         _copy(self, stream, addresses[:many], offsets[:many], run, to_arena)
 
 
-class OffsetsOf16Bits(PlantedCopier):
+class OffsetsOf20Bits(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         addresses, offsets, run = batch.fragments()
         _copy(self, stream, addresses, [offset & 0xFFFFF for offset in offsets], run, to_arena)
@@ -436,7 +436,7 @@ def kvf_transports() -> list[AnyTransportProvider[SimOptions]]:
         _provider("merges_neighbours", copier=MergesNeighbours),
         _provider("copies_so_many", copier=CopiesSoMany),
         _provider("forgets_the_last_fragment", copier=ForgetsTheLastFragment),
-        _provider("offsets_of_16_bits", copier=OffsetsOf16Bits),
+        _provider("offsets_of_20_bits", copier=OffsetsOf20Bits),
         _provider("loads_the_first_lane_only", copier=LoadsTheFirstLaneOnly),
         _provider("swaps_lanes", copier=SwapsLanes),
         _provider("stores_both_ways", copier=StoresBothWays),

@@ -189,12 +189,12 @@ class KitEngine:
             for name, shape in self.model.shapes.items():
                 yield name, self.rig.empty(shape, self.groups[name[0]].dtype)
             return
-        together: dict[tuple[object, ...], list[Name]] = {}
+        together: dict[tuple[str, tuple[int, ...]], list[Name]] = {}
         for name, shape in self.model.shapes.items():
-            together.setdefault((self.groups[name[0]].dtype, *shape), []).append(name)
-        for (dtype, *shape), names in together.items():
+            together.setdefault((self.groups[name[0]].dtype, shape), []).append(name)
+        for (dtype, shape), names in together.items():
             # The last is before the first, so that addresses are not in the order of layers.
-            whole = self.rig.empty([len(names), *shape], str(dtype))  # type: ignore[list-item]
+            whole = self.rig.empty([len(names), *shape], dtype)
             yield from zip(names[::-1], whole.unbind(0), strict=True)
 
     def _caches(self) -> Mapping[str, Any]:

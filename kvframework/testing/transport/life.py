@@ -63,7 +63,9 @@ class Life(TransportKit):
         assert not left, f"{left} allocations are open: unregistering is answered once the memory is closed"
         left = rig.events() - events
         assert not left, f"{left} events are left: every event is closed and destroyed with its instance"
-        wait_until(lambda: rig.streams() == streams, "the end of all streams of an instance that has ended")
+        wait_until(
+            lambda: rig.streams() == streams, "the end of all streams of an instance that has ended", self.patience_s
+        )
 
     def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         """As an engine does that freed its memory and allocated other memory."""

@@ -67,15 +67,19 @@ class Memory(TransportKit):
         """All of the arena is registered for copies, slice by slice. Every place of it is used once here."""
         engine = make_engine(_LARGE)
         size = sum(len(image) for image in engine.model.images.values()) // engine.model.blocks[0] * 4 * engine.chunks
-        for number in range((10 << 20) // size + 1):
+        count = (10 << 20) // size
+        for number in range(count):
             request = engine.request()
             must_succeed(
                 engine.store(request, engine.source()),
-                f"a store behind {number * size >> 10} KiB of others: pin registers each slice of the arena",
+                f"a store behind {number * size >> 10} KiB of others (pin registers each slice of the arena)",
             )
-        must_succeed(engine.load(request, engine.target()), "a load from far inside of the arena")
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        engine.must_be_right("objects far inside of the arena")
+            if number == count // 2:
+                kept, stored = request, engine.snapshot()
+                engine.overwrite()
+        must_succeed(engine.load(kept, engine.target()), "a load from far inside of the arena")
+        engine.expect_loaded(stored, engine.source(), engine.target())
+        engine.must_be_right("an object far inside of the arena, after others were stored")
 
     def test_two_devices_do_not_mix(self, rig: TransportRig, client: KVClient, make_engine: MakeEngine) -> None:
         engine, other = make_engine(NHD), self._elsewhere(rig, client)
