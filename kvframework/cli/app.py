@@ -27,7 +27,7 @@ app = typer.Typer(
         "kvframework demo                          see it work, nothing is downloaded",
         "kvframework serve --config kvf.toml       run the server of this node",
         "kvframework status --watch                look at it",
-        "kvframework --install-completion          complete commands and plugin names with TAB",
+        "kvframework --install-completion          complete with TAB",
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

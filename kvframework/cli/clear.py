@@ -36,7 +36,7 @@ def clear(
     import msgspec
 
     from kvframework.api.options import ByteSize
-    from kvframework.cli.console import print_document, stdout
+    from kvframework.cli.console import print_document, print_text
     from kvframework.cli.status_source import quiet_connection, server_endpoint
     from kvframework.client import KVClient
     from kvframework.wire import messages as m
@@ -51,15 +51,13 @@ def clear(
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return
-    stdout.print(
+    print_text(
         f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {cleared.in_use} are in use and stay"
     )
     if l2:
-        stdout.print(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
+        print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
     for name in cleared.unlisted:
-        stdout.print(
-            f"{name} cannot list its values: those that L1 did not hold stay there until they expire", markup=False
-        )
+        print_text(f"{name} cannot list its values: those that L1 did not hold stay there until they expire")
 
 
 def _question(status: dict[str, object], *, l2: bool, model: str) -> str:
