@@ -31,11 +31,11 @@ from kvframework.messaging.server.loop import MessageServer
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
-from kvframework.service.cache_service import CacheService
+from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.tier_victims import Watermarks
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager

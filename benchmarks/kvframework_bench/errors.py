@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError
 
 
@@ -57,4 +58,4 @@ def require_torch() -> None:
     """Raise `BenchUnavailable` without torch, for an engine's tensors. Imports nothing."""
     missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
-        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[torch]"')
+        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint=install_command("torch"))

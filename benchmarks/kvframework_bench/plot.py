@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvframework.api.installing import install_command
+from kvframework.cli.numbers import short_number
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.panels import Bars, Lines, Panel, panels
@@ -43,7 +45,9 @@ def check_plot(file: Path) -> None:
         raise BenchUnavailable("the plot cannot be written there", where=f"--plot {file}")
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchUnavailable(
-            "not installed: matplotlib", where=f"--plot {file}", hint='pip install "kvframework[plot]"'
+            "not installed: matplotlib",
+            where=f"--plot {file}",
+            hint=install_command("plot", distribution="kvframework-bench"),
         )
 
 
@@ -147,4 +151,4 @@ def _bars(axes: Axes, panel: Bars) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 1 else short_number(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvframework.api.installing import install_command
 from kvframework_bench.contention.figures import (
     ContentionFigures,
     HitFigures,
@@ -205,7 +206,7 @@ def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
     with pytest.raises(BenchUnavailable, match="not installed: matplotlib") as refused:
         check_plot(tmp_path / "figures.svg")
-    assert refused.value.hint == 'pip install "kvframework[plot]"'
+    assert refused.value.hint == install_command("plot", distribution="kvframework-bench")
 
 
 @pytest.mark.parametrize("bench", ["host", "lookup", "store", "l2", "scale", "contention"])

@@ -103,8 +103,9 @@ class Future(Generic[T]):
 
         Without a cancel hook the future fails with `Cancelled` at once, since nothing can be in flight.
         """
-        if self._cancel_hook is not None:
-            self._cancel_hook()
+        hook = self._cancel_hook  # once: another thread may resolve the future meanwhile
+        if hook is not None:
+            hook()
         else:
             self._resolve(None, Cancelled("the request was cancelled"))
 
@@ -126,6 +127,8 @@ class Future(Generic[T]):
         return True
 
     def _add_release(self, release: Callable[[], None]) -> None:
+        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
+        if that is past; before callbacks, and with the same rules."""
         with self._lock:
             if self._held is not None:
                 self._held.append(release)
@@ -149,11 +152,6 @@ class Promise(Future[T]):
     def set_exception(self, error: BaseException) -> bool:
         """Fails the future; False if it was resolved before (the first result stays)."""
         return self._resolve(None, error)
-
-    def add_release(self, release: Callable[[], None]) -> None:
-        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
-        if that is past; before callbacks, and with the same rules."""
-        self._add_release(release)
 
     def expire_holds(self) -> None:
         """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,

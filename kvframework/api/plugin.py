@@ -39,6 +39,10 @@ class TableContext:
 Diagnose = Callable[[O, TableContext, float], Sequence[Finding]]
 
 
+# (options, TableContext): raises what `create` would raise.
+Check = Callable[[O, TableContext], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Provider(Generic[O]):
     """Base of every descriptor.
@@ -46,6 +50,11 @@ class Provider(Generic[O]):
     `name` is the part of the entry point after the kind. `options` validates the plugin's TOML table. `requires_api` is
     the lowest API version "major.minor" that the plugin needs. `probe` says why the plugin cannot run here (with the
     command that installs the missing part), or None; it must be quick and without side effects.
+
+    `check` is a function (options, TableContext) that raises the `KVFrameworkError` that `create` would raise, as far
+    as that can be seen beforehand: a size beyond the machine, a folder that is none. `serve` calls it before it creates
+    anything, `config check` and `kvframework doctor` call it for their reports. It changes nothing, takes no lock, and
+    blocks for a second at most.
     """
 
     kind: ClassVar[str]
@@ -55,3 +64,4 @@ class Provider(Generic[O]):
     options: type[O] = NoOptions  # type: ignore[assignment]
     requires_api: str = "1.0"
     probe: Callable[[], str | None] = always_available
+    check: Check[O] | None = None

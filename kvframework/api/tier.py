@@ -147,11 +147,14 @@ class TierProvider(Provider[O]):
     doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
     until `deadline` on `time.monotonic()`, and changes nothing: a server may be using the store. A problem is a finding
     or a `KVFrameworkError`.
+
+    `store` names the store that the options lead to, without a secret: two tiers of one server may not have the same.
     """
 
     kind = "tier"
     create: Callable[[O, TableContext], Tier]
     diagnose: Diagnose[O] | None = None
+    store: Callable[[O], str] | None = None
     shared: bool = False
     loads: int = 2
     writes: int = 1

@@ -122,11 +122,6 @@ class GroupBlocks(NamedTuple):
     first: int
     highest: int
 
-    @property
-    def first_chunk(self) -> int:
-        """The first chunk with a touched block."""
-        return self.first // self.per_object
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
@@ -170,7 +165,7 @@ class Transfer:
     @property
     def first_chunks(self) -> tuple[int, ...]:
         """The first touched chunk per layer group: the chunks before it are not stored."""
-        return tuple(each.first_chunk for each in self.blocks)
+        return tuple(each.first // each.per_object for each in self.blocks)
 
     def blocks_of(self, place: ArenaRange) -> Sequence[int]:
         """Returns the block ids of one object, in its order."""
@@ -218,9 +213,9 @@ class StorePlan:
     def commit(self) -> Future[StoreOutcome]:
         """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
         were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
-        it handles the request, and nothing stays reserved)."""
+        it handles the request, and nothing stays reserved). Ranges that were given back before are dropped."""
         if not self._is_open:
-            return Future.resolved(self.outcome)
+            return Future.resolved(self.outcome + StoreOutcome(dropped=len(self.ranges)))
         self._is_open = False
         return self._commit()
 

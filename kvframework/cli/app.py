@@ -7,17 +7,15 @@ Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an
 from __future__ import annotations
 
 import sys
-import traceback
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from kvframework import __version__
-from kvframework.cli import config, doctor, keys, new, plugins, serve, status
+from kvframework.cli import clear, config, doctor, keys, new, plugins, serve, status
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples, print_error, print_unforeseen, stdout
 from kvframework.cli.demo import command as demo
+from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 
 NAME = "kvframework"
@@ -29,7 +27,7 @@ app = typer.Typer(
         "kvframework demo                          see it work, nothing is downloaded",
         "kvframework serve --config kvf.toml       run the server of this node",
         "kvframework status --watch                look at it",
-        "kvframework --install-completion          complete commands and plugin names with TAB",
+        "kvframework --install-completion          complete with TAB",
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -37,15 +35,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, config, keys, plugins, new, doctor, demo):
+for command in (serve, status, clear, config, keys, plugins, new, doctor, demo):
     command.register(app)
 
 
-@dataclass
 class Settings:
     """The values of the global options; the context object of every command."""
 
-    debug: bool = False
+    debug = False
 
 
 def run() -> None:
@@ -55,7 +52,11 @@ def run() -> None:
     try:
         app(obj=settings, prog_name=NAME)
     except Exception as error:  # noqa: BLE001 - the last handler: the user gets one line for any error
+        from kvframework.cli.console import print_error, print_unforeseen
+
         if settings.debug:
+            import traceback
+
             traceback.print_exc()
         elif isinstance(error, KVFrameworkError):
             print_error(error)
@@ -66,7 +67,7 @@ def run() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        stdout.print(f"{NAME} {__version__}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit
 
 

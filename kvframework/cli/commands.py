@@ -7,38 +7,66 @@ command only. A command of the core cannot be replaced.
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import Any
+from difflib import get_close_matches
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "kvframework.commands"
 # First-party commands of distributions of their own, and what installs them.
-KNOWN = {"bench": "pip install ./benchmarks, in a checkout of kvframework"}
+KNOWN = {"bench": install_command(distribution="kvframework-bench")}
 
 
-class CommandGroup(TyperGroup):
+class QuickGroup(TyperGroup):
+    """A group of commands whose absent flags cost nothing: typer imports pydantic, a tenth of a second, to convert
+    their value None."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for parameter in self.get_params(ctx):
+            if getattr(parameter, "is_flag", False) and parameter.default is None:
+                parameter.default = False
+        return super().parse_args(ctx, args)
+
+
+class CommandGroup(QuickGroup):
     """The core's commands, followed by those of other distributions."""
+
+    @cached_property
+    def _offers(self) -> dict[str, list[EntryPoint]]:
+        return _found()
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in sorted({*_found(), *KNOWN}) if name not in own)]
+        return [*own, *(name for name in sorted({*self._offers, *KNOWN}) if name not in own)]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command. For an unknown name the error proposes near ones, those of other distributions included."""
+        if args and self.get_command(ctx, args[0]) is None:
+            near = get_close_matches(args[0], self.list_commands(ctx))
+            if near:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, near))}?")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        offers = _found().get(cmd_name, [])
+        offers = self._offers.get(cmd_name, [])
         return FoundCommand(cmd_name, offers) if offers or cmd_name in KNOWN else None
 
 
 class FoundCommand(TyperCommand):
     """A placeholder of a command; when the command is needed, it makes the context of the real one."""
 
-    def __init__(self, name: str, offers: list[metadata.EntryPoint]) -> None:
+    def __init__(self, name: str, offers: list[EntryPoint]) -> None:
         super().__init__(name, help=_summary(name, offers), rich_markup_mode=None)
         self._offers = offers
 
@@ -50,9 +78,11 @@ class FoundCommand(TyperCommand):
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
-def _found() -> dict[str, list[metadata.EntryPoint]]:
+def _found() -> dict[str, list[EntryPoint]]:
     """Return every offer by name. Reads metadata files."""
-    found: dict[str, list[metadata.EntryPoint]] = {}
+    from importlib import metadata
+
+    found: dict[str, list[EntryPoint]] = {}
     for offer in metadata.entry_points(group=GROUP):
         offers = found.setdefault(offer.name, [])
         if offer not in offers:
@@ -60,7 +90,7 @@ def _found() -> dict[str, list[metadata.EntryPoint]]:
     return found
 
 
-def _summary(name: str, offers: list[metadata.EntryPoint]) -> str:
+def _summary(name: str, offers: list[EntryPoint]) -> str:
     """Return the summary of the distribution."""
     if not offers:
         return f"Not installed: {KNOWN[name]}."
@@ -68,7 +98,7 @@ def _summary(name: str, offers: list[metadata.EntryPoint]) -> str:
     return (distribution.metadata["Summary"] or "") if distribution else ""
 
 
-def _load(name: str, offers: list[metadata.EntryPoint]) -> typer.Typer:
+def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
     where = f"kvframework {name}"
     if not offers:
         raise PluginUnavailable("the command is not installed", where=where, hint=KNOWN[name])
@@ -95,5 +125,5 @@ def _load(name: str, offers: list[metadata.EntryPoint]) -> typer.Typer:
     return loaded
 
 
-def _origin(offer: metadata.EntryPoint) -> str:
+def _origin(offer: EntryPoint) -> str:
     return f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from kvframework.cli.config_view import as_toml, view_config
-from kvframework.cli.console import examples, print_document, stdout
-from kvframework.cli.serve import CONFIG_HELP, SET_HELP
-from kvframework.config import Config, assemble, load_config, read_layers
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import CONFIG_HELP, AsJson, ConfigFile, Overrides, examples
 
-_app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from kvframework.config import Config
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)]
+_app = typer.Typer(cls=QuickGroup, help="Check and show the configuration.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -30,10 +26,26 @@ def check(
     file: Annotated[Path | None, typer.Argument(help=CONFIG_HELP, show_default=False)] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check a configuration: its syntax, its values, and that its plugins are installed and take their options."""
+    """Check a configuration: whether a server would start with it here and now.
+
+    That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
+    ports. What a server of the same file holds does not count. Run it as the server's user. The exit status is 2 if
+    there is an error.
+    """
+    from rich.text import Text
+
+    from kvframework.cli.console import print_error, print_text
+    from kvframework.config import load_config
+    from kvframework.preflight import is_running, refusals
+    from kvframework.registry import PluginRegistry
+
     config = load_config(file, overrides or ())
-    check_config(config, PluginRegistry())
-    stdout.print(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
+    errors = list(refusals(config, PluginRegistry(), running=is_running(config)))
+    for error in errors[:-1]:
+        print_error(error)
+    for error in errors[-1:]:
+        raise error
+    print_text(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
 
 
 @_app.command(
@@ -45,24 +57,29 @@ def check(
     ),
 )
 def show(
-    config: Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)] = None,
+    config: ConfigFile = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show every value in force, including the plugins' options, with its origin.
 
     The output is TOML. Secrets are masked: passwords in URLs, and the options that a plugin marks as secret.
     """
+    from kvframework.cli.config_view import as_toml, view_config
+    from kvframework.cli.console import print_document, stdout
+    from kvframework.config import assemble, read_layers
+    from kvframework.registry import PluginRegistry
+
     layers = read_layers(config, overrides or (), os.environ)
     view = view_config(layers, assemble(layers), PluginRegistry())
     if as_json:
         print_document(view)
     else:
-        stdout.print(as_toml(view), markup=False)
+        stdout.print(as_toml(view, width=stdout.width if stdout.is_terminal else None), markup=False)
 
 
 def _summary(config: Config) -> str:
-    parts: Sequence[tuple[str, Sequence[str]]] = (
+    parts: tuple[tuple[str, list[str]], ...] = (
         ("l1", [config.l1.memory.use]),
         ("eviction", [config.l1.eviction.use]),
         ("l2", [l2.tier.use for l2 in config.l2]),

@@ -1,5 +1,4 @@
-"""The consoles of the CLI (one for results, one for errors), the form of errors and of examples in help texts, and exit
-statuses."""
+"""The consoles of the CLI, one for results and one for errors, and the form of errors, documents and tables."""
 
 from __future__ import annotations
 
@@ -10,9 +9,6 @@ from rich.text import Text
 
 from kvframework.errors import KVFrameworkError
 
-EXIT_UNFORESEEN = 1
-EXIT_FOUND = 1  # a check that found a problem
-EXIT_ERROR = 2
 _PIPE_WIDTH = 1000
 
 # Results may be piped; wrapping at a guessed width would break lines that other programs read.
@@ -32,11 +28,6 @@ def print_unforeseen(error: Exception) -> None:
     stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a help text. The mark keeps it from being wrapped."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 def print_document(document: object) -> None:
     """Print a document as indented JSON; a size is its number of bytes."""
     encoded = msgspec.json.encode(document, enc_hook=_plain)
@@ -47,6 +38,11 @@ def print_view(view: RenderableType) -> None:
     """Print a view that may contain tables. Into a pipe it is not wrapped, whatever COLUMNS says."""
     console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH, soft_wrap=True, highlight=False)
     console.print(view)
+
+
+def print_text(text: Text | str) -> None:
+    """Print a sentence. A terminal's lines end between words; in a pipe it is one line."""
+    stdout.print(Text(text) if isinstance(text, str) else text, soft_wrap=not stdout.is_terminal)
 
 
 def print_table(table: Table) -> None:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from kvframework.api.findings import Finding
-from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table, stdout
-from kvframework.cli.serve import CONFIG_HELP, SET_HELP
-from kvframework.doctor import Checkup, examine
+from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides, examples
 
 _EPILOG = examples(
     "kvframework doctor --config kvf.toml",
     "kvframework doctor --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
-    "kvframework doctor --json                      a document: findings, ok, warn, fail",
+    "kvframework doctor --json                      a document of findings",
 )
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def register(app: typer.Typer) -> None:
@@ -27,9 +18,9 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, this installation and a configuration, and give advice for each problem.
 
@@ -37,32 +28,14 @@ def doctor(
     nothing. It checks the interpreter, torch and CUDA, memory, limits, NUMA, the socket, every configured plugin, and
     the tiers' stores. A check takes 5 seconds at most. The exit status is 1 if one fails; a warning leaves it 0.
     """
+    from kvframework.cli.console import print_document
+    from kvframework.cli.doctor_view import show_checkup
+    from kvframework.doctor import examine
+
     checkup = examine(config, overrides or ())
     if as_json:
         print_document(checkup)
     else:
-        _show(checkup)
+        show_checkup(checkup)
     if checkup.fail:
         raise typer.Exit(EXIT_FOUND)
-
-
-def _show(checkup: Checkup) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("CHECK", no_wrap=True)
-    table.add_column("FOUND", overflow="fold")
-    for finding in checkup.findings:
-        table.add_row(Text(finding.level, _STYLES[finding.level]), Text(finding.id), _text(finding))
-    print_table(table)
-    stdout.print()
-    stdout.print(Text(f"{checkup.ok} ok, {checkup.warn} to check, {checkup.fail} failed"))
-
-
-def _text(finding: Finding) -> Text:
-    """Two lines for people, one for a pipe. The name of the configuration's file is shown once, by `config.load`."""
-    place = finding.where.partition(": ")[2] or finding.where
-    text = Text(f"{place}: {finding.fact}" if place else finding.fact)
-    if finding.advice:
-        text.append("\n" if stdout.is_terminal else "; ")
-        text.append(f"do: {finding.advice}", "bold" if finding.level != "ok" else "dim")
-    return text

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.console import examples, stdout
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import examples
 from kvframework.errors import ConfigFieldError
-from kvframework.messaging.curve import PUBLIC_SUFFIX, CurveKeyError, write_pair
 
 SECRET_SUFFIX = ".secret"  # noqa: S105 - a file name
 SERVER, CLIENTS = "server", "clients"
 
-_app = typer.Typer(help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
+_app = typer.Typer(cls=QuickGroup, help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the keys.")]
 _EPILOG = examples(
     "kvframework keys new /etc/kvframework/keys",
@@ -36,6 +36,9 @@ def new(
     Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
     server, a client's goes to the client's host, together with server.public.
     """
+    from kvframework.cli.console import stdout
+    from kvframework.messaging.curve import PUBLIC_SUFFIX, write_pair
+
     _make(directory / CLIENTS)
     write_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
     _add(directory, client)
@@ -65,6 +68,9 @@ def add(
     After its *.public file is removed the client is not admitted again; an existing connection stays until the
     server is restarted.
     """
+    from kvframework.cli.console import stdout
+    from kvframework.messaging.curve import CurveKeyError
+
     if not (directory / CLIENTS).is_dir():
         raise CurveKeyError("no keys here", where=str(directory), hint=f"kvframework keys new {directory}")
     _add(directory, client)
@@ -72,12 +78,16 @@ def add(
 
 
 def _add(directory: Path, client: str) -> None:
+    from kvframework.messaging.curve import PUBLIC_SUFFIX, write_pair
+
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
         raise ConfigFieldError(f"{client!r} is no name for a client", available="letters, digits, '-', '_' and '.'")
     write_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
 
 
 def _make(directory: Path) -> None:
+    from kvframework.messaging.curve import CurveKeyError
+
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

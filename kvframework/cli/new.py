@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from kvframework.cli.console import examples, stdout
-from kvframework.registry import KINDS
-from kvframework.scaffold import choose_names, render, write_distribution
+from kvframework.cli.usage import examples
 
+# Those of `kvframework.registry.KINDS`, whose import would slow every help text.
+KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests")
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",
@@ -33,13 +32,19 @@ def new(
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
 ) -> None:
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
+    from rich.text import Text
+
+    from kvframework.api.installing import requirement
+    from kvframework.cli.console import stdout
+    from kvframework.scaffold import choose_names, render, write_distribution
+
     names = choose_names(kind, name)
     folder = path if path is not None else Path(names.distribution)
     files = render(names)
     write_distribution(folder, files)
     stdout.print(Text(f"{folder}: {len(files)} files, which work as they are. Next:"))
     for command in (
-        f'cd {shlex.quote(str(folder))} && pip install -e . "kvframework[{names.test_extras}]"',
+        f"cd {shlex.quote(str(folder))} && pip install -e . {requirement(*names.test_extras.split(','))}",
         "pytest",
         f"kvframework plugins check {names.title}",
     ):

@@ -6,23 +6,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from kvframework.cli.console import EXIT_FOUND, examples, print_document, print_table
-from kvframework.cli.plugin_view import PluginView, show_plugin, show_report
-from kvframework.config import apply_override
-from kvframework.errors import PluginNotFound
-from kvframework.inspection import inspect_plugin
-from kvframework.registry import KINDS, PluginInfo, PluginRegistry, discover
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import EXIT_FOUND, AsJson, examples
 
-_COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
-_STYLES = {"available": "green", "unavailable": "yellow"}
+if TYPE_CHECKING:
+    from kvframework.errors import PluginNotFound
+    from kvframework.registry import PluginRegistry
 
-_app = typer.Typer(help="List, describe and check plugins.", no_args_is_help=True)
+_app = typer.Typer(cls=QuickGroup, help="List, describe and check plugins.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -34,22 +29,30 @@ def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """List every installed plugin, with the reason if it cannot be used here."""
+    from kvframework.cli.console import print_document
+    from kvframework.cli.plugin_view import plugin_rows, show_plugins
+    from kvframework.registry import PluginRegistry
+
     with _quiet_imports():
-        rows = [_row(info) for info in PluginRegistry().list(probe=True)]
+        rows = plugin_rows(PluginRegistry().list(probe=True))
     if as_json:
         print_document(rows)
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column.upper(), no_wrap=column in ("name", "status"), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[column], _style(column, row)) for column in _COLUMNS))
-    print_table(table)
+    else:
+        show_plugins(rows)
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Complete names for the shell's TAB, from metadata alone."""
-    return sorted({offer.title for offer in discover() if offer.title.startswith(incomplete)})
+    from kvframework.cli.completion import plugin_words
+
+    return plugin_words(incomplete)
+
+
+def _complete_option(context: typer.Context, incomplete: str) -> list[str]:
+    from kvframework.cli.completion import option_words
+
+    # Behind an option without a value yet, arguments are not parsed.
+    kind, _, name = str(context.params.get("plugin") or next(iter(context.args), "")).partition(".")
+    return option_words(kind, name, incomplete)
 
 
 @_app.command(
@@ -59,9 +62,13 @@ def info(
     plugin: Annotated[
         str, typer.Argument(metavar="KIND.NAME", help="As `plugins list` shows it.", autocompletion=_complete)
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Describe one plugin: its purpose, whether it can be used here, and the options of its table in the TOML."""
+    from kvframework.cli.console import print_document
+    from kvframework.cli.plugin_view import PluginView, show_plugin
+    from kvframework.registry import PluginRegistry
+
     kind, dot, name = plugin.partition(".")
     registry = PluginRegistry()
     if not dot:
@@ -87,16 +94,24 @@ def check(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="An option that the plugin KIND.NAME is made with; repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option that the plugin KIND.NAME is made with; repeatable.",
+            autocompletion=_complete_option,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
 
     The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
     error; warnings alone leave it 0. The conformance kits of kvframework.testing check its behaviour.
     """
+    from kvframework.cli.console import print_document
+    from kvframework.cli.plugin_view import show_report
+    from kvframework.config import apply_override
+    from kvframework.inspection import inspect_plugin
+
     options: dict[str, object] = {}
     for setting in settings or ():
         apply_override(options, setting)
@@ -110,6 +125,9 @@ def check(
 
 
 def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:
+    from kvframework.errors import PluginNotFound
+    from kvframework.registry import KINDS
+
     meant = [f"{kind}.{plugin}" for kind in KINDS if plugin in registry.names(kind)]
     return PluginNotFound(
         f"{plugin!r} is not of the form KIND.NAME",
@@ -123,12 +141,3 @@ def _quiet_imports() -> Iterator[None]:
     """Redirect output of plugins that are imported within the block, which must not end up in the JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-def _style(column: str, row: dict[str, str]) -> str:
-    return _STYLES.get(row["status"], "red") if column == "status" else ""
-
-
-def _row(info: PluginInfo) -> dict[str, str]:
-    row = {column: getattr(info, column) for column in _COLUMNS}
-    return row | {"name": f"{info.kind}.{info.name}" if info.kind else info.name}

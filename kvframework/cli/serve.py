@@ -6,27 +6,24 @@ import contextlib
 import enum
 import logging
 import resource
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from kvframework.cli.console import EXIT_ERROR, EXIT_UNFORESEEN, examples
-from kvframework.cli.shutdown import StopRequested, StopSignals
-from kvframework.config import Config, load_config
+from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, ConfigFile, Overrides, examples
 from kvframework.errors import KVFrameworkError
-from kvframework.logs.form import configure_logging, end_logging
 
-CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
-SET_HELP = "Override one value of the TOML; repeatable."
+if TYPE_CHECKING:
+    from kvframework.cli.shutdown import StopSignals
+    from kvframework.config import Config
 
 log = logging.getLogger(__name__)
 
 _EPILOG = examples(
     "kvframework serve",
     "kvframework serve --config kvf.toml --log-format json",
-    "kvframework serve --set l1.capacity=8GiB --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+    "kvframework serve --set l1.capacity=8GiB",
+    "kvframework serve --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
 )
 
 
@@ -47,8 +44,8 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    config: Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help=SET_HELP)] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
     log_level: Annotated[Level | None, typer.Option(help="Instead of [log] level.")] = None,
     log_format: Annotated[Format | None, typer.Option(help="Instead of [log] format.")] = None,
 ) -> None:
@@ -57,9 +54,14 @@ def serve(
     SIGINT (Ctrl-C) or SIGTERM ends it within 5 seconds and with exit status 0: requests in flight finish or fail, and
     objects on their way to L2 have the rest of that time. A second signal ends it at once.
     """
+    from kvframework.cli.shutdown import StopRequested, StopSignals
+    from kvframework.logs.form import configure_logging, end_logging
+
     with StopSignals() as signals:
         json_log = False
         try:
+            from kvframework.config import load_config
+
             settings = _with_log(load_config(config, overrides or ()), log_level, log_format)
             json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
@@ -78,6 +80,8 @@ def serve(
 
 
 def _with_log(config: Config, level: Level | None, form: Format | None) -> Config:
+    import msgspec
+
     chosen = {"level": level.value if level else None, "format": form.value if form else None}
     changed = {name: value for name, value in chosen.items() if value}
     return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
@@ -85,10 +89,15 @@ def _with_log(config: Config, level: Level | None, form: Format | None) -> Confi
 
 def _run(settings: Config, signals: StopSignals) -> None:
     # Imported only after signals can be handled: the import is most of the start.
+    from kvframework.preflight import refusals
+    from kvframework.registry import PluginRegistry
     from kvframework.server import Server
 
     _raise_descriptor_limit()
-    server = Server(settings)
+    registry = PluginRegistry()
+    for refusal in refusals(settings, registry):
+        raise refusal
+    server = Server(settings, registry)
     signals.serve(server.stop, server.abandon)
     try:
         server.bind()

@@ -1,12 +1,12 @@
 """The engine side: the modules that an engine integration imports. Independent of any engine and of the server's
 parts."""
 
-from kvframework.client.canonical import CanonicalInstance, register_canonical
 from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
+from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys

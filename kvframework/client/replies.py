@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.types import Message
-from kvframework.errors import Cancelled, KVFrameworkError, ServerGone
+from kvframework.errors import Cancelled, ServerGone
 from kvframework.messaging.client.pending import Answer
 
 M = TypeVar("M", bound=Message)
@@ -25,8 +25,20 @@ def as_response(reply: Message, response: type[M]) -> M:
     return reply
 
 
+def only(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:
+    """Return `on_late` restricted to answers of the right type."""
+    if on_late is None:
+        return None
+
+    def late(reply: Message) -> None:
+        if isinstance(reply, response):
+            on_late(reply)
+
+    return late
+
+
 def mapped(sent: Future[Answer], result_of: Callable[[Answer], R]) -> Future[R]:
-    """Return a future of `result_of` the answer; it fails with the errors that `result_of` raises."""
+    """Return a future of `result_of` the answer; it fails with any error that `result_of` raises."""
     future: Promise[R] = Promise(sent.cancel)
     _answer(sent, result_of, future.set_result, future.set_exception)
     return future
@@ -71,7 +83,7 @@ def _answer(
             return
         try:
             result = result_of(reply.result(0))
-        except KVFrameworkError as failure:
+        except Exception as failure:  # noqa: BLE001 - a future without a result would never end
             fail(failure.with_traceback(None))
             return
         succeed(result)

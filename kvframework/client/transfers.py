@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, SupportsIndex
 
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
-from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, Transfer
+from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
 from kvframework.errors import BadRange, ProtocolError
-from kvframework.wire.blocks import checked_blocks
+from kvframework.wire.transfer_blocks import checked_blocks
 
 if TYPE_CHECKING:
     import torch
 
+_offset = attrgetter("offset")
 
-def check_tokens(registration: Registration, start: int, end: int) -> None:
-    """Raise `BadRange` if tokens `[start, end)` are not whole chunks."""
+
+def checked_tokens(registration: Registration, start: int, end: int) -> tuple[int, int]:
+    """Return the ends of tokens `[start, end)` as ints. Raises `BadRange` unless they are whole chunks."""
     chunk = registration.desc.chunk_tokens
-    if not 0 <= start < end or start % chunk or end % chunk:
-        raise BadRange(f"tokens {start} to {end}", available=f"whole chunks of {chunk} tokens")
+    first, last = _as_int(start, "start"), _as_int(end, "end")
+    if not 0 <= first < last or first % chunk or last % chunk:
+        raise BadRange(f"tokens {first} to {last}", available=f"whole chunks of {chunk} tokens")
+    return first, last
 
 
-def check_skipped(registration: Registration, tokens: int, skip_tokens: int) -> None:
-    """Raise `BadRange` unless a load of `tokens` tokens can skip `skip_tokens`."""
-    if not 0 <= skip_tokens <= tokens:
-        raise BadRange(f"skip_first_n_tokens is {skip_tokens}", available=f"0 to {tokens} tokens")
-    check_skip(registration.layout, skip_tokens)
+def checked_skip(registration: Registration, tokens: int, skip_tokens: int) -> int:
+    """Return `skip_tokens` as an int. Raises `BadRange` unless a load of `tokens` tokens can skip as many."""
+    skipped = _as_int(skip_tokens, "skip_first_n_tokens")
+    if not 0 <= skipped <= tokens:
+        raise BadRange(f"skip_first_n_tokens is {skipped}", available=f"0 to {tokens} tokens")
+    check_skip(registration.layout, skipped)
+    return skipped
 
 
 def checked_transfer(
@@ -58,25 +66,36 @@ def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:
 
 
 def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: int | None) -> None:
-    """Raise `ProtocolError` for an invalid range: of no object that the engine holds, of another size, or outside of
-    the arena (None: the bytes come over the wire)."""
-    chunks, groups = transfer.chunks, transfer.registration.desc.groups
+    """Raise `ProtocolError` for an invalid range: of no object of the transfer, of another size, of an object that has
+    one already, outside of the arena or over another range (`arena_bytes` None: the bytes come over the wire)."""
+    chunks, sizes = transfer.chunks, [group.nbytes for group in transfer.registration.desc.groups]
     for place in ranges:
         group = place.group
-        if not (0 <= group < len(groups) and 0 <= place.chunk < chunks):
-            raise ProtocolError(f"the server names {place}", available=f"{chunks} chunks of {len(groups)} groups")
-        if place.length != groups[group].nbytes:
-            raise ProtocolError(f"the server names {place}", available=f"{groups[group].nbytes} bytes an object")
+        if not (0 <= group < len(sizes) and 0 <= place.chunk < chunks):
+            raise ProtocolError(f"the server names {place}", available=f"{chunks} chunks of {len(sizes)} groups")
+        if place.length != sizes[group]:
+            raise ProtocolError(f"the server names {place}", available=f"{sizes[group]} bytes an object")
         if arena_bytes is not None and not 0 <= place.offset <= arena_bytes - place.length:
             raise ProtocolError(f"the server names {place}", available=f"an arena of {arena_bytes} bytes")
+    if len({(place.chunk, place.group) for place in ranges}) < len(ranges):
+        raise ProtocolError("the server names an object twice", available="a range for each object")
+    if arena_bytes is not None:
+        for before, after in pairwise(sorted(ranges, key=_offset)):
+            if after.offset < before.offset + before.length:
+                raise ProtocolError(f"the server names {before} and {after}", available="ranges apart from each other")
 
 
-def check_held(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
-    """Raise `ProtocolError` if the server asks for an object that the engine does not hold."""
+def check_held(transfer: Transfer, ranges: Sequence[ArenaRange], others: StoreOutcome) -> None:
+    """Raise `ProtocolError` unless the `ranges` to write and the `others` are together the objects that the engine
+    holds."""
     firsts = transfer.first_chunks
     for place in ranges:
         if place.chunk < firsts[place.group]:
             raise ProtocolError(f"the server asks for {place}, which is not held")
+    counts = (others.stored, others.present, others.in_flight, others.dropped, others.unknown)
+    held = sum(transfer.chunks - first for first in firsts)
+    if min(counts) < 0 or len(ranges) + sum(counts) != held:
+        raise ProtocolError(f"the server asks for {len(ranges)} objects beside {others}", available=f"{held} objects")
 
 
 def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
@@ -87,3 +106,11 @@ def check_complete(transfer: Transfer, ranges: Sequence[ArenaRange]) -> None:
         missing = [chunk for chunk in range(first, transfer.chunks) if (chunk, group) not in given]
         if missing:
             raise ProtocolError(f"the server names no object for chunks {missing} of layer group {group}")
+
+
+def _as_int(number: SupportsIndex, name: str) -> int:
+    """The number of an engine, which may be one of another library's integers."""
+    try:
+        return int(index(number))
+    except TypeError:
+        raise BadRange(f"{name} is {number!r}", available="integers") from None

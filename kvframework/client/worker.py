@@ -7,7 +7,7 @@ in `register_kv_caches` and `close`; a transfer whose answers take longer contin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,8 +18,8 @@ from kvframework.api.layout import LayerTensors
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.registration import Instance, InstanceIdentity
-from kvframework.client.transfers import check_skipped, check_tokens, checked_transfer
+from kvframework.client.registration.instance import Instance, InstanceIdentity
+from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
     BadLayout,
@@ -31,7 +31,6 @@ from kvframework.errors import (
     TransportMismatch,
 )
 from kvframework.logs.limit import LogLimit
-from kvframework.wire.blocks import touched_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -41,16 +40,13 @@ log.addFilter(LogLimit())
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 StoreEntry = Future[StoreOutcome]
-# A load and the blocks it fills, so that a failed one can be named to the engine.
-RetrieveEntry = tuple[Future[LoadOutcome], BlockIds]
+# A load and the blocks it fills per layer group, so that a failed one can be named to the engine. Copies: engines use
+# their lists again. What a load does not touch may belong to other requests long since.
+RetrieveEntry = tuple[Future[LoadOutcome], Sequence[Sequence[int]]]
 
 
 class WorkerAdapter:
-    """One instance (one rank). For one thread, except the futures, which resolve in any.
-
-    `store_futures` and `retrieve_futures` hold the transfers under way, a list per request id: chunked prefill submits
-    several.
-    """
+    """One instance (one rank). For one thread, except the futures, which resolve in any."""
 
     def __init__(
         self,
@@ -81,8 +77,9 @@ class WorkerAdapter:
             transport=transport,
             transport_options=transport_options or {},
         )
-        self.store_futures: dict[str, list[StoreEntry]] = {}
-        self.retrieve_futures: dict[str, list[RetrieveEntry]] = {}
+        # The transfers under way, a list per request id: chunked prefill submits several.
+        self._stores: dict[str, list[StoreEntry]] = {}
+        self._loads: dict[str, list[RetrieveEntry]] = {}
         self._client = client
         self._instance: Instance | None = None
         self._failed_blocks: list[set[int]] = []
@@ -135,16 +132,18 @@ class WorkerAdapter:
         at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before anything is sent, and `BadLayout`
         or `TransportMismatch` for tensors that differ from the registered ones."""
         instance = self._instance
-        if instance is None or not self._client.reachable("PREPARE_STORE"):
-            why = self._away("stores", start, end)
+        if instance is None:
             dropped = (end - start) // request.chunk_tokens * len(block_ids)
-            future: Future[StoreOutcome] = Future.resolved(StoreOutcome(dropped=dropped, error=why.code))
+            future = Future.resolved(StoreOutcome(dropped=dropped, error=NotRegistered.code))
         else:
             transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
-            future = self._started(
-                "stores", instance, transfer, lambda: instance.transfer.store(transfer), transfer.failed
-            )
-        self.store_futures.setdefault(request.request_id, []).append(future)
+            if self._client.reachable("PREPARE_STORE"):
+                future = self._started(
+                    "stores", instance, transfer, lambda: instance.transfer.store(transfer), transfer.failed
+                )
+            else:
+                future = Future.resolved(transfer.failed(self._away("stores", transfer)))
+        self._stores.setdefault(request.request_id, []).append(future)
         return future
 
     def submit_retrieve(
@@ -160,22 +159,22 @@ class WorkerAdapter:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
         outcome is `ok` they must be computed. Raises as `submit_store` does."""
         instance = self._instance
-        if instance is None or not self._client.reachable("PREPARE_RETRIEVE"):
-            future: Future[LoadOutcome] = Future.resolved(LoadOutcome.failed(self._away("loads", start, end)))
+        if instance is None:
+            future = Future.resolved(LoadOutcome.failed(self._not_registered()))
+            filled: Sequence[Sequence[int]] = [tuple(ids) for ids in block_ids]
         else:
             transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=False)
-            check_skipped(transfer.registration, transfer.tokens, skip_first_n_tokens)
-            if skip_first_n_tokens == transfer.tokens:
+            skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
+            filled = [each.ids[each.first :] for each in transfer.blocks]
+            if not self._client.reachable("PREPARE_RETRIEVE"):
+                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
+            elif skipped == transfer.tokens:
                 future = Future.resolved(LoadOutcome(True))  # there is nothing to load
             else:
                 future = self._started(
-                    "loads",
-                    instance,
-                    transfer,
-                    lambda: instance.transfer.load(transfer, skip_first_n_tokens),
-                    LoadOutcome.failed,
+                    "loads", instance, transfer, lambda: instance.transfer.load(transfer, skipped), LoadOutcome.failed
                 )
-        self.retrieve_futures.setdefault(request.request_id, []).append((future, block_ids))
+        self._loads.setdefault(request.request_id, []).append((future, filled))
         return future
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -184,14 +183,14 @@ class WorkerAdapter:
 
         `take_failed_blocks` has the failed loads.
         """
-        stored = {rid for rid, futures in self.store_futures.items() if all(f.query() for f in futures)}
+        stored = {rid for rid, futures in self._stores.items() if all(f.query() for f in futures)}
         for request_id in stored:
-            del self.store_futures[request_id]
-        retrieved = {rid for rid, entries in self.retrieve_futures.items() if all(f.query() for f, _ in entries)}
+            del self._stores[request_id]
+        retrieved = {rid for rid, entries in self._loads.items() if all(f.query() for f, _ in entries)}
         for request_id in retrieved:
-            for future, block_ids in self.retrieve_futures.pop(request_id):
+            for future, filled in self._loads.pop(request_id):
                 if not _succeeded(future):
-                    self._note_failed(block_ids)
+                    self._note_failed(filled)
         return stored, retrieved
 
     def take_failed_blocks(self) -> list[set[int]]:
@@ -209,16 +208,15 @@ class WorkerAdapter:
 
     def _registered(self) -> Registration:
         if self._instance is None:
-            raise NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
+            raise self._not_registered()
         return self._instance.registration
 
-    def _away(self, kind: LostKind, start: int, end: int) -> KVFrameworkError:
-        """Return the reason why no request is sent now; a silent server counts as a loss."""
-        instance = self._instance
-        if instance is None:
-            return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
-        desc = instance.registration.desc
-        self._client.lost(kind, ServerGone.code, (end - start) // desc.chunk_tokens * desc.nbytes)
+    def _not_registered(self) -> NotRegistered:
+        return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
+
+    def _away(self, kind: LostKind, transfer: Transfer) -> ServerGone:
+        """Count a transfer for which no request is sent now, and return the reason."""
+        self._client.lost(kind, ServerGone.code, transfer.nbytes)
         return ServerGone("the server does not answer")
 
     def _transfer(
@@ -233,7 +231,7 @@ class WorkerAdapter:
         *,
         storing: bool,
     ) -> Transfer:
-        check_tokens(instance.registration, start, end)
+        start, end = checked_tokens(instance.registration, start, end)
         return checked_transfer(
             instance.registration,
             self.key(request, start, end),
@@ -255,6 +253,8 @@ class WorkerAdapter:
         cache."""
         try:
             future = start()
+            if not isinstance(future, Future):
+                raise TypeError(f"the transport returned {future!r}, no future")
         except (BadLayout, BadBlockIds, TransportMismatch):
             raise  # the engine's tensors differ from those that it registered
         except Exception as error:
@@ -270,26 +270,30 @@ class WorkerAdapter:
         self, kind: LostKind, instance: Instance, nbytes: int, future: Future[StoreOutcome] | Future[LoadOutcome]
     ) -> None:
         """Count a loss, and register again if the server lost this instance's memory."""
-        error = future.exception()
-        code = error_code(error) if error is not None else future.result(0).error
+        code = _code_of(future)
         if code and code != Cancelled.code:
             self._client.lost(kind, code, nbytes)
         if code == NotRegistered.code:
             instance.recover()
 
-    def _note_failed(self, block_ids: BlockIds) -> None:
+    def _note_failed(self, filled: Sequence[Sequence[int]]) -> None:
         if not self._failed_blocks:
-            self._failed_blocks = [set() for _ in block_ids]
-        registration = self.registration
-        for index, (failed, ids) in enumerate(zip(self._failed_blocks, block_ids, strict=True)):
-            used = ids
-            if registration is not None:
-                # Blocks that a load does not touch may belong to other requests long since.
-                group = registration.layout.groups[index]
-                touched = touched_blocks(group, registration.desc.chunk_tokens, ids, storing=False)
-                used = touched.ids[touched.first :]
-            failed.update(used)
+            self._failed_blocks = [set() for _ in filled]
+        for failed, ids in zip(self._failed_blocks, filled, strict=True):
+            failed.update(ids)
+
+
+def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:
+    """The code of a transfer's error, "" without one. Any other result than an outcome is an error of the transport."""
+    error = future.exception()
+    if error is not None:
+        return error_code(error)
+    outcome: object = future.result(0)
+    return outcome.error if isinstance(outcome, (StoreOutcome, LoadOutcome)) else "error"
 
 
 def _succeeded(future: Future[LoadOutcome]) -> bool:
-    return future.exception() is None and future.result(0).ok
+    if future.exception() is not None:
+        return False
+    outcome: object = future.result(0)
+    return isinstance(outcome, LoadOutcome) and outcome.ok

@@ -114,6 +114,18 @@ def prepare_private_directory(path: Path) -> None:
         ) from None
 
 
+def check_directory(path: Path) -> None:
+    """Refuses what `prepare_private_directory` would refuse, and creates nothing. Raises `EndpointError`. Blocking."""
+    try:
+        check_private_directory(path)
+        place, missing = path, False
+    except OSError:
+        place, missing = next((each for each in path.parents if each.exists()), Path("/")), True
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        fact = f"it does not exist, and this user may not make it in {place}" if missing else "this user may not write"
+        raise EndpointError(fact, where=str(path), hint="make it with mode 0700, or set [server] endpoint")
+
+
 def check_private_directory(path: Path) -> None:
     """Checks the directory, in server and client: any user who may write there can replace the server. Refuses the
     directories that `prepare_private_directory` refuses. Raises `EndpointError`, and `OSError` if there is none.

@@ -39,8 +39,11 @@ class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server.curve]`: the file of the server's secret key, and the directory with the public keys of the clients that
     may come over TCP. `kvframework keys new` makes both."""
 
-    secret_key: Annotated[str, msgspec.Meta(min_length=1)]
-    clients: Annotated[str, msgspec.Meta(min_length=1)]
+    secret_key: Annotated[str, msgspec.Meta(min_length=1, description="file of the server's secret key")]
+    clients: Annotated[
+        str,
+        msgspec.Meta(min_length=1, description="folder with the public keys of the clients that may connect over TCP"),
+    ]
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,45 +52,84 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
     `insecure` serves tcp:// in plain text, without authentication."""
 
-    endpoint: str = ""
-    chunk_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 256
-    store_lease_s: Seconds = 30.0
-    retrieve_lease_s: Seconds = 30.0
-    store_share: Fraction = 0.5
-    ticket_s: Seconds = 60.0
-    session_timeout_s: Seconds = 30.0
-    workers: Annotated[int, msgspec.Meta(ge=1, le=256)] = 2
-    tcp: str = ""
-    insecure: bool = False
-    curve: CurveConfig | None = None
+    endpoint: Annotated[
+        str, msgspec.Meta(description="the server's `ipc://` socket; empty: a private one of this user")
+    ] = ""
+    chunk_size: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine"),
+    ] = 256
+    store_lease_s: Annotated[
+        Seconds, msgspec.Meta(description="how long an engine may take from a reservation to its commit")
+    ] = 30.0
+    retrieve_lease_s: Annotated[
+        Seconds, msgspec.Meta(description="how long an engine may take to copy what it loads")
+    ] = 30.0
+    store_share: Annotated[
+        Fraction,
+        msgspec.Meta(description="share of L1 that one client may have reserved at once while others have instances"),
+    ] = 0.5
+    ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine")] = 60.0
+    session_timeout_s: Annotated[
+        Seconds, msgspec.Meta(description="longest silence of a client without a liveness socket")
+    ] = 30.0
+    workers: Annotated[int, msgspec.Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
+    tcp: Annotated[
+        str, msgspec.Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
+    ] = ""
+    insecure: Annotated[bool, msgspec.Meta(description="serves `tcp://` in plain text to any client, for tests")] = (
+        False
+    )
+    curve: Annotated[CurveConfig | None, msgspec.Meta(description="the table `[server.curve]`, which `tcp` needs")] = (
+        None
+    )
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[log]`: the form of the server's log on standard error. "json" is one object a line."""
 
-    level: LogLevel = "info"
-    format: LogFormat = "human"
+    level: Annotated[LogLevel, msgspec.Meta(description="least level of a line that is written")] = "info"
+    format: Annotated[
+        LogFormat, msgspec.Meta(description="form of the lines on standard error; `json`: one object a line")
+    ] = "human"
 
 
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of `[l1]`."""
 
-    high_watermark: Fraction = 1.0
-    low_watermark: Fraction = 0.9
+    high_watermark: Annotated[
+        Fraction, msgspec.Meta(description="share of the capacity above which L1 evicts, before it is full")
+    ] = 1.0
+    low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it evicts then")] = 0.9
 
 
 class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of each `[[l2]]`."""
 
-    codec: CodecName = NO_CODEC
-    timeout_s: Seconds = 2.0
-    loads: AtOnce | None = None
-    writes: AtOnce | None = None
-    write_queue: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
-    write_policy: WritePolicyName = "write_through"
-    promote: bool = True
-    high_watermark: Fraction = 0.95
-    low_watermark: Fraction = 0.85
+    codec: Annotated[CodecName, msgspec.Meta(description="how values are packed, a codec plugin")] = NO_CODEC
+    timeout_s: Annotated[Seconds, msgspec.Meta(description="longest wait for one call of the tier")] = 2.0
+    loads: Annotated[
+        AtOnce | None, msgspec.Meta(description="how many loads call the tier at once; not set: as the tier says")
+    ] = None
+    writes: Annotated[
+        AtOnce | None, msgspec.Meta(description="how many batches of writes call it at once; not set: as the tier says")
+    ] = None
+    write_queue: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=1 << 20, description="objects that may wait to be written; further ones are not written"),
+    ] = 1024
+    write_policy: Annotated[
+        WritePolicyName,
+        msgspec.Meta(
+            description="which objects are written, and when: all after their commit, at their second use, or at their"
+            " eviction from L1, which needs `high_watermark` of `[l1]` below 1"
+        ),
+    ] = "write_through"
+    promote: Annotated[bool, msgspec.Meta(description="whether it also gets what a later tier had")] = True
+    high_watermark: Annotated[
+        Fraction, msgspec.Meta(description="share of its capacity above which a tier that knows it is emptied")
+    ] = 0.95
+    low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it is emptied then")] = 0.85
 
 
 class L1Config(msgspec.Struct, frozen=True):

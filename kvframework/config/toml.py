@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.options import ByteSize
+from kvframework.config.toml_mistakes import explain
 from kvframework.errors import ConfigFileError
 
 if sys.version_info >= (3, 11):
@@ -18,11 +19,16 @@ else:
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Parses a TOML text. Raises `ConfigFileError` with line and column."""
+    """Parses a TOML text. Raises `ConfigFileError` with the line, its text, a caret at the mistake and a hint."""
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-        raise ConfigFileError(f"not valid TOML: {error}", where=where, hint="strings need quotes in TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        mistake = explain(text, str(error))
+        excerpt = "\n".join(f"    {line}" for line in mistake.excerpt.splitlines())
+        fact = f"not valid TOML, line {mistake.line}: {mistake.fact}\n{excerpt}"
+        raise ConfigFileError(fact, where=where, hint=mistake.hint) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+        raise ConfigFileError(f"not valid TOML: {error}", where=where) from None
 
 
 def read_toml(path: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ import msgspec
 from kvframework.api.driver import Allocation, Exported
 from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, KVLayout, LayerGroup, MemoryLayoutDesc
 from kvframework.api.types import Message, dtype_bytes
-from kvframework.devices.planning import PlacedView
+from kvframework.devices.copy_plans import PlacedView
 from kvframework.errors import BadLayout, RequestError
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ class ExportedMemory:
     def opened_at(self, bases: Sequence[int]) -> list[list[list[PlacedView]]]:
         """Return the views for allocations that are open at `bases`."""
         return [
-            [
-                [PlacedView(bases[view.allocation] + view.offset, view.blocks, view.strides) for view in plane]
-                for plane in planes
-            ]
+            [[PlacedView(bases[view.allocation] + view.offset, view.strides) for view in plane] for plane in planes]
             for planes in self.views
         ]
 

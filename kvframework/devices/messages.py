@@ -24,13 +24,14 @@ MAX_FRAME = 1 << 30
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """`create` and `options_type` are "module:name"; `options` is msgpack of that type. `log` is the server's level and
-    form; None: it did not choose one."""
+    form; None: it did not choose one. The arena is pinned by slices of `slice_bytes`."""
 
     create: str
     options_type: str
     options: bytes
     device: str
     log: tuple[str, str] | None = None
+    slice_bytes: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -47,8 +48,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return cls(error.code, error.fact, error.where, error.available, error.hint)
 
     def error(self) -> KVFrameworkError:
-        told = {"where": self.where, "available": self.available, "hint": self.hint}
-        return KVFrameworkError.from_code(self.code, self.fact, **told)
+        parts = {"where": self.where, "available": self.available, "hint": self.hint}
+        return KVFrameworkError.from_code(self.code, self.fact, **parts)
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from kvframework.api.findings import Finding
+from kvframework.api.installing import install_command
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
@@ -59,7 +60,7 @@ def _driver(file: Path) -> str:
 def _packages(driver: int) -> Iterator[Finding]:
     """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
     old = driver < _DRIVER_OF_CUDA_13
-    advice = f'for the transport cuda_ipc: pip install "kvframework[{"cuda12" if old else "cuda"}]"'
+    advice = f"for the transport cuda_ipc: {install_command('cuda12' if old else 'cuda')}"
     bindings = _version("cuda-bindings")
     if not bindings:
         fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
@@ -99,7 +100,7 @@ def _torch(driver: bool) -> Finding:
             "torch.version",
             "ok",
             "torch is not installed; the server needs none",
-            'cpu_gather needs it in engines: pip install "kvframework[torch]"',
+            f"cpu_gather needs it in engines: {install_command('torch')}",
         )
     try:
         text = Path(str(found.locate_file("torch/version.py"))).read_text()

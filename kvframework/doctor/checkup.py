@@ -14,7 +14,9 @@ import msgspec
 from kvframework.api.findings import Finding
 from kvframework.config import Config, load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
+from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError
+from kvframework.preflight import is_running
 
 # The longest wait for a check.
 CHECK_S = 5.0
@@ -42,7 +44,7 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
     try:
         config = load_config(path, tuple(overrides))
     except ConfigError as error:
-        findings.append(Finding("config.load", "fail", error.fact, error.hint or error.available, error.where))
+        findings.append(refusal(error))
     else:
         findings.append(Finding("config.load", "ok", f"read from {config.source}"))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -63,10 +65,9 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
         return
     endpoint = sockets.endpoint_of(config)
     yield "socket", partial(sockets.socket_findings, endpoint)
-    tables, found = plugins.configured(config)
-    yield "config", lambda: found
-    serving = sockets.is_served(endpoint)
-    for table in tables:
+    serving = is_running(config)
+    yield "config", partial(plugins.common_findings, config, serving=serving, deadline_s=CHECK_S)
+    for table in plugins.configured(config):
         yield "plugin", partial(plugins.table_findings, table, serving=serving, deadline_s=CHECK_S)
 
 

@@ -33,7 +33,7 @@ def python() -> Iterator[Finding]:
 
 def distributions() -> Iterator[Finding]:
     yield Finding("kvframework.version", "ok", f"kvframework {kvframework.__version__}")
-    told = []
+    versions = []
     for text in metadata.requires("kvframework") or ():
         match = _NEEDED.match(text)
         if match is None:
@@ -46,8 +46,8 @@ def distributions() -> Iterator[Finding]:
             continue
         if _numbers(version) < _numbers(floor):
             yield Finding("kvframework.dependencies", "fail", f"{name} is {version}", f'pip install "{text}"')
-        told.append(f"{name} {version}")
-    yield Finding("kvframework.dependencies", "ok", ", ".join(sorted(told)))
+        versions.append(f"{name} {version}")
+    yield Finding("kvframework.dependencies", "ok", ", ".join(sorted(versions)))
 
 
 def _numbers(version: str) -> list[int]:

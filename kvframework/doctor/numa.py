@@ -18,8 +18,8 @@ def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     if len(found) < 2:
         yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
         return
-    told = "; ".join(f"{node.name} has the CPUs {_cpus(node)}" for node in found)
-    yield Finding("numa.nodes", "ok", f"{len(found)}: {told}")
+    listed = "; ".join(f"{node.name} has the CPUs {_cpus(node)}" for node in found)
+    yield Finding("numa.nodes", "ok", f"{len(found)}: {listed}")
     yield _accelerators(sysfs / "bus" / "pci" / "devices")
 
 
@@ -37,14 +37,14 @@ def _accelerators(folder: Path) -> Finding:
         places.setdefault(f"node{node}" if node.isdigit() else "no known node", []).append(device.name)
     if not places:
         return Finding("numa.accelerators", "ok", "there are no accelerators on the PCI bus")
-    told = "; ".join(f"{', '.join(devices)} on {place}" for place, devices in sorted(places.items()))
+    listed = "; ".join(f"{', '.join(devices)} on {place}" for place, devices in sorted(places.items()))
     (first, *others) = places
     if others or not first.startswith("node"):
-        return Finding("numa.accelerators", "ok", told)
+        return Finding("numa.accelerators", "ok", listed)
     advice = (
         f"run the server and its engines there: numactl --cpunodebind={first.removeprefix('node')} kvframework serve"
     )
-    return Finding("numa.accelerators", "ok", told, advice)
+    return Finding("numa.accelerators", "ok", listed, advice)
 
 
 def _computes(device: Path) -> bool:

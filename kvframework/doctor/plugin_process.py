@@ -18,9 +18,9 @@ from kvframework.api.options import Options
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.doctor.limits import memlock
-from kvframework.doctor.plugins import Subject
+from kvframework.doctor.plugins import Subject, refusal
 from kvframework.errors import KVFrameworkError
-from kvframework.registry import KINDS, PluginRegistry, resolve_table
+from kvframework.registry import KINDS, PluginRegistry, check_table, resolve_table
 
 
 def main() -> None:
@@ -36,9 +36,12 @@ def main() -> None:
 def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
     use = subject.table.use
     try:
-        provider, options = resolve_table(PluginRegistry(), subject.table, KINDS[subject.kind].providers[0])
+        registry = PluginRegistry()
+        provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
+        if not subject.held:
+            check_table(registry, subject.table, provider, options)
     except KVFrameworkError as error:
-        yield Finding("plugin.usable", "fail", error.fact, error.hint or error.available, error.where)
+        yield refusal(error)
         return
     yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
     if isinstance(provider, AnyTransportProvider) and provider.is_gpu:

@@ -3,13 +3,14 @@ end the checks of others."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
 
 from kvframework.api.findings import Finding
 from kvframework.config import Config, PluginTable
-from kvframework.errors import ConfigError
+from kvframework.errors import ConfigError, KVFrameworkError
 from kvframework.inspection.isolated import run_isolated
 from kvframework.registry import codec_tables
 
@@ -18,22 +19,26 @@ _TO_END_S = 1.0
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none."""
+    """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none.
+    `held`: a running server has what the plugin's own check would look for."""
 
     kind: str
     table: PluginTable
     diagnose_s: float = 0.0
+    held: bool = False
 
 
-def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
-    """Every table that names a plugin, and the findings that need no plugin."""
+def refusal(error: KVFrameworkError) -> Finding:
+    """The finding for an error with which a server would refuse to start; its name is the error's code."""
+    return Finding(error.code, "fail", error.fact, error.hint or error.available, error.where)
+
+
+def configured(config: Config) -> list[Subject]:
+    """Every table that names a plugin."""
     subjects = [Subject("memory", config.l1.memory), Subject("eviction", config.l1.eviction)]
     subjects += [Subject("tier", each.tier) for each in config.l2]
-    found: list[Finding] = []
-    try:
+    with contextlib.suppress(ConfigError):  # `common_findings` has it
         subjects += [Subject("codec", table) for table in codec_tables(config)]
-    except ConfigError as error:
-        found.append(Finding("config.codecs", "fail", error.fact, error.hint, error.where))
     subjects.append(Subject("hasher", config.hasher))
     for kind, tables in (
         ("transport", config.transport),
@@ -41,15 +46,26 @@ def configured(config: Config) -> tuple[list[Subject], list[Finding]]:
         ("requests", config.requests),
     ):
         subjects += [Subject(kind, table) for table in tables]
-    return subjects, found
+    return subjects
+
+
+def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
+    """The refusals that are not of one table. `serving`: a server of this configuration runs."""
+    request = msgspec.msgpack.encode((config, serving))
+    ran = run_isolated("kvframework.doctor.preflight_process", request, deadline_s=deadline_s)
+    found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
+    if ran.ended:
+        found.append(Finding("config.check", "fail", f"the process that checks it {ran.ended}", "report it"))
+    return found or [Finding("config.start", "ok", "keys, stores, socket and ports let a server start")]
 
 
 def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Iterator[Finding]:
     """The findings for one table. `serving`: a server runs with this configuration and has its memory, so the memory
     plugin is not asked for more."""
     where = subject.table.where
-    diagnose_s = 0.0 if subject.kind == "memory" and serving else deadline_s - _TO_END_S
-    request = msgspec.msgpack.encode(msgspec.structs.replace(subject, diagnose_s=diagnose_s))
+    held = subject.kind == "memory" and serving
+    timed = msgspec.structs.replace(subject, held=held, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
+    request = msgspec.msgpack.encode(timed)
     ran = run_isolated("kvframework.doctor.plugin_process", request, deadline_s=deadline_s)
     for line in ran.lines:
         try:

@@ -81,19 +81,19 @@ def class_problems(made: type[Any], contract: type[Any], title: str) -> Iterator
             expected=f"{name}{_text(contract, name)}",
             hint=f"implement it as {contract.__name__} describes it",
         )
-    for name, told in inspect.getmembers(contract, inspect.isfunction):
+    for name, required in inspect.getmembers(contract, inspect.isfunction):
         own = inspect.getattr_static(made, name, None)
-        if name.startswith("_") or own is told or own is None or getattr(own, "__isabstractmethod__", False):
+        if name.startswith("_") or own is required or own is None or getattr(own, "__isabstractmethod__", False):
             continue
         place = f"{title}: {made.__name__}.{name}"
         if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
             yield problem("async-method", place, "it is asynchronous", expected=f"def {name}", hint="write def")
-        elif inspect.isfunction(own) and not _serves(own, told):
+        elif inspect.isfunction(own) and not _serves(own, required):
             yield problem(
                 "wrong-signature",
                 place,
                 f"it takes {inspect.signature(own)}",
-                expected=f"{name}{inspect.signature(told)}",
+                expected=f"{name}{inspect.signature(required)}",
                 hint="take the parameters of the contract, by these names; more need defaults",
             )
 
@@ -111,9 +111,9 @@ def attribute_problems(made: object, contract: type[Any], title: str) -> Iterato
             )
 
 
-def _serves(own: Callable[..., Any], told: Callable[..., Any]) -> bool:
-    """True if `own` accepts every call that `told` accepts: in order, and by keyword."""
-    parameters = list(inspect.signature(told).parameters.values())
+def _serves(own: Callable[..., Any], required: Callable[..., Any]) -> bool:
+    """True if `own` accepts every call that `required` accepts: in order, and by keyword."""
+    parameters = list(inspect.signature(required).parameters.values())
     kinds = inspect.Parameter
     needed = [each for each in parameters if each.default is each.empty]
     ways = []

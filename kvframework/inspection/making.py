@@ -47,11 +47,11 @@ def declared_class(function: Callable[..., Any], contract: type[Any]) -> type[An
     if isinstance(function, type):
         return function
     try:
-        told = typing.get_type_hints(function).get("return")
+        kind = typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001  annotations may use names that are imported for type checkers only
         return None
-    told = typing.get_origin(told) or told
-    return told if isinstance(told, type) and issubclass(told, contract) and told is not contract else None
+    kind = typing.get_origin(kind) or kind
+    return kind if isinstance(kind, type) and issubclass(kind, contract) and kind is not contract else None
 
 
 def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any] | None:

@@ -13,7 +13,7 @@ from kvframework.inspection.problems import Problem, problem
 _PUBLIC = (
     "kvframework.api",
     "kvframework.client",
-    "kvframework.devices.planning",
+    "kvframework.devices.copy_plans",
     "kvframework.errors",
     "kvframework.testing",
 )

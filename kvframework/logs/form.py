@@ -13,7 +13,7 @@ import threading
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from kvframework.bounded_call import call_within
+from kvframework.bounded_close import call_within
 from kvframework.logs.limit import LogLimit, one_line
 from kvframework.logs.printed import PrintedLines
 from kvframework.logs.queue import FLUSH_S, QueuedHandler

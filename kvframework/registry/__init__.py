@@ -1,6 +1,6 @@
 """Plugin machinery: static discovery, guarded loading, one registry. Used by server, client and CLI at startup."""
 
-from kvframework.registry.check import check_config, codec_tables, resolve_table
+from kvframework.registry.check import check_config, check_table, codec_tables, named_tables, resolve_table
 from kvframework.registry.discovery import EntryPointInfo, discover
 from kvframework.registry.kinds import KINDS
 from kvframework.registry.registry import PluginInfo, PluginRegistry
@@ -11,7 +11,9 @@ __all__ = [
     "PluginInfo",
     "PluginRegistry",
     "check_config",
+    "check_table",
     "codec_tables",
     "discover",
+    "named_tables",
     "resolve_table",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeVar, cast
 
 from kvframework.api.codec import NO_CODEC, CodecProvider
@@ -10,12 +11,13 @@ from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.options import Options
-from kvframework.api.plugin import Provider
+from kvframework.api.plugin import Provider, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigFieldError, PluginUnavailable
+from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
 
 P = TypeVar("P", bound=Provider[Any])
@@ -59,21 +61,34 @@ def codec_tables(config: Config) -> list[PluginTable]:
     return [given.get(name, PluginTable(name, {}, where)) for name, where in named.items()]
 
 
+def named_tables(config: Config) -> list[tuple[PluginTable, type[Provider[Any]]]]:
+    """Every table that names a plugin, with the descriptor of its kind; those of codecs only if `codec_tables` has
+    them."""
+    tables: list[tuple[PluginTable, type[Provider[Any]]]] = [
+        (config.l1.memory, MemoryProvider),
+        (config.l1.eviction, EvictionProvider),
+        (config.hasher, HasherProvider),
+    ]
+    tables += [(table, AnyTransportProvider) for table in config.transport]
+    tables += [(table, LayoutProvider) for table in config.layout]
+    tables += [(l2.tier, TierProvider) for l2 in config.l2]
+    with contextlib.suppress(ConfigFieldError):
+        tables += [(table, CodecProvider) for table in codec_tables(config)]
+    tables += [(table, RequestsProvider) for table in config.requests]
+    return tables
+
+
 def check_config(config: Config, registry: PluginRegistry) -> None:
     """Resolves every configured plugin and validates its options; creates nothing. Blocking.
 
     Raises the first error: `PluginError` or `ConfigFieldError`.
     """
-    resolve_table(registry, config.l1.memory, MemoryProvider)
-    resolve_table(registry, config.l1.eviction, EvictionProvider)
-    resolve_table(registry, config.hasher, HasherProvider)
-    for table in config.transport:
-        resolve_table(registry, table, AnyTransportProvider)
-    for table in config.layout:
-        resolve_table(registry, table, LayoutProvider)
-    for l2 in config.l2:
-        resolve_table(registry, l2.tier, TierProvider)
-    for table in codec_tables(config):
-        resolve_table(registry, table, CodecProvider)
-    for table in config.requests:
-        resolve_table(registry, table, RequestsProvider)
+    codec_tables(config)
+    for table, descriptor in named_tables(config):
+        resolve_table(registry, table, descriptor)
+
+
+def check_table(registry: PluginRegistry, table: PluginTable, provider: Provider[Any], options: Options) -> None:
+    """Calls the provider's own check. Raises the plugin's `KVFrameworkError`, or `PluginBroken`. Blocking."""
+    if provider.check is not None:
+        Creator(registry).call(provider.kind, table, provider.check, options, TableContext(table.where), name="check")

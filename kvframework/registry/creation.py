@@ -34,7 +34,7 @@ class Creator:
 
     def one(self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any) -> Any:
         """The result of `create(*args)`, a `contract`."""
-        made = self._call(kind, table, create, *args)
+        made = self.call(kind, table, create, *args)
         if not isinstance(made, contract):
             raise self._broken(kind, table, f"create returned {type(made).__name__}", contract.__name__)
         lacking = [name for name in declared_attributes(contract) if not hasattr(made, name)]
@@ -46,7 +46,7 @@ class Creator:
         self, kind: str, table: PluginTable, contract: type[Any], create: Callable[..., object], *args: Any
     ) -> list[Any]:
         """The result of `create(*args)`, a list or tuple of `contract`."""
-        made = self._call(kind, table, create, *args)
+        made = self.call(kind, table, create, *args)
         expected = f"a list of {contract.__name__}"
         if not isinstance(made, list | tuple):
             raise self._broken(kind, table, f"create returned {type(made).__name__}", expected)
@@ -55,15 +55,18 @@ class Creator:
                 raise self._broken(kind, table, f"create returned a list with {type(each).__name__}", expected)
         return list(made)
 
-    def _call(self, kind: str, table: PluginTable, create: Callable[..., object], *args: Any) -> object:
+    def call(
+        self, kind: str, table: PluginTable, function: Callable[..., object], *args: Any, name: str = "create"
+    ) -> object:
+        """The result of `function(*args)`, of any type."""
         try:
-            return create(*args)
+            return function(*args)
         except KVFrameworkError as error:
             error.where = error.where or table.where
             raise
         except (Exception, SystemExit) as error:
             cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-            raise self._broken(kind, table, f"create raised {cause}") from error
+            raise self._broken(kind, table, f"{name} raised {cause}") from error
 
     def _broken(self, kind: str, table: PluginTable, fact: str, available: str = "") -> PluginBroken:
         offer = self._registry.offer(kind, table.use)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.options import ByteSize
 from kvframework.masking import secret_mark
 
 _BASIC: dict[type[inspect.Type], str] = {
@@ -42,8 +42,8 @@ class OptionInfo(msgspec.Struct, frozen=True):
     secret: bool
 
 
-def describe_options(options: type[Options]) -> list[OptionInfo]:
-    """The fields of an options struct, in their order."""
+def describe_options(options: type[msgspec.Struct]) -> list[OptionInfo]:
+    """The fields of a struct of options or of the configuration, in their order."""
     struct = inspect.type_info(options)
     assert isinstance(struct, inspect.StructType)
     return [_describe(field) for field in struct.fields]
@@ -91,5 +91,5 @@ def _bounds(kind: Any) -> str:
     if kind.ge is not None and kind.le is not None:
         return f" {kind.ge} to {kind.le}"
     bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-    told = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
-    return f" {' and '.join(told)}" if told else ""
+    limits = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    return f" {' and '.join(limits)}" if limits else ""

@@ -164,7 +164,9 @@ class PluginRegistry:
 
     def _the_offer(self, kind: str, name: str) -> EntryPointInfo:
         if kind not in KINDS:
-            raise PluginWrongKind(f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS))
+            raise PluginWrongKind(
+                f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)
+            )
         named = [offer for offer in self._usable(other_majors=True) if offer.name == name]
         offers = [offer for offer in named if offer.kind == kind]
         ours = [offer for offer in offers if _same_major(offer)]

@@ -52,14 +52,14 @@ class RegisteredContext(InstanceContext):
 
     def check(self, key: CacheKey) -> None:
         """Check that the key names what this instance registered, and one rank. Raises `NamespaceMismatch`."""
-        for what, told, known in (
+        for what, sent, known in (
             ("namespace", key.namespace.hex(), self.namespace.hex()),
             ("model", key.model_name, self.model_name),
             ("world size", key.world_size, self.world_size),
         ):
-            if told != known:
+            if sent != known:
                 raise NamespaceMismatch(
-                    f"{what} {told!r}",
+                    f"{what} {sent!r}",
                     where=f"key of instance {self.instance_id}",
                     available=f"{known!r} as registered",
                 )

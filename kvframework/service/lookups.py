@@ -10,7 +10,7 @@ from collections import Counter
 from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.service.keys import KeyResolver, check_key
-from kvframework.storage.lookup_tickets import Answer, LookupTickets, Wanted
+from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m

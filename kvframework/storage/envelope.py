@@ -58,14 +58,14 @@ def unseal(
     if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
         raise Damaged("no envelope")
     fields = bytes(header)[: _FIELDS.size]
-    magic, version, reserved, namespace, told, name, object_bytes, size = _FIELDS.unpack(fields)
+    magic, version, reserved, namespace, written, name, object_bytes, size = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         raise Damaged("no envelope")
     if version != FORMAT_VERSION or reserved:
         raise Damaged(f"format version {version}, expected {FORMAT_VERSION}")
     if namespace != key[:16]:
         raise Damaged("another namespace")
-    if UNTOLD_LAYOUT not in (told, layout) and told != layout:
+    if UNTOLD_LAYOUT not in (written, layout) and written != layout:
         raise Damaged("another object layout")
     if object_bytes != place.nbytes or size > place.nbytes:
         raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")

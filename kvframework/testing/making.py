@@ -95,7 +95,7 @@ class NamedKit(Kit):
 
     @property
     def _fixture(self) -> str:
-        return {"eviction": "make_policy", "hasher": "make_hasher", "codec": "make_codec"}[self._descriptor.kind]
+        return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
 
 
 def _by_state(made: object) -> str:

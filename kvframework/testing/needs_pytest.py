@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from kvframework.api.installing import install_command
+
 for _name in ("pytest", "hypothesis"):
     if find_spec(_name) is None:
-        raise ModuleNotFoundError(f'the kits need {_name}: pip install "kvframework[testing]"', name=_name)
+        raise ModuleNotFoundError(f"the kits need {_name}: {install_command('testing')}", name=_name)

@@ -10,12 +10,13 @@ from typing import Any
 
 from kvf_codecs.options import ZstdOptions
 from kvframework.api.codec import Codec, CodecProvider, hookimpl
+from kvframework.api.installing import install_command
 from kvframework.api.options import Options
 
 
 def _probe() -> str | None:
     if find_spec("zstandard") is None:
-        return 'zstandard is not installed: pip install "kvframework[zstd]"'
+        return f"zstandard is not installed: {install_command('zstd')}"
     return None
 
 

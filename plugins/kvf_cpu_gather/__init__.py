@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from kvf_cpu_gather.options import CpuGatherOptions
+from kvframework.api.installing import install_command
 from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import PluginUnavailable
 
@@ -13,9 +14,7 @@ def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:
     """Runs in engine processes only: a server offers the transport by name and needs no torch for it, so there is no
     reason for which a probe could refuse."""
     if importlib.util.find_spec("torch") is None:
-        raise PluginUnavailable(
-            "transport cpu_gather needs torch in the engine process", hint='pip install "kvframework[torch]"'
-        )
+        raise PluginUnavailable("transport cpu_gather needs torch in the engine process", hint=install_command("torch"))
     from kvf_cpu_gather.context import CpuGather
     from kvf_cpu_gather.kernel import load_kernel
 

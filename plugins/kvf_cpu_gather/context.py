@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from kvframework.api.transport import (
 )
 from kvframework.errors import BadLayout, Cancelled, KVFrameworkError, NotRegistered
 
-R = TypeVar("R")
+O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 
 _log = logging.getLogger(__name__)
 
@@ -64,48 +65,24 @@ class CpuGather(TransferContext):
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
         """Copies the objects that the server lacks. Raises `BadBlockIds` or `BadLayout`."""
-        what = f"the KV of request {transfer.request_id!r} was not stored"
-        objects = transfer.objects
-
-        def ended(outcome: StoreOutcome | None, error: BaseException | None) -> StoreOutcome:
-            if outcome is None:
-                assert error is not None
-                self._warn("stores", what, error)
-                return StoreOutcome(dropped=objects, error=error_code(error))
-            if outcome.error:
-                self._quiet.warning(f"stores {outcome.error}", f"{what}: {outcome.error}")
-            return outcome
 
         def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[StoreOutcome]:
             if mapped:
                 return store_in_arena(self._link, transfer, moves, ready)
             return self._wire.store(transfer, moves, ready)
 
-        return self._started(steps, ended, transfer)
+        failed = partial(_none_stored, transfer.objects)
+        return self._started(steps, partial(self._ended, "stored", transfer.request_id, failed), transfer)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
         """Copies into the blocks. Raises `BadBlockIds` or `BadLayout`."""
-        # Not `transfer`: what runs at the end holds no tensors.
-        request_id = transfer.request_id
-
-        def ended(outcome: LoadOutcome | None, error: BaseException | None) -> LoadOutcome:
-            if outcome is None:
-                assert error is not None
-                self._warn("loads", f"the KV of request {request_id!r} was not loaded", error)
-                return LoadOutcome.failed(error)
-            if not outcome.ok:
-                self._quiet.warning(
-                    f"loads {outcome.error}",
-                    f"the KV of request {request_id!r} was not loaded: {outcome.reason}",
-                )
-            return outcome
 
         def steps(moves: Moves, ready: torch.Event | None, mapped: bool) -> Steps[LoadOutcome]:
             if mapped:
                 return load_from_arena(self._link, transfer, moves, ready, skip_tokens)
             return self._wire.load(transfer, moves, ready, skip_tokens)
 
-        return self._started(steps, ended, transfer)
+        return self._started(steps, partial(self._ended, "loaded", transfer.request_id, LoadOutcome.failed), transfer)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         if self._registered is None:
@@ -122,8 +99,8 @@ class CpuGather(TransferContext):
         self._wire.close()
 
     def _started(
-        self, steps: Callable[[Moves, torch.Event | None, bool], Steps[R]], ended: Ended[R], transfer: Transfer
-    ) -> Future[R]:
+        self, steps: Callable[[Moves, torch.Event | None, bool], Steps[O]], ended: Ended[O], transfer: Transfer
+    ) -> Future[O]:
         """Start a transfer and return its future; after any failure at its start, the engine goes on without the
         cache."""
         if self._registered is None:
@@ -137,14 +114,29 @@ class CpuGather(TransferContext):
         except Exception as error:  # noqa: BLE001 - see above
             return Future.resolved(ended(None, error))
 
-    def _warn(self, kind: str, what: str, error: BaseException) -> None:
-        # An exception that ends the process, such as Ctrl-C, is raised here again.
-        if not isinstance(error, Exception) or isinstance(error, Cancelled):
-            return
-        if isinstance(error, KVFrameworkError):
-            self._quiet.warning(f"{kind} {error.code}", f"{what}: {error}")
+    def _ended(
+        self,
+        verb: str,
+        request_id: str,
+        failed: Callable[[BaseException], O],
+        outcome: O | None,
+        error: BaseException | None,
+    ) -> O:
+        """Return a transfer's outcome, and log why it moved nothing. Runs at its end, so it holds no tensors."""
+        if outcome is None:
+            assert error is not None
+            outcome = failed(error)
+            # An exception that ends the process, such as Ctrl-C, is raised again after this.
+            is_silent = isinstance(error, Cancelled) or not isinstance(error, Exception)
+            why = "" if is_silent else str(error) or repr(error)
         else:
-            self._quiet.warning(kind, f"{what}: {error}", error=error)
+            why = outcome.error if isinstance(outcome, StoreOutcome) else outcome.reason
+        if why:
+            foreign = None if isinstance(error, KVFrameworkError) else error
+            self._quiet.warning(
+                f"{verb} {outcome.error}", f"the KV of request {request_id!r} was not {verb}: {why}", error=foreign
+            )
+        return outcome
 
     def _uses_arena(self) -> bool:
         """Return whether bytes move in the arena, or over the wire."""
@@ -155,6 +147,10 @@ class CpuGather(TransferContext):
                 hint='connect over ipc:// as the server\'s user, or leave path = "auto"',
             )
         return mapped
+
+
+def _none_stored(objects: int, error: BaseException) -> StoreOutcome:
+    return StoreOutcome(dropped=objects, error=error_code(error))
 
 
 class _ArenaNotMapped(KVFrameworkError):

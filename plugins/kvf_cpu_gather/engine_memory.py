@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import Copies, TorchCopies, mark_device, on_host, wait_for_devices
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.kernel_copies import KernelCopies
 from kvf_cpu_gather.remembered_views import RememberedViews, signature
+from kvf_cpu_gather.torch_copies import Copies, TorchCopies, mark_device, on_host, wait_for_devices
 from kvframework.api.layout import LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.transport import GroupBlocks, Registration
-from kvframework.devices.planning import CopyPlanner, PlacedView
+from kvframework.devices.copy_plans import CopyPlanner, PlacedView
 
 if TYPE_CHECKING:
-    from kvf_cpu_gather.copying import GroupViews
+    from kvf_cpu_gather.torch_copies import GroupViews
 
 
 class EngineMemory(ABC):
@@ -126,4 +126,4 @@ def _block_counts(views: Sequence[GroupViews]) -> tuple[int, ...]:
 def _placed(view: torch.Tensor) -> PlacedView:
     size = view.element_size()
     block, slot, head, element = view.stride()
-    return PlacedView(view.data_ptr(), view.shape[0], (block * size, slot * size, head * size, element * size))
+    return PlacedView(view.data_ptr(), (block * size, slot * size, head * size, element * size))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvf_cpu_gather.copying import Copies, Piece
 from kvf_cpu_gather.kernel import CopyKernel
+from kvf_cpu_gather.torch_copies import Copies, Piece
 from kvframework.api.transport import ArenaRange, GroupBlocks
-from kvframework.devices.planning import CopyPlanner
+from kvframework.devices.copy_plans import CopyPlanner
 
 
 class KernelCopies(Copies):

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvf_cpu_gather.copying import Piece
 from kvf_cpu_gather.engine_memory import EngineMemory, memory_of
 from kvf_cpu_gather.kernel import CopyKernel
+from kvf_cpu_gather.torch_copies import Piece
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
 from kvframework.api.types import Buffer
 from kvframework.errors import BadBlockIds
 
 if TYPE_CHECKING:
-    from kvf_cpu_gather.copying import GroupViews
+    from kvf_cpu_gather.torch_copies import GroupViews
 
 
 class Moves:

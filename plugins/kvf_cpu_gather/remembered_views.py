@@ -13,7 +13,7 @@ import torch
 from kvframework.api.layout import LayerTensors
 
 if TYPE_CHECKING:
-    from kvf_cpu_gather.copying import GroupViews
+    from kvf_cpu_gather.torch_copies import GroupViews
 
 
 class _Place(NamedTuple):

@@ -28,14 +28,20 @@ P = TypeVar("P", StorePlan, LoadPlan)
 
 
 def planned(sent: Future[P]) -> Steps[P]:
-    """Return the requested plan. If the transfer is cancelled meanwhile, the link gives back everything that the answer
-    may reserve."""
+    """Return the requested plan. If the transfer is cancelled meanwhile, everything that the answer reserves is given
+    back: by the link, or here if the answer came before the cancel."""
     try:
         plan: P = yield sent
     except GeneratorExit:
         sent.cancel()
+        sent.add_done_callback(_abort)
         raise
     return plan
+
+
+def _abort(sent: Future[StorePlan] | Future[LoadPlan]) -> None:
+    if sent.exception() is None:
+        sent.result(0).abort()
 
 
 def unless_cancelled() -> Steps[None]:

@@ -116,12 +116,12 @@ class WirePath:
         """Return `outcome` with the server's answer to the oldest batch."""
         sent = window.take_oldest()
         try:
-            told: StoreOutcome = yield sent.answer
+            answered: StoreOutcome = yield sent.answer
         except DeadlineExceeded as error:
             under_way = sent.objects + sum(each.objects for each in window)
             return outcome + StoreOutcome(unknown=under_way, dropped=unsent, error=error.code)
         self._staging.give_back(sent.staged)
-        return outcome + told
+        return outcome + answered
 
 
 def _received(moves: Moves, window: Window[_Asked], skip_tokens: int) -> Steps[None]:

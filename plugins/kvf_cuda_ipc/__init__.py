@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvf_cuda_ipc.options import CudaOptions
 from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
 from kvframework.api.findings import Finding
+from kvframework.api.installing import install_command
 
 if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_half import Stream
@@ -54,7 +55,7 @@ def _probe() -> str | None:
             " with `compute` in NVIDIA_DRIVER_CAPABILITIES"
         )
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        return 'cuda-bindings is not installed: pip install "kvframework[cuda]", or [cuda12] for a driver of CUDA 12'
+        return f"cuda-bindings is not installed: {install_command('cuda')}, or [cuda12] for a driver of CUDA 12"
     return None
 
 

@@ -25,12 +25,15 @@ def diagnose(options: CudaOptions) -> Iterator[Finding]:
         yield Finding("cuda_ipc.devices", "fail", "no GPU is visible here", "give the process the engines' GPUs")
         return
     for ordinal in devices:
-        told = f"{driver.model(ordinal)}, {name_of(driver.uuid(ordinal), driver.model(ordinal))}"
+        shown = f"{driver.model(ordinal)}, {name_of(driver.uuid(ordinal), driver.model(ordinal))}"
         if driver.shares_events(ordinal):
-            yield Finding("cuda_ipc.devices", "ok", told)
+            yield Finding("cuda_ipc.devices", "ok", shown)
         else:
             yield Finding(
-                "cuda_ipc.devices", "fail", f"{told} cannot share memory and events between processes", "use cpu_gather"
+                "cuda_ipc.devices",
+                "fail",
+                f"{shown} cannot share memory and events between processes",
+                "use cpu_gather",
             )
     yield _copy_engines(driver, options)
     if options.engine != "dma":

@@ -7,9 +7,10 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+from kvframework.api.installing import install_command
 from kvframework.errors import DeviceError
 
-_INSTALL = 'pip install "kvframework[cuda]", or [cuda12] for a driver of CUDA 12'
+_INSTALL = f"{install_command('cuda')}, or [cuda12] for a driver of CUDA 12"
 
 
 def compiled(source: str, name: str, capability: int) -> bytes:

@@ -15,6 +15,7 @@ from kvf_cuda_ipc.gathering import GatherKernel
 from kvf_cuda_ipc.identity import name_of
 from kvf_cuda_ipc.options import CudaOptions
 from kvframework.api.driver import Allocation, Arena, CopierDriver, CopyBatch
+from kvframework.api.installing import install_command
 from kvframework.errors import DeviceError, DeviceLost
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
             raise DeviceError(
                 "nothing can copy here: the driver has no batched copies, and there is no kernel",
                 where="cuda_ipc",
-                hint='install a driver of CUDA 12.8 or later, or NVRTC: pip install "kvframework[cuda]", or [cuda12]',
+                hint=f"install a driver of CUDA 12.8 or later, or NVRTC: {install_command('cuda')}, or [cuda12]",
             )
         self._kernel_below = int(options.kernel_below)
         self._slices: list[int] = []

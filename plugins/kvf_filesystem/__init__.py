@@ -21,6 +21,16 @@ def _create(options: FilesystemOptions, context: TableContext) -> Tier:
     return open_tier(options, where=context.where)
 
 
+def _check(options: FilesystemOptions, context: TableContext) -> None:
+    from kvf_filesystem.root import check_root
+
+    check_root(options, where=context.where)
+
+
+def _store(options: FilesystemOptions) -> str:
+    return f"the folder {os.path.realpath(os.path.expanduser(options.path))}"
+
+
 def _diagnose(options: FilesystemOptions, _context: TableContext, _deadline: float) -> list[Finding]:
     from kvf_filesystem.advice import diagnose
 
@@ -38,6 +48,8 @@ def kvf_tiers() -> list[TierProvider[FilesystemOptions]]:
             shared=True,
             probe=_probe,
             create=_create,
+            check=_check,
+            store=_store,
             diagnose=_diagnose,
             loads=4,
             writes=2,

@@ -4,7 +4,6 @@ may be using the folder."""
 from __future__ import annotations
 
 import os
-import stat
 
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
@@ -25,18 +24,9 @@ def diagnose(options: FilesystemOptions) -> list[Finding]:
 
 
 def _folder(path: str, base: str) -> Finding:
-    status = os.stat(base)
-    if not stat.S_ISDIR(status.st_mode):
-        return Finding("filesystem.folder", "fail", f"{base} is no folder", "name a folder in path")
-    if not os.access(base, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-        fact = f"{base} is not writable for uid {os.geteuid()}: {stat.filemode(status.st_mode)}, of uid {status.st_uid}"
-        return Finding("filesystem.folder", "fail", fact, "check owner and mode, or name another folder in path")
-    if base != path:
-        return Finding("filesystem.folder", "ok", f"{path} is not there yet; it will be made in {base}")
-    if status.st_mode & stat.S_IWOTH:
-        fact = f"any user may write to {path}: {stat.filemode(status.st_mode)}"
-        return Finding("filesystem.folder", "fail", fact, "name a folder in it, or take the right away: chmod o-w")
-    return Finding("filesystem.folder", "ok", f"{path} is writable")
+    """The finding for a usable folder; `check_root` refuses any other."""
+    made = "is writable" if base == path else f"is not there yet; it will be made in {base}"
+    return Finding("filesystem.folder", "ok", f"{path} {made}")
 
 
 def _space(base: str, options: FilesystemOptions, *, stored: bool) -> Finding:

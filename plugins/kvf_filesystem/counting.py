@@ -54,7 +54,7 @@ class Counting:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        told = ""
+        logged = ""
         while not self._closed:
             pause, self._wanted = self._every_s, False
             try:
@@ -62,11 +62,11 @@ class Counting:
             except OSError as error:
                 pause = RETRY_S
                 fact = error.fact if isinstance(error, TierError) else error.strerror or type(error).__name__
-                if fact != told and not self._closed:
+                if fact != logged and not self._closed:
                     _log.warning("%s: the bytes in the folder cannot be counted: %s", self._where, fact)
-                told = fact
+                logged = fact
             else:
-                told = ""
+                logged = ""
                 with self._changed:
                     self._counted = True
                     self._changed.notify_all()

@@ -107,7 +107,7 @@ def pack_head(start: int, nbytes: int) -> bytes:
 def start_in(head: bytes, nbytes: int) -> int | None:
     """The offset of the value according to the head of a file that should hold `nbytes`; None if the head says
     otherwise."""
-    magic, version, start, told = _HEAD.unpack(head)
-    if magic != _MAGIC or version != FORMAT or told != nbytes or start < HEAD_BYTES:
+    magic, version, start, object_bytes = _HEAD.unpack(head)
+    if magic != _MAGIC or version != FORMAT or object_bytes != nbytes or start < HEAD_BYTES:
         return None
     return int(start)

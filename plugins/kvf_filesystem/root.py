@@ -54,12 +54,7 @@ class Root:
 
 def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
     """Opens the folder; creates it if it is missing and `create` is set. Raises `ConfigFieldError`."""
-    path = os.path.expanduser(options.path)
-    if "\0" in path or path.startswith("~"):
-        raise ConfigFieldError(
-            f"the path {path!r} names no folder", where=f"{where}.path", hint="after ~ comes / or the name of a user"
-        )
-    path = os.path.abspath(path)
+    path = _absolute(options.path, where)
     try:
         if create:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -84,9 +79,45 @@ def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
     return root
 
 
+def check_root(options: FilesystemOptions, *, where: str) -> None:
+    """Refuses a folder that `open_root` would refuse, without creating, locking or writing anything. Whether another
+    server has locked it is not seen. Raises `ConfigFieldError`."""
+    path = _absolute(options.path, where)
+    base = path
+    while not os.path.lexists(base):
+        base = os.path.dirname(base)
+    try:
+        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _refused(path, error, where) from error
+    try:
+        if not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
+            raise _not_writable(base, where)
+        if base == path:
+            _check_private(fd, path, where)
+            _check_marker(fd, path, where)
+    except OSError as error:
+        raise _refused(path, error, where) from error
+    finally:
+        os.close(fd)
+
+
+def _absolute(path: str, where: str) -> str:
+    path = os.path.expanduser(path)
+    if "\0" in path or path.startswith("~"):
+        raise ConfigFieldError(
+            f"the path {path!r} names no folder", where=f"{where}.path", hint="after ~ comes / or the name of a user"
+        )
+    return os.path.abspath(path)
+
+
+def _not_writable(path: str, where: str) -> ConfigFieldError:
+    return ConfigFieldError(f"the folder {path} is not writable", where=f"{where}.path", hint="check owner and mode")
+
+
 def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> None:
     if not root.usable():
-        raise ConfigFieldError(f"the folder {path} is not writable", where=f"{where}.path", hint="check owner and mode")
+        raise _not_writable(path, where)
     _check_private(root.fd, path, where)
     _lock(root, options, path, where)
     if options.direct != "off":
@@ -116,31 +147,42 @@ def _check_private(fd: int, path: str, where: str) -> None:
         _log.warning("%s: uid %d owns the folder %s, and may change what is stored there", where, status.st_uid, path)
 
 
-def _open_marker(fd: int, path: str, where: str) -> int:
+def _check_marker(fd: int, path: str, where: str) -> None:
+    """Refuses a folder with other files, or with a marker of another format. Raises `ConfigFieldError`, `OSError`."""
     names = os.listdir(fd)
-    if MARKER not in names and not _PASSED_OVER.issuperset(names):
-        raise ConfigFieldError(
-            f"the folder {path} holds files that are not the tier's",
-            where=f"{where}.path",
-            hint="name an empty folder, or one that does not exist",
-        )
-    marker_fd = os.open(MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    if MARKER not in names:
+        if not _PASSED_OVER.issuperset(names):
+            raise ConfigFieldError(
+                f"the folder {path} holds files that are not the tier's",
+                where=f"{where}.path",
+                hint="name an empty folder, or one that does not exist",
+            )
+        return
+    marker_fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
     try:
         found = os.pread(marker_fd, len(_MARK) + 1, 0)
-        if _MARK.startswith(found):
-            if found != _MARK:  # another server is writing it now, or was killed while it did
-                os.pwrite(marker_fd, _MARK, 0)
-            return marker_fd
+    finally:
+        os.close(marker_fd)
+    if not _MARK.startswith(found):
+        raise ConfigFieldError(
+            f"the folder {path} is of another format: {found.decode(errors='replace').strip()!r}",
+            where=f"{where}.path",
+            available=_MARK.decode().strip(),
+            hint="name another folder",
+        )
+
+
+def _open_marker(fd: int, path: str, where: str) -> int:
+    _check_marker(fd, path, where)
+    marker_fd = os.open(MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    try:
+        # Shorter while another server writes it, or where one was killed while it did.
+        if os.pread(marker_fd, len(_MARK), 0) != _MARK:
+            os.pwrite(marker_fd, _MARK, 0)
     except OSError:
         os.close(marker_fd)
         raise
-    os.close(marker_fd)
-    raise ConfigFieldError(
-        f"the folder {path} is of another format: {found.decode(errors='replace').strip()!r}",
-        where=f"{where}.path",
-        available=_MARK.decode().strip(),
-        hint="name another folder",
-    )
+    return marker_fd
 
 
 def _lock(root: Root, options: FilesystemOptions, path: str, where: str) -> None:

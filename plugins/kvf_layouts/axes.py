@@ -47,9 +47,9 @@ def undeclared(name: str, shapes: Sequence[Sequence[int]], block_size: int) -> B
     shape, so none is chosen."""
     shape = shapes[0]
     fitting = [axes for axes in EXAMPLES if len(axes) == len(shape) and _fits(axes, shape, block_size)]
-    told = " and ".join(str(tuple(shape)) for shape in shapes)
+    listed = " and ".join(str(tuple(shape)) for shape in shapes)
     return BadLayout(
-        f"the axes of the tensors are not declared; layer {name} has {told}",
+        f"the axes of the tensors are not declared; layer {name} has {listed}",
         where="layout.paged.axes",
         available=_texts(fitting or EXAMPLES),
         hint="give the layout's option `axes` as the attention backend uses them; they are never guessed from sizes",

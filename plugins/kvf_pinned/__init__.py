@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvf_pinned.memory import MemfdArena
+from kvf_pinned.memory import MemfdArena, check_room
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
 from kvframework.api.findings import Finding
@@ -11,6 +11,10 @@ from kvframework.api.memory import Memory, MemoryProvider, TableContext, hookimp
 
 def _create(options: PinnedOptions, context: TableContext) -> Memory:
     return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa))
+
+
+def _check(options: PinnedOptions, context: TableContext) -> None:
+    check_room(options.capacity, where=context.where)
 
 
 def _diagnose(options: PinnedOptions, _context: TableContext, _deadline: float) -> list[Finding]:
@@ -28,6 +32,7 @@ def kvf_memories() -> list[MemoryProvider[PinnedOptions]]:
             summary="one shared memory segment without a name, made resident in the background",
             options=PinnedOptions,
             create=_create,
+            check=_check,
             diagnose=_diagnose,
         )
     ]

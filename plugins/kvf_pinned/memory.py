@@ -7,6 +7,7 @@ import fcntl
 import logging
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Callable
 
@@ -27,6 +28,23 @@ _STEP = 16 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+def check_room(capacity: int, *, where: str) -> None:
+    """Refuses an arena beyond the memory that is available now, or beyond the limits of this process. Raises
+    `ArenaError`."""
+    room, what = available_memory(), "memory"
+    for limit, name in ((resource.RLIMIT_FSIZE, "the limit of a file (ulimit -f)"), (resource.RLIMIT_AS, "ulimit -v")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY and soft < room:
+            room, what = soft, name
+    if capacity > room:
+        raise ArenaError(
+            f"an arena of {ByteSize(capacity)} does not fit into {what}",
+            where=where,
+            available=str(ByteSize(room)),
+            hint="lower [l1] capacity",
+        )
+
+
 class MemfdArena(Memory):
     """One shared segment without a name: the kernel frees it when the last process that maps it ends.
 
@@ -39,14 +57,7 @@ class MemfdArena(Memory):
         Unavailable NUMA nodes are no error, and logged."""
         self._where = where
         self.capacity = capacity
-        room = available_memory()
-        if capacity > room:
-            raise ArenaError(
-                f"an arena of {ByteSize(capacity)} does not fit into memory",
-                where=where,
-                available=str(ByteSize(room)),
-                hint="lower [l1] capacity",
-            )
+        check_room(capacity, where=where)
         try:
             self.fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:

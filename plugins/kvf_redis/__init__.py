@@ -10,12 +10,13 @@ from importlib.util import find_spec
 
 from kvf_redis.options import RedisOptions
 from kvframework.api.findings import Finding
+from kvframework.api.installing import install_command
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 
 def _probe() -> str | None:
     if find_spec("redis") is None:
-        return 'redis is not installed: pip install "kvframework[redis]"'
+        return f"redis is not installed: {install_command('redis')}"
     return None
 
 

@@ -136,14 +136,14 @@ class AttachedInstance:
         )
         return None
 
-    def _keep_trying(self, tensors: Mapping[str, LayerTensors], told: str) -> None:
+    def _keep_trying(self, tensors: Mapping[str, LayerTensors], logged: str) -> None:
         while not self._closed.is_set():
             error = self._tried(tensors, lambda: 0.5)
             if error is None:
                 return
             if not isinstance(error, ServerGone):
-                if str(error) != told:
-                    told = str(error)
+                if str(error) != logged:
+                    logged = str(error)
                     _warn("still no KV is loaded or stored", error)
                 self._closed.wait(RETRY_S)
 

@@ -97,8 +97,8 @@ def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIden
             quantization=facts.quantization,
             settings=settings,
         )
-    told = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
-    text = json.dumps([told, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)
+    relevant = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
+    text = json.dumps([relevant, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)
     shape = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-config").hexdigest()
     revision = f"{facts.revision}+{shape}+{weights or _weights(facts)}"
     return KvIdentity(model or facts.name, revision, facts.quantization)

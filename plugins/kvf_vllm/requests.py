@@ -55,13 +55,13 @@ def wish_of(request: EngineRequest) -> Wish:
     # vLLM takes any value here from a body's `vllm_xargs`.
     if given is not None and not isinstance(given, Mapping):
         return Wish(False, False, reason="kv_transfer_params")
-    told = {
+    wishes = {
         key.removeprefix(PREFIX): value
         for key, value in (given or {}).items()
         if isinstance(key, str) and key.startswith(PREFIX)
     }
-    load, store, salt = told.pop("load", True), told.pop("store", True), told.pop("salt", "")
-    if told or not (isinstance(load, bool) and isinstance(store, bool) and isinstance(salt, str)):
+    load, store, salt = wishes.pop("load", True), wishes.pop("store", True), wishes.pop("salt", "")
+    if wishes or not (isinstance(load, bool) and isinstance(store, bool) and isinstance(salt, str)):
         return Wish(False, False, reason="kv_transfer_params")
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
     load = load and not request.skip_reading_prefix_cache

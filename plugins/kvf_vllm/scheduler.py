@@ -270,8 +270,8 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, wish_of(request), search)
         return tracked
 
-    def _learn(self, told: Mapping[int, Served | None]) -> None:
-        self._heard.update(told)
+    def _learn(self, answers: Mapping[int, Served | None]) -> None:
+        self._heard.update(answers)
         known = {each for each in self._heard.values() if each is not None}
         if (
             self._served is None

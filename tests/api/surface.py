@@ -29,7 +29,7 @@ MODULES = (
         if "\n__all__ = " in file.read_text()
     ),
     "kvframework.client",
-    "kvframework.devices.planning",
+    "kvframework.devices.copy_plans",
     "kvframework.testing",
     "kvframework.testing.accelerator",
     "kvframework.testing.accelerator.rig",
@@ -153,7 +153,8 @@ def members(name: str, definition: Definition, known: set[Definition]) -> Iterat
         hidden = hidden_base(definition, base, known)
         if hidden is not None:
             # Of the parts of a kit its fields and fixtures are for authors.
-            yield from (line for line in members(name, hidden, known) if not METHOD.match(line))
+            kit = hidden.module.startswith("kvframework.testing")
+            yield from (line for line in members(name, hidden, known) if not (kit and METHOD.match(line)))
     # Fields in their order, which is that of positional arguments and of what travels as an array.
     for each in node.body:
         if isinstance(each, (ast.Assign, ast.AnnAssign)) and shown(targets(each)[0]):

@@ -11,7 +11,7 @@ from kvf_blend import messages as b
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.errors import LeaseUnknown
 from kvframework.server import Server
-from kvframework.service.cache_service import CacheService
+from kvframework.service.lifecycle import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import SETTINGS, BlendWire, packed
 from tests.server.in_process import serving

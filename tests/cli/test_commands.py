@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvframework.api.installing import install_command
 from tests.cli.command import run, run_process
 from tests.registry.fake_distributions import install, marking
 
@@ -94,6 +95,7 @@ def test_two_of_a_name_are_named_and_the_core_wins(site: Path, tmp_path: Path) -
 
 
 def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
+    command = install_command(distribution="kvframework-bench")
     # What this environment has installed is hidden: only what is in `site` is offered.
     (site / "without_bench.py").write_text(
         "from importlib import metadata\n"
@@ -105,6 +107,6 @@ def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "error: [plugin.unavailable] kvframework bench: the command is not installed",
-        "  hint: pip install ./benchmarks, in a checkout of kvframework",
+        f"  hint: {command}",
     ]
-    assert "bench    Not installed: pip install ./benchmarks" in run_process("--help", site=site).stdout
+    assert f"bench    Not installed: {command}" in run_process("--help", site=site).stdout

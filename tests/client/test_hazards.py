@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import AlreadyRegistered  # noqa: E402
-from tests.client.test_adapters import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
+from tests.client.engine import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -117,6 +117,8 @@ def test_what_comes_too_late_is_given_back() -> None:
         lookup = engine.scheduler.lookup(engine.request(TOKENS))
         server.sigcont()
         assert lookup.hit_tokens == 0
+        # Its PING comes after the LOOKUP, so that has been answered by then.
+        wait_until(lambda: client.usable, what="the client to heal")
         wait_until(lambda: watcher.status()["tickets"] == 0, what="the late ticket to be freed")
         assert watcher.status()["l1"]["pins"] == 0
 

@@ -11,8 +11,8 @@ from kvframework.api.driver import Allocation, Exported
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.api.types import dtype_bytes
+from kvframework.devices.copy_plans import CopyPlanner
 from kvframework.devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
-from kvframework.devices.planning import CopyPlanner
 from kvframework.errors import BadLayout, RequestError
 
 BASES = [0x7F00_0000_0000, 0x1_0000]

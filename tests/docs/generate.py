@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.docs import error_reference, hook_reference, option_tables
+from tests.docs import (
+    command_table,
+    configuration_tables,
+    error_reference,
+    hook_reference,
+    option_tables,
+    registry_table,
+    ttft_plot,
+)
+from tests.docs.install_commands import in_step
+from tests.docs.prose import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 RENEW = "python -m tests.docs.generate"
 NOTE = f"<!-- Made from the sources; renew with {RENEW} -->\n"
+DOCS = ROOT / "docs"
 
 
 def generated() -> dict[Path, str]:
-    """Every file that holds something made, as it is to be."""
-    files = {
-        ROOT / "docs" / "errors.md": NOTE + error_reference.page(),
-        ROOT / "docs" / "plugins" / "hooks.md": NOTE + hook_reference.page(),
-    }
-    return files | {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
+    """Every file that holds something made, as the sources have it."""
+    files = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    files[DOCS / "errors.md"] = NOTE + error_reference.page()
+    files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
+    files[DOCS / "commands.md"] = command_table.renewed(files[DOCS / "commands.md"])
+    files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    registry = DOCS / "plugins" / "registry.md"
+    files[registry] = registry_table.renewed(files[registry])
+    files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
+    files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
+    return {file: in_step(text) for file, text in files.items()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,15 @@ def _table(offer: EntryPointInfo, inside: str | None) -> str:
     _, provider = PluginRegistry([offer]).describe(offer.kind, offer.name)
     assert provider is not None, offer
     described = describe_options(_inner(provider.options, inside) if inside else provider.options)
-    if not described:
-        return "No options.\n"
-    rows = [
+    return rows(described, "option") if described else "No options.\n"
+
+
+def rows(described: Sequence[OptionInfo], title: str) -> str:
+    """The table of a struct's fields; `title` heads its first column."""
+    cells = [
         f"| `{each.name}` | {_cell(each.type)} | {_default(each)} | {_cell(each.description)} |" for each in described
     ]
-    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    return "\n".join([f"| {title} | type | default | meaning |", "|---|---|---|---|", *cells]) + "\n"
 
 
 def _inner(options: type[Options], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What docs/operations.md quotes exists: log lines, fields, counters, error codes, exit statuses, the unit file."""
+"""docs/operations.md and docs/status.md quote what exists: log lines, fields, codes, statuses, the unit file."""
 
 from __future__ import annotations
 
@@ -25,25 +25,21 @@ from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING
 from kvframework.wire import messages as m
 from tests.cli.command import run
 from tests.docs.shown import blocks
+from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
+STATUS = (ROOT / "docs" / "status.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Maps whose keys are not names of this project.
 OPEN_MAPS = {"l2[].latency_ms", "transports", "losses.recent[].codes"}
 
 
-def section(title: str) -> str:
-    return re.split(r"^##+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
 def rows(title: str) -> list[list[str]]:
-    """The cells of the table in a section, without its header."""
-    lines = [line for line in section(title).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    return doc_tables.rows(STATUS if f"# {title}\n" in STATUS else PAGE, title)
 
 
 def quoted(text: str) -> list[str]:

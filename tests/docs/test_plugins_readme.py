@@ -39,7 +39,13 @@ CONTRACTS = {
 def test_every_kind_has_its_page() -> None:
     assert dict(re.findall(r"\| `(\w+)` \| \[(\w+\.md)\]\(\2\) \|", PAGE)) == PAGES
     assert set(PAGES) == set(KINDS)
-    assert {file.name for file in FOLDER.glob("*.md")} == {*PAGES.values(), "README.md", "hooks.md", "compatibility.md"}
+    assert {file.name for file in FOLDER.glob("*.md")} == {
+        *PAGES.values(),
+        "README.md",
+        "hooks.md",
+        "compatibility.md",
+        "registry.md",
+    }
 
 
 def test_it_counts_methods_rightly() -> None:

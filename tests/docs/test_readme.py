@@ -1,50 +1,108 @@
-"""The README's commands and TOML are what the project runs."""
+"""The README's commands, TOML, figures and promises are what the project runs and has."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+import kvframework
+from kvf_vllm.registration import NAME
 from kvframework.config import load_config
-from kvframework.errors import PluginUnavailable
-from kvframework.registry import KINDS, PluginRegistry, check_config
+from kvframework.registry import PluginRegistry, check_config
 from tests.docs.shown import blocks, entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+DEMO, TESTS, VLLM = blocks(README, "bash")
+SHOWN = {page: (ROOT / page).read_text() for page in ("README.md", "docs/configuration.md")}
+# The figures may stand on any page of the benchmarks.
+FIGURES = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/benchmark*.md")))
+
+
+def section(heading: str) -> str:
+    return README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_two_commands_set_it_up() -> None:
+    """The first installs and runs the demo, the second runs the tests; no other line of the README makes an
+    environment."""
+    assert DEMO.strip().endswith(".venv/bin/kvframework demo")
+    assert TESTS.strip().endswith(".venv-tests/bin/tox run")
+    assert [len(command.strip().splitlines()) for command in (DEMO, TESTS)] == [1, 1]
+    assert README.count("-m venv") == 2
 
 
 def test_ci_runs_the_readmes_test_command() -> None:
-    command = next(block for block in blocks(README, "bash") if "tox run" in block).strip()
-    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert TESTS.strip() in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_the_first_command_installs_and_runs_the_demo() -> None:
-    assert blocks(README, "bash")[0].strip().endswith(".venv/bin/kvframework demo")
+def test_vllm_comes_next_and_gets_a_configuration_of_the_connector() -> None:
+    (text,) = re.findall(r"^vllm serve MODEL --kv-transfer-config '(.*?)'$", VLLM, re.DOTALL | re.MULTILINE)
+    config = json.loads(text)
+    assert (config["kv_connector"], config["kv_role"]) == (NAME, "kv_both")
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert README.splitlines().index("## With vLLM") < 35
 
 
-@pytest.mark.parametrize("toml", blocks(README, "toml"))
-def test_every_toml_is_accepted(toml: str, tmp_path: Path) -> None:
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 125
+
+
+@pytest.mark.parametrize(
+    ("page", "toml"), [(page, toml) for page, text in SHOWN.items() for toml in blocks(text, "toml")]
+)
+def test_every_toml_is_accepted_and_what_it_needs_is_installed_above_it(page: str, toml: str, tmp_path: Path) -> None:
     file = tmp_path / "kvf.toml"
     file.write_text(toml)
-    config = load_config(file)
-    try:
-        check_config(config, PluginRegistry())
-    except PluginUnavailable as error:
-        assert "cuda_ipc" in {each.use for each in config.transport}
-        assert re.search("cuda-bindings|libcuda", error.fact), error  # noqa: PT017
+    config = load_config(file, environ={})
+    check_config(config, PluginRegistry())
+    extras = set(re.findall(r"\w+", " ".join(re.findall(r"pip install \"[^\[\"]+\[([\w,]+)\]", SHOWN[page]))))
+    optional = {each.tier.use for each in config.l2} | {each.keys.codec for each in config.l2}
+    assert optional & {"redis", "zstd"} <= extras
 
 
-def test_every_kind_of_plugin_is_listed() -> None:
-    for name, kind in KINDS.items():
-        assert re.search(rf"^\| \[`{name}`\]\(docs/plugins/\w+\.md\) \| `{kind.hook}` \|", README, re.MULTILINE)
+@pytest.mark.parametrize("heading", ["What was measured"])
+def test_its_figures_stand_in_the_benchmarks(heading: str) -> None:
+    figures = re.findall(r"\d+\.\d+(?= s\b| ms\b| GB/s|[.,;]? )", section(heading).replace("\n", " "))
+    versions = {"0.32", "0.5"}
+    assert len(figures) >= 8
+    assert [each for each in figures if each not in versions and each not in FIGURES] == []
+
+
+def test_the_demos_figures_are_those_of_its_page() -> None:
+    page = (ROOT / "docs" / "demo.md").read_text()
+    figures = re.findall(r"\d+\.\d+(?= s\b)|\d{4}(?= tokens)", section("See it work"))
+    assert len(figures) == 3
+    assert [each for each in figures if each not in page] == []
+
+
+def test_what_it_says_of_itself_is_true() -> None:
+    package = (ROOT / "pyproject.toml").read_text()
+    minor = kvframework.__version__.rpartition(".")[0]
+    assert f"| | kvframework {minor} |" in README
+    assert f"| kvframework | {minor} |" in (ROOT / "docs" / "comparison.md").read_text()
+    assert f"| {minor}, the main branch | yes |" in (ROOT / "SECURITY.md").read_text()
+    assert 'license = "Apache-2.0"' in package
+    assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License\n")
+    first, last = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", README)[0]
+    tested = re.findall(r"py3(\d+): py3\d+", (ROOT / "tox.ini").read_text())
+    assert f'requires-python = ">=3.{first}"' in package
+    assert (min(tested, key=int), max(tested, key=int)) == (first, last)
+
+
+def test_its_table_has_a_cell_for_each_column() -> None:
+    rows = [line for line in section("Beside others").splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert {row.count("|") for row in rows} == {rows[0].count("|")}
 
 
 def test_python_blocks_compile() -> None:
-    for code in blocks(README, "python"):
-        compile(code, "README.md", "exec")
+    for page in (ROOT / "docs" / "engines").glob("*.md"):
+        for code in blocks(page.read_text(), "python"):
+            compile(code, page.name, "exec")
 
 
 def test_every_plugin_has_a_readme_that_names_its_entry_points() -> None:

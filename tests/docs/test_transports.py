@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from kvframework.api.installing import install_command
 from kvframework.testing import accelerator
 from kvframework.testing.accelerator import memory, node, runtime
 from tests.docs.shown import blocks, entry_points
@@ -97,7 +98,7 @@ def test_without_pytest_the_kit_says_what_to_install() -> None:
         "        print(error.name, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    said = 'pytest the kits need pytest: pip install "kvframework[testing]"'
+    said = f"pytest the kits need pytest: {install_command('testing')}"
     assert done.stdout.splitlines() == [said, said]
 
 

@@ -107,19 +107,23 @@ def main(redis_url: str) -> None:
                     client, model_name="m", namespace=registered.namespace, chunk_tokens=registered.desc.chunk_tokens
                 )
 
-                def request() -> RequestHashes:
+                def request(first_token: int = 0) -> RequestHashes:
                     hashes = RequestHashes(client.hasher, CHUNK, request_id="r")
-                    hashes.extend(range(CHUNK))
+                    hashes.extend(range(first_token, first_token + CHUNK))
                     return hashes
 
                 blocks = [list(range(16))]
                 stored_in = redis.Redis.from_url(redis_url)
+                # The first one of an instance also makes views of its tensors.
+                with trace.of("first STORE"):
+                    worker.submit_store(request(CHUNK), 0, CHUNK, blocks).result(20)
+                    wait_until(lambda: stored_in.dbsize() >= 2, what="the object and its namespace in Redis")
                 with trace.of("STORE"):
                     worker.submit_store(request(), 0, CHUNK, blocks).result(20)
-                    wait_until(lambda: stored_in.dbsize() >= 2, what="the object and its namespace in Redis")
-                    # After the tier has answered, the writer has one more thing to do.
+                    wait_until(lambda: stored_in.dbsize() >= 3, what="the object in Redis")
+                    # After the tier has answered, the writer unpins the object, and its thread waits for more.
                     wait_until(
-                        lambda: "storage/l2/write_policy.py" in trace.trips["STORE"]["storage"], what="the writer's end"
+                        lambda: "storage/l2/threads.py" in trace.trips["STORE"]["storage"], what="the writer's end"
                     )
                 client.request("CLEAR", Clear(), Cleared)
                 with trace.of("LOOKUP"):

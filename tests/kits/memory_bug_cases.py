@@ -1,33 +1,47 @@
-"""The kit over memory of L1 that is wrong in one way each. Run by pytest outside of the repository; every class but the
-first must fail."""
+"""The kit over memory of L1 that is wrong in one way each: a line of `BUGS` is a class of tests, and one must fail.
+Run by pytest outside of the repository."""
+# ruff: noqa: ARG005  the arguments are those of the contract
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
-from typing import ClassVar
+from multiprocessing import shared_memory  # noqa: F401  its tracker is a thread of this process from now on
+from typing import Any, ClassVar
 
 import pytest
 
-from kvframework.api.memory import Memory
+from kvframework.api.memory import ArenaError, Memory
 from kvframework.testing import MemoryConformance
 
-STEP = 1 << 20
+STEP = 4 << 20
+KEPT: list[Any] = []
 
 
 class Right(Memory):
     flags = os.MFD_CLOEXEC
-    leaked: ClassVar[list[int]] = []
+    _thread: threading.Thread | None = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.fd = os.memfd_create("kit", self.flags)
-        os.ftruncate(self.fd, capacity)
-        self._map = self.mapped()
+        self.fd = -1
+        try:
+            self.fd = self.opened()
+            self._map = self.mapped()
+        except (OSError, ValueError, OverflowError) as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise ArenaError(f"{capacity} bytes of memory cannot be had: {error}") from error
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+
+    def opened(self) -> int:
+        fd = os.memfd_create("kit", self.flags)
+        os.ftruncate(fd, self.capacity)
+        return fd
 
     def mapped(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.capacity)
@@ -37,17 +51,19 @@ class Right(Memory):
         self._thread.start()
 
     def work(self, on_ready: Callable[[int], None]) -> None:
+        start = 0
         for end in self.ends():
             if self._closing.is_set():
                 return
-            self.touch(end)
+            self.take(start, end)
             on_ready(end)
+            start = end
 
     def ends(self) -> list[int]:
         return [*range(STEP, self.capacity, STEP), self.capacity]
 
-    def touch(self, end: int) -> None:
-        pass
+    def take(self, start: int, end: int) -> None:
+        os.posix_fallocate(self.fd, 0, max(end, 1))
 
     def view(self) -> memoryview:
         return memoryview(self._map)
@@ -72,91 +88,292 @@ class TestNoMemory(MemoryConformance):
     pass
 
 
-class Planted(MemoryConformance):
-    patience_s = 1.5
-    Bug: type[Right]
+class Unregistered(Right):
+    """Without the translation of errors."""
 
-    @pytest.fixture
-    def make_memory(self) -> type[Right]:
-        return self.Bug
-
-
-class TestSmaller(Planted):
-    class Bug(Right):
-        def __init__(self, capacity: int) -> None:
-            super().__init__(capacity - 4096)
-
-
-class TestReadOnlyView(Planted):
-    class Bug(Right):
-        def view(self) -> memoryview:
-            return super().view().toreadonly()
-
-
-class TestACopyForEachView(Planted):
-    class Bug(Right):
-        def view(self) -> memoryview:
-            return memoryview(bytearray(super().view()))
-
-
-class TestPrivateMapping(Planted):
-    class Bug(Right):
-        def mapped(self) -> mmap.mmap:
-            return mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE)
-
-
-class TestInherited(Planted):
-    class Bug(Right):
-        def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
+        try:
             super().__init__(capacity)
-            os.set_inheritable(self.fd, True)
+        except ArenaError as error:
+            raise OSError(12, "no memory") from error
 
 
-class TestReadyInStart(Planted):
-    class Bug(Right):
-        def start(self, on_ready: Callable[[int], None]) -> None:
-            self.work(on_ready)
+class Leaking(Right):
+    def __init__(self, capacity: int) -> None:
+        other = os.memfd_create("config")
+        super().__init__(capacity)
+        os.close(other)
 
 
-class TestNeverWhole(Planted):
-    class Bug(Right):
-        def ends(self) -> list[int]:
-            return super().ends()[:-1]
+class OneForAll(Right):
+    """Attaches to what is there under the name."""
+
+    shared: ClassVar[list[int]] = []
+
+    def opened(self) -> int:
+        if not self.shared:
+            self.shared.append(super().opened())
+        return os.dup(self.shared[0])
 
 
-class TestBackwards(Planted):
-    class Bug(Right):
-        def ends(self) -> list[int]:
-            return [2 * STEP, STEP, self.capacity]
+class Named(Right):
+    def opened(self) -> int:
+        self.path = f"/dev/shm/kvf-kit-{os.getpid()}-{id(self)}"
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(fd, self.capacity)
+        return fd
 
 
-class TestClearsWhatIsInUse(Planted):
-    class Bug(Right):
-        def touch(self, end: int) -> None:
-            start = max(end - STEP - 1, 0)
-            self._map[start:end] = bytes(end - start)
+class ToRead(Right):
+    """The descriptor that clients get."""
+
+    def opened(self) -> int:
+        self.writable = super().opened()
+        return os.open(f"/proc/self/fd/{self.writable}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def mapped(self) -> mmap.mmap:
+        return mmap.mmap(self.writable, self.capacity)
 
 
-class TestGoesOnAfterClose(Planted):
-    class Bug(Right):
-        def start(self, on_ready: Callable[[int], None]) -> None:
-            threading.Thread(target=self.work, args=(on_ready,), daemon=True).start()
+class OneView(Right):
+    one: memoryview | None = None
 
-        def work(self, on_ready: Callable[[int], None]) -> None:
-            for end in self.ends():
-                on_ready(end)
+    def view(self) -> memoryview:
+        self.one = self.one or super().view()
+        return self.one
 
-
-class TestKeepsTheDescriptor(Planted):
-    class Bug(Right):
-        def close(self) -> None:
-            if self.fd >= 0:
-                self.leaked.append(os.dup(self.fd))
-            super().close()
+    def close(self) -> None:
+        if self.one is not None:
+            self.one.release()
+        super().close()
 
 
-class TestClosesTwice(Planted):
-    class Bug(Right):
-        def close(self) -> None:
-            os.close(self.fd)
-            self._map.close()
+class TwoWorkers(Right):
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        half = self.capacity // 2 // STEP * STEP
+        on_ready = self.slowly(on_ready)
+        both = [threading.Thread(target=self.each, args=(on_ready, ends)) for ends in ([half], [self.capacity])]
+        for thread in both:
+            thread.start()
+        self._thread = threading.Thread(target=lambda: [thread.join() for thread in both])
+        self._thread.start()
+
+    def each(self, on_ready: Callable[[int], None], ends: list[int]) -> None:
+        for end in ends:
+            self.take(0, end)
+            on_ready(end)
+
+    def slowly(self, on_ready: Callable[[int], None]) -> Callable[[int], None]:
+        begin = threading.Barrier(2)
+
+        def call(end: int) -> None:
+            begin.wait(5)
+            on_ready(end)
+
+        return call
+
+
+class ClosesLate(Right):
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        self._late = threading.Thread(target=self.work, args=(on_ready,), daemon=True)
+        self._late.start()
+
+    def work(self, on_ready: Callable[[int], None]) -> None:
+        for end in self.ends():
+            on_ready(end)
+
+
+def memory(**methods: Any) -> type[Right]:
+    return type("Bug", (Right,), methods)
+
+
+def _larger(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity)
+    self.capacity += 4096
+
+
+def _smaller(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity // STEP * STEP or 4096)
+
+
+def _inherited(self: Right, capacity: int) -> None:
+    Right.__init__(self, capacity)
+    os.set_inheritable(self.fd, True)
+
+
+def _wait(self: Right, on_ready: Callable[[int], None]) -> None:
+    Right.start(self, on_ready)
+    assert self._thread is not None
+    self._thread.join()
+
+
+def _moved(self: Right, on_ready: Callable[[int], None]) -> None:
+    KEPT.append(self._map)
+    self._map = mmap.mmap(-1, self.capacity)
+    os.posix_fallocate(self.fd, 0, self.capacity)
+    Right.start(self, on_ready)
+
+
+def _cleared(self: Right, start: int, end: int) -> None:
+    Right.take(self, start, end)
+    low = max(start - 1, 0)
+    self._map[low:end] = bytes(end - low)
+
+
+def _cleared_at_the_end(self: Right, on_ready: Callable[[int], None]) -> None:
+    for end in self.ends()[:-1]:
+        self.take(0, end)
+        on_ready(end)
+    self._map[:] = bytes(self.capacity)
+    on_ready(self.capacity)
+
+
+def _reported_first(self: Right, on_ready: Callable[[int], None]) -> None:
+    for end in self.ends():
+        on_ready(end)
+        self.take(0, end)
+
+
+def _never_taken_last(self: Right, start: int, end: int) -> None:
+    if end != self.capacity:
+        Right.take(self, start, end)
+
+
+def _closed_by_force(self: Right) -> None:
+    number = self.fd
+    Right.close(self)
+    self.number = number if number >= 0 else self.number
+    if number < 0:
+        with contextlib.suppress(OSError):
+            os.close(self.number)
+
+
+def _mapping_kept(self: Right) -> None:
+    self._closing.set()
+    if self._thread is not None:
+        self._thread.join()
+    if self.fd >= 0:
+        os.close(self.fd)
+        self.fd = -1
+
+
+def _fd_kept(self: Right) -> None:
+    if self.fd >= 0:
+        KEPT.append(os.dup(self.fd))
+    Right.close(self)
+
+
+def _closed_once(self: Right) -> None:
+    self._map.close()
+    os.close(self.fd)
+
+
+def _not_without_a_start(self: Right) -> None:
+    if self._thread is not None:
+        Right.close(self)
+
+
+def _slow(self: Right) -> None:
+    time.sleep(2.0)
+    Right.close(self)
+
+
+def _unmapped(self: Right) -> None:
+    raise RuntimeError("views are there")
+
+
+THERE = "test_all_of_it_is_there_and_writable"
+VIEWS = "test_every_view_shows_the_same_bytes"
+ELSEWHERE = "test_another_process_maps_the_descriptor_and_shares_the_bytes"
+APART = "test_two_have_nothing_in_common"
+REFUSED = "test_memory_that_cannot_be_had_is_refused"
+READY = "test_it_becomes_usable_in_the_background"
+REPORTED = "test_what_is_reported_is_there"
+STAYS = "test_what_was_written_on_the_way_stays"
+UNSTARTED = "test_closing_before_the_start_releases_all"
+MIDST = "test_closing_while_it_becomes_usable_ends_the_work"
+DONE = "test_closing_after_all_is_usable_releases_all"
+TWICE = "test_closing_twice_closes_nothing_of_others"
+LEAVING = "test_leaving_is_quick_while_views_are_there"
+
+# The planted bug, the test that must fail for it, and what the failure says.
+BUGS: dict[str, tuple[type[Memory], str, str]] = {
+    "smaller": (memory(__init__=_smaller), THERE, "bytes that were asked for"),
+    "larger than its file": (memory(__init__=_larger), THERE, "`fd` has"),
+    "a view of a part": (memory(view=lambda self: memoryview(self._map)[:-1]), THERE, "of the 4"),
+    "a read-only view": (memory(view=lambda self: memoryview(self._map).toreadonly()), THERE, "not writable"),
+    "a view of words": (
+        memory(view=lambda self: memoryview(self._map)[: self.capacity // 8 * 8].cast("Q")),
+        THERE,
+        "of the format B",
+    ),
+    "a view backwards": (memory(view=lambda self: memoryview(self._map)[::-1]), THERE, "not contiguous"),
+    "a copy for each view": (memory(view=lambda self: memoryview(bytearray(self._map))), VIEWS, "not in another one"),
+    "one view for all": (OneView, VIEWS, "a new view each time"),
+    "a private mapping": (
+        memory(mapped=lambda self: mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE)),
+        ELSEWHERE,
+        "is not what the server wrote there",
+    ),
+    "memory without the descriptor": (
+        memory(mapped=lambda self: mmap.mmap(-1, self.capacity)),
+        ELSEWHERE,
+        "is not what the server wrote there",
+    ),
+    "a descriptor to read": (ToRead, ELSEWHERE, "a client cannot use the descriptor"),
+    "inherited": (memory(__init__=_inherited), "test_no_process_inherits_the_descriptor", "inheritable"),
+    "opened for children": (memory(flags=0), "test_no_process_inherits_the_descriptor", "inheritable"),
+    "one for all": (OneForAll, APART, "is in another one"),
+    "an error of its own": (Unregistered, REFUSED, "raise OSError instead of ArenaError"),
+    "leaves after an error": (Leaking, REFUSED, "an ArenaError leaves behind: descriptor"),
+    "takes what is there": (
+        memory(__init__=lambda self, capacity: Right.__init__(self, min(capacity, 1 << 26))),
+        REFUSED,
+        "without an ArenaError",
+    ),
+    "ready in start": (memory(start=lambda self, on_ready: self.work(on_ready)), READY, "start() waits"),
+    "start waits for the end": (memory(start=_wait), READY, "start() waits"),
+    "never whole": (memory(ends=lambda self: [*range(STEP, self.capacity, STEP)]), READY, "all of the memory"),
+    "rounded up": (memory(ends=lambda self: [*range(STEP, self.capacity + STEP, STEP)]), READY, "beyond the capacity"),
+    "backwards": (memory(ends=lambda self: [2 * STEP, STEP, self.capacity]), READY, "grows with each call"),
+    "each end twice": (memory(ends=lambda self: sorted([*Right.ends(self)] * 2)), READY, "grows with each call"),
+    "sizes instead of ends": (
+        memory(ends=lambda self: [STEP] * (self.capacity // STEP) + [self.capacity]),
+        READY,
+        "grows with each call",
+    ),
+    "nothing first": (memory(ends=lambda self: [0, *Right.ends(self)]), READY, "on_ready(0)"),
+    "reported before it is taken": (memory(work=_reported_first), REPORTED, "bytes are resident"),
+    "the last piece is not taken": (memory(take=_never_taken_last), REPORTED, "bytes are resident"),
+    "nothing is taken": (memory(take=lambda self, start, end: None), REPORTED, "while 0 bytes are resident"),
+    "clears what is in use": (memory(take=_cleared), STAYS, "changed since"),
+    "clears at the end": (memory(work=_cleared_at_the_end), STAYS, "changed since"),
+    "two workers": (TwoWorkers, STAYS, "earlier call is under way"),
+    "mapped again by start": (
+        memory(start=_moved),
+        "test_a_view_from_before_the_start_stays_the_memory",
+        "from before the start and one from after it differ",
+    ),
+    "not closed without a start": (memory(close=_not_without_a_start), UNSTARTED, "before the start leaves behind"),
+    "goes on after close": (ClosesLate, MIDST, "on_ready is called after close"),
+    "keeps the mapping": (memory(close=_mapping_kept), DONE, ", mapping "),
+    "keeps a descriptor": (memory(close=_fd_kept), UNSTARTED, "leaves behind: descriptor"),
+    "keeps its name": (Named, DONE, "leaves /dev/shm/"),
+    "closes once": (memory(close=_closed_once), UNSTARTED, "a second close() raises OSError"),
+    "closes by number": (memory(close=_closed_by_force), TWICE, "belongs to somebody else"),
+    "closes slowly": (memory(close=_slow), UNSTARTED, "close() takes longer than"),
+    "does not leave": (memory(leave=_unmapped), LEAVING, "leave() raises RuntimeError"),
+    "leaves its name": (Named, LEAVING, "outlives leave() and close()"),
+}
+
+
+def _tests_of(bug: type[Memory]) -> type:
+    @pytest.fixture
+    def make_memory(self: object) -> type[Memory]:
+        return bug
+
+    return type("Planted", (MemoryConformance,), {"make_memory": make_memory, "patience_s": 1.5})
+
+
+for name, (bug, _, _) in BUGS.items():
+    globals()[f"Test_{name.replace(' ', '_')}"] = _tests_of(bug)

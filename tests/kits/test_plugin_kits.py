@@ -1,4 +1,4 @@
-"""The kits for eviction policies, hashers and codecs pass correct plugins, and each planted bug fails its test.
+"""The kits for eviction policies and codecs pass correct plugins, and each planted bug fails its test.
 
 All run in a pytest of their own, in a directory outside of the repository, with the installed package only.
 """
@@ -34,26 +34,6 @@ KILLED_BY = {
         "NeverForgets": ("test_what_has_left_is_forgotten", "6000 objects that came and went"),
         "KnowsOneThread": ("test_any_thread_may_call", "KeyError"),
     },
-    "hasher_bug_cases.py": {
-        "ForgetsThePrefix": ("test_a_changed_token_changes_its_chunk_and_all_behind_it", "bit 0 of token 0"),
-        "IgnoresTheParentOfACall": ("test_the_parent_counts", "len(parents)"),
-        "HashesTheRestToo": ("test_there_is_one_digest_for_each_whole_chunk", "1 tokens in chunks of"),
-        "TokensOf16Bits": ("test_a_changed_token_changes_its_chunk_and_all_behind_it", "bit 16 of token 0"),
-        "AddsTokensUp": ("test_the_order_of_tokens_and_chunks_counts", "len(orders)"),
-        "OnlyAFewBytes": ("test_every_bit_of_a_digest_counts", "a bit never changes"),
-        "TheSameBytesAgain": ("test_every_bit_of_a_digest_counts", "a copied bit"),
-        "PythonsHash": ("test_another_process_finds_the_same", "elsewhere"),
-        "IgnoresExtras": ("test_an_extra_changes_its_chunk_and_all_behind_it", "index < at"),
-        "ExtrasTakenForAParent": ("test_an_extra_is_not_taken_for_a_parent", "digest + rest"),
-        "ExtrasInTheOrderGiven": ("test_an_extra_changes_its_chunk_and_all_behind_it", "index < at"),
-        "ExtrasByTheRequestsIndex": ("test_going_on_from_a_parent_equals_one_call", "head + tail"),
-        "RaisesOnALaterExtra": ("test_what_is_behind_the_last_whole_chunk_does_not_count", "behind the tokens"),
-        "CountsElementsNotBytes": ("test_any_memory_of_the_tokens_gives_the_same", "forms[form]"),
-        "KeepsTheTokens": ("test_memory_is_not_kept", "BufferError"),
-        "KeepsTheParentInItself": ("test_threads_do_not_disturb_each_other", "alone[index]"),
-        "AnotherFingerprintEachTime": ("test_it_has_the_plugins_name_and_a_fingerprint", "compare it"),
-        "AnswersABytearray": ("test_there_is_one_digest_for_each_whole_chunk", "bytearray"),
-    },
     "codec_bug_cases.py": {
         "ANameThatFitsNowhere": ("test_its_name_fits_into_an_envelope", "MAX_CODEC_NAME"),
         "StripsZeros": ("test_another_length_is_refused", "unpacked instead of raising ValueError"),
@@ -81,9 +61,8 @@ KILLED_BY = {
 }
 
 ALL = [(file, bug) for file, bugs in KILLED_BY.items() for bug in bugs]
-RIGHT = {"eviction_bug_cases.py": "Policy", "hasher_bug_cases.py": "Hasher", "codec_bug_cases.py": "Codec"}
+RIGHT = {"eviction_bug_cases.py": "Policy", "codec_bug_cases.py": "Codec"}
 NAMES = {"Policy": "test_it_has_the_plugins_name", "Codec": "test_its_name_fits_into_an_envelope"}
-NAMES["Hasher"] = "test_it_has_the_plugins_name_and_a_fingerprint"
 
 
 @pytest.fixture(scope="module")

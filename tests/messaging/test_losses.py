@@ -55,16 +55,16 @@ def test_what_was_lost_is_counted_once(steps: list[tuple[object, ...]]) -> None:
                 expected[kind] += 1
                 calls += 1
             case ("heard and told",):
-                losses.told(heard())
+                losses.acknowledged(heard())
             case ("heard",):
                 heard()
             case ("new session",):
-                losses.told(heard())
+                losses.acknowledged(heard())
                 server.end_session(session.session_id)
                 session = Session(session.session_id + 1)
                 losses.begin()
         assert len(losses.report()) <= MAX_LOST
-    losses.told(heard())
+    losses.acknowledged(heard())
     assert losses.report() == ()
     status = server.status()
     assert {kind: status[kind] for kind in expected} == expected
@@ -77,7 +77,7 @@ def test_what_came_while_an_answer_was_on_its_way_is_told_next() -> None:
     losses.add("stores", "run.deadline", 5)
     first = losses.report()
     losses.add("stores", "run.deadline", 5)
-    losses.told(first)
+    losses.acknowledged(first)
     assert losses.report() == (Lost("run.deadline", stores=2, nbytes=10),)
     losses.begin()
     assert losses.report() == (Lost("run.deadline", stores=1, nbytes=5),)

@@ -6,18 +6,23 @@ import threading
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_cpu_gather.transfer_steps import Courses  # noqa: E402
-from kvframework.api.futures import Future, Promise  # noqa: E402
-from kvframework.api.transport import StoreOutcome  # noqa: E402
-from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone  # noqa: E402
-from tests.plugins.arena_link import ArenaLink  # noqa: E402
-from tests.plugins.gather_engine import IDS, Engine, both_ways, digest  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvf_cpu_gather.transfer_steps import Courses
+from kvframework.api.futures import Future, Promise
+from kvframework.api.transport import StoreOutcome
+from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
+from tests.plugins.arena_link import ArenaLink
+from tests.plugins.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key
+from tests.support.waiting import wait_until
 
 __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 PATIENCE_S = 60.0
 OTHERS = [[0, 1, 3, 4]]
@@ -95,6 +100,28 @@ def test_a_cancelled_transfer_ends_at_once_and_gives_its_lease_back_when_it_come
     answer(engine)
     assert engine.link.open_leases == 0
     assert torch.equal(engine.tokens(OTHERS[0]), before)
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_transfer_cancelled_behind_its_answer_gives_its_lease_back(kind):
+    """The answer is there, and the thread that would go on with it is busy with another copy."""
+    engine, event = Engine(), Seen(is_open=False)
+    if kind == "load":
+        engine.store()
+    engine.link.slow = {"prepare_store", "prepare_load"}
+    other = engine.store(cache_key=key(2 * CHUNK, 4 * CHUNK), event=event)
+    answer(engine)
+    wait_until(lambda: event.threads, PATIENCE_S, "the other copy")
+    future = engine.store() if kind == "store" else engine.load(OTHERS)
+    answer(engine)
+    assert engine.link.open_leases == 2
+    future.cancel()
+    assert future.result(0).error == Cancelled.code
+    assert engine.link.open_leases == 1
+    event.gate.set()
+    assert other.result(PATIENCE_S).ok
+    engine.transport.close()
+    assert engine.link.open_leases == 0
 
 
 def test_who_cancels_in_the_midst_of_a_copy_hears_when_it_is_over():

@@ -19,6 +19,7 @@ from rich.pretty import pretty_repr
 
 from kvf_redis.options import RedisOptions
 from kvf_redis.tier import RedisTier, open_tier
+from kvframework.api.installing import install_command
 from kvframework.api.options import ByteSize
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
@@ -273,4 +274,4 @@ def test_listing_the_plugin_imports_no_redis_and_a_missing_one_is_told() -> None
         "print(provider.probe())\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == 'redis is not installed: pip install "kvframework[redis]"', done.stderr
+    assert done.stdout.strip() == f"redis is not installed: {install_command('redis')}", done.stderr

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
-from kvframework.messaging.server import gate as gates
-from kvframework.messaging.server.gate import Doors, Gate
-from kvframework.messaging.server.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
+from kvframework.messaging.server.newcomers import gate as gates
+from kvframework.messaging.server.newcomers.gate import Doors, Gate
+from kvframework.messaging.server.newcomers.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m
 from tests.support.processes import descriptors
 from tests.support.waiting import wait_until

@@ -12,7 +12,7 @@ import pytest
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
-from kvframework.storage.l1.tickets import MAX_LOADS
+from kvframework.storage.lookup.ticket_table import MAX_LOADS
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT

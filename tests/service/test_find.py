@@ -14,9 +14,9 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
-from kvframework.service.engine_driven import pin_whole
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
+from kvframework.service.transfer_paths.engine_driven import pin_whole
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -132,7 +132,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
 
 
 def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.lookup_tickets.UNPIN_AT_ONCE", RANKS + 1)
+    monkeypatch.setattr("kvframework.storage.lookup.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
     lookups = Lookups(storage, KeyResolver(Sha256()), ticket_s=10.0)

@@ -12,14 +12,14 @@ from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.tickets import Ticket, TicketTable
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.write_queue import Batch, WriteQueue
-from kvframework.storage.lookup_tickets import LookupTickets
+from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
+from kvframework.storage.lookup.tickets import LookupTickets
 from kvframework.storage.manager import StorageManager
 
 Plant = Callable[[], Any]

@@ -11,8 +11,8 @@ from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
+from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.tier_victims import Watermarks
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords

@@ -16,10 +16,10 @@ from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.full_tier_victims import Watermarks, oldest
 from kvframework.storage.l2.latency import Latencies
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.tier_victims import Watermarks, oldest
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier, in_envelope
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from kvframework.api.installing import install_command
 from kvframework.logs.limit import one_line
 from kvframework_bench.cuda.figures import Gpu
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
@@ -165,7 +166,7 @@ def _bindings() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
-        raise BenchUnavailable(f"not installed: {_BINDINGS}", hint='pip install "kvframework[cuda]"') from None
+        raise BenchUnavailable(f"not installed: {_BINDINGS}", hint=install_command("cuda")) from None
 
 
 def _line(file: Path) -> str:

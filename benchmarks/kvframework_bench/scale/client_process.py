@@ -20,7 +20,7 @@ from kvframework.client import KVClient
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-from kvframework.wire.canonical import non_gpu_layout
+from kvframework.wire.canonical_registration import non_gpu_layout
 from kvframework.wire.frames import join
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.scale.client import Clear, Command, Fill, Report, Run, Start
@@ -38,11 +38,11 @@ class Requests:
     ) -> None:
         self._client = client
         self._dealer = dealer
-        told = shape(instance_id)
-        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", told, m.Registered)
+        described = shape(instance_id)
+        registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", described, m.Registered)
         if not client.maps_arena:
             raise BenchFailed("the server's arena is not mapped here")
-        layout = non_gpu_layout(told)
+        layout = non_gpu_layout(described)
         self._registration = Registration(instance_id, 0, registered.namespace, layout, registered.desc)
         self._prompts = Prompts(seed, chunks, registered.namespace)
         self.object_bytes = registered.desc.nbytes

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvframework.api.installing import install_command
 from kvframework_bench.cuda.device import Device, link_of
 from kvframework_bench.cuda.figures import (
     CudaFigures,
@@ -205,7 +206,7 @@ def test_without_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BenchUnavailable, match="not installed: cuda-bindings") as refused:
         Device()
-    assert refused.value.hint == 'pip install "kvframework[cuda]"'
+    assert refused.value.hint == install_command("cuda")
 
 
 def test_without_a_gpu_the_command_says_so_and_measures_nothing() -> None:

@@ -89,8 +89,8 @@ class LlamaCppLayout(Layout):
                 role = "" if alike else part[0].role
                 groups.setdefault((role, len(part), part[0].signature), []).append(part)
         if len(blocks) > 1:
-            told = ", ".join(f"{count} in {where}" for count, where in blocks.items())
-            raise BadLayout(f"different numbers of blocks: {told}", available="one kv_size for all layers")
+            listed = ", ".join(f"{count} in {where}" for count, where in blocks.items())
+            raise BadLayout(f"different numbers of blocks: {listed}", available="one kv_size for all layers")
         return list(groups.values())
 
     def _planes(self, name: str, held: LayerTensors, block_size: int) -> list[_Plane]:

@@ -109,8 +109,8 @@ def test_a_writer_that_is_killed_leaves_whole_values(path: str) -> None:
     with writer(path, 1, 0) as doomed, writer(path, 2, 0) as other:
         for process in (doomed, other):
             assert process.stdout is not None
-            told = [process.stdout.readline() for _ in range(20)]
-            assert told[-1] == "19\n"
+            lines = [process.stdout.readline() for _ in range(20)]
+            assert lines[-1] == "19\n"
             process.kill()
     assert must_be_whole(path, {1, 2}) >= 40
 

@@ -6,14 +6,26 @@ import signal
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from kvframework.cli.console import examples, stderr, stdout
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import examples
 
 EXIT_INTERRUPTED = 130
 SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
 _QUESTION = "What do we mutually pledge to each other?"
+
+
+def _complete_tier(incomplete: str) -> list[str]:
+    from kvframework.cli.completion import tier_words
+
+    return tier_words(incomplete)
+
+
+def _complete_setting(context: typer.Context, incomplete: str) -> list[str]:
+    from kvframework.cli.completion import option_words
+
+    return option_words("tier", str(context.params.get("l2") or ""), incomplete)
 
 
 Model = Annotated[Path | None, typer.Option(help="A local transformers model with tokenizer. Default: a random Llama.")]
@@ -24,11 +36,17 @@ L2 = Annotated[
         metavar="redis|disk|NAME",
         help="Put a Redis, a temporary folder or the tier plugin NAME behind the server, and kill and restart it "
         "in between.",
+        autocompletion=_complete_tier,
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="With --l2 NAME: an option of the tier; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="With --l2 NAME: an option of the tier; repeatable.",
+        autocompletion=_complete_setting,
+    ),
 ]
 RedisUrl = Annotated[str, typer.Option(help="With --l2 redis: use this one instead of starting one.")]
 L1Capacity = Annotated[str, typer.Option(help="Memory of the server's cache.")]
@@ -36,11 +54,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Size = Annotated[str, typer.Option(hidden=True)]
 
 _app = typer.Typer(
+    cls=QuickGroup,
     invoke_without_command=True,
     epilog=examples(
-        "kvframework demo                          a second process skips the prefill",
-        "kvframework demo --l2 redis               the server is killed in between",
-        "kvframework demo blend                    documents in another order than they were computed in",
+        "kvframework demo                    a second process skips the prefill",
+        "kvframework demo --l2 redis         the server is killed in between",
+        "kvframework demo blend              documents in another order",
     ),
 )
 
@@ -74,7 +93,9 @@ def demo(
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    # A server imports this module at its start too, and needs no spinners.
+    import msgspec
+
+    from kvframework.cli.console import stderr, stdout
     from kvframework.cli.demo.prefix import DemoOptions, run_demo
     from kvframework.cli.demo.stage import StageOptions
     from kvframework.cli.demo.view import DemoView
@@ -105,8 +126,8 @@ def demo(
 @_app.command(
     "blend",
     epilog=examples(
-        "kvframework demo blend                    a random Llama, nothing is downloaded",
-        "kvframework demo blend --l2 redis         the server is killed in between",
+        "kvframework demo blend              a random Llama, nothing is downloaded",
+        "kvframework demo blend --l2 redis   the server is killed in between",
         "kvframework demo blend --model DIR --share 0.2",
     ),
 )
@@ -134,7 +155,9 @@ def blend(
     Exit status 1: not all documents were hit, or blending is not far nearer to the full computation than the stored KV
     as it is. 2: an error.
     """
-    # A server imports this module at its start too, and needs no spinners.
+    import msgspec
+
+    from kvframework.cli.console import stderr, stdout
     from kvframework.cli.demo.blend import BlendDemoOptions, run_blend_demo
     from kvframework.cli.demo.stage import StageOptions
     from kvframework.cli.demo.view import DemoView, show_blend

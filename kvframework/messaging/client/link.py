@@ -37,7 +37,7 @@ from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
 from kvframework.messaging.client.silence import Silence
-from kvframework.messaging.wakeup import Wakeup
+from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
 from kvframework.wire.table import REQUESTS
@@ -196,7 +196,7 @@ class Link:
         if report := self._losses.report():
             with contextlib.suppress(KVFrameworkError):
                 self.submit(_PING, Ping(report), (), _GOODBYE_S).result(2 * _GOODBYE_S)
-                self._losses.told(report)
+                self._losses.acknowledged(report)
         if self._liveness is None or why is not None:
             goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
             with contextlib.suppress(KVFrameworkError):
@@ -291,7 +291,7 @@ class Link:
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
         if messages:
-            self._silence.heard()
+            self._silence.heard_at = self._clock()
             self._prompt = True
         for frames in messages:
             try:
@@ -401,7 +401,7 @@ class Link:
 
     def _on_pong(self, envelope: Envelope) -> None:
         """Any answer shows that the server's loop is alive; a PONG also identifies its boot."""
-        told = self._pings.pop(envelope.request_id)
+        report = self._pings.pop(envelope.request_id)
         self._pings.clear()
         self._heartbeat.answered()
         try:
@@ -412,7 +412,7 @@ class Link:
             elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
                 raise _EndOfLink(ServerGone("the server was restarted"))
             else:
-                self._losses.told(told)
+                self._losses.acknowledged(report)
         except InvalidPayload as error:
             raise _EndOfLink(error) from None
         self._silence.end()

@@ -47,7 +47,7 @@ class Losses:
             all_of_it = tuple(self._untold.values())
             return () if all_of_it == self._known else all_of_it
 
-    def told(self, report: tuple[Lost, ...]) -> None:
+    def acknowledged(self, report: tuple[Lost, ...]) -> None:
         """Record that the server of this session has answered a PING with this report."""
         if report:
             with self._lock:

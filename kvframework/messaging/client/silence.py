@@ -28,18 +28,15 @@ class Silence:
         self._lock = threading.RLock()
         self._suspect_since = 0.0
         self._unanswered_since = 0.0
-        self._heard_at = 0.0
         self._logged = False
-
-    def heard(self) -> None:
-        """Record that a message of the server has arrived."""
-        self._heard_at = self._clock()
+        # When a message of the server arrived: the link sets it, at every message.
+        self.heard_at = 0.0
 
     def seconds(self) -> float:
         """Return the seconds for which the server has answered nothing despite a request; 0 if it is not suspect."""
         if not self.suspect:
             return 0.0
-        return max(self._clock() - max(self._unanswered_since, self._heard_at), 0.0)
+        return max(self._clock() - max(self._unanswered_since, self.heard_at), 0.0)
 
     def begin(self, since: float | None = None) -> None:
         """Mark the server as suspect. `since` is the time of the first unanswered request; None: now."""

@@ -6,7 +6,7 @@ blocks.
 
 A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
 also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
-(client/arena.py), so nothing writes there afterwards.
+(client/connecting/arena_mapping.py), so nothing writes there afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from kvframework.messaging.fork import close_after_fork
 from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
 from kvframework.messaging.resources import descriptor_limit
-from kvframework.messaging.server.endpoint import private_umask
+from kvframework.messaging.server.endpoint_files import private_umask
 from kvframework.messaging.server.sessions import TOKEN_BYTES, ClientSession
 
 logger = logging.getLogger(__name__)

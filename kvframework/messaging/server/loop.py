@@ -18,16 +18,16 @@ import zmq
 from kvframework.errors import EndpointError, ShuttingDown
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.frames_io import Socket
+from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.messaging.server.dispatch import Dispatcher, Served
-from kvframework.messaging.server.endpoint import EndpointFiles
-from kvframework.messaging.server.gate import Gate
+from kvframework.messaging.server.endpoint_files import EndpointFiles
 from kvframework.messaging.server.handlers import InFlight
 from kvframework.messaging.server.liveness import LivenessServer
+from kvframework.messaging.server.newcomers.gate import Gate
+from kvframework.messaging.server.newcomers.zap import ZapHandler
 from kvframework.messaging.server.refusals import Refusals
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
 from kvframework.messaging.server.sockets import Listeners, ReplySender
-from kvframework.messaging.server.zap import ZapHandler
-from kvframework.messaging.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ class Refusal:
     client_version: str
     count: int
     last: float
-    told: float
+    logged_at: float
 
 
 class Refusals:
@@ -104,13 +104,19 @@ class Refusals:
         known = self._kept.pop(key, None)
         if known is None and len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        count, told = (known.count + 1, known.told) if known else (1, now - TELL_AGAIN_S)
+        count, logged_at = (known.count + 1, known.logged_at) if known else (1, now - TELL_AGAIN_S)
         refusal = Refusal(
-            *key, printable(reason[:_MAX_REASON]), versions, printable(client_version[:_MAX_NAME]), count, now, told
+            *key,
+            printable(reason[:_MAX_REASON]),
+            versions,
+            printable(client_version[:_MAX_NAME]),
+            count,
+            now,
+            logged_at,
         )
         self._kept[key] = refusal
-        if now >= self._tell_at and now - told >= TELL_AGAIN_S:
-            refusal.told, self._tell_at = now, now + TELL_NEXT_S
+        if now >= self._tell_at and now - logged_at >= TELL_AGAIN_S:
+            refusal.logged_at, self._tell_at = now, now + TELL_NEXT_S
             _tell(refusal)
 
 

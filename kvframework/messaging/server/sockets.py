@@ -20,7 +20,7 @@ from kvframework.config import parse_endpoint
 from kvframework.errors import HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint import private_umask
+from kvframework.messaging.server.endpoint_files import private_umask
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
-from kvframework.storage.l2.l1_access import L1
+from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Step, Steps, do
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key

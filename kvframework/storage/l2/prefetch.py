@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.l1_access import L1
+from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps
@@ -104,12 +104,10 @@ class Prefetcher:
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
         """React to writers of L1 that have committed or given up. `any_writing` says whether keys are still being
         written; the caller holds the storage lock."""
-        # A load that begins to wait now checks by itself.
-        if any(queue.waiting for queue in self.queues):
-            with self.changed:
-                for queue in self.queues:
-                    queue.wake(lambda load: not any_writing(load.keys))
-                self.changed.notify_all()
+        with self.changed:
+            for queue in self.queues:
+                queue.wake(lambda load: not any_writing(load.keys))
+            self.changed.notify_all()
 
     def stop(self) -> None:
         """Refuse new tasks and cancel the accepted ones, which end after their calls in flight. Does not wait."""

@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.full_tier_victims import Watermarks, oldest
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
-from kvframework.storage.l2.tier_victims import Watermarks, oldest
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")
@@ -88,9 +90,42 @@ class L2Store:
             calls = ("usage", "put") if self._keeps_room else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
-    def delete(self, keys: Sequence[PackedKey]) -> int:
-        """Delete values; return the number that existed."""
-        return run(self.delete_steps(keys))
+    def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
+        """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
+        all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
+        sizes = dict(dropped)
+        if self.lists:
+            listing = self._calls.call(
+                "scan",
+                lambda at: {each.key: each.nbytes for each in self._tier.scan(deadline=at) if wanted(each.key)},
+                timeout_s=SCAN_S,
+            )
+            sizes |= run(listing)
+        keys = list(sizes)
+        deleted: list[PackedKey] = []
+        for first in range(0, len(keys), DELETE_AT_ONCE):
+            part = keys[first : first + DELETE_AT_ONCE]
+            outcomes = run(self._each("delete", part, partial(self._delete, part)))
+            deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
+        return len(deleted), sum(sizes[key] for key in deleted)
+
+    def listed_namespaces(self) -> set[bytes]:
+        """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
+        if not self.lists:
+            return set()
+        return run(
+            self._calls.call(
+                "scan", lambda at: {each.key[:16] for each in self._tier.scan(deadline=at)}, timeout_s=SCAN_S
+            )
+        )
+
+    @property
+    def lists(self) -> bool:
+        """Whether the tier can list its values."""
+        return "scan" in self.capabilities
+
+    def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
+        return self._tier.delete(keys, deadline=deadline)
 
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
         outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
@@ -132,7 +167,8 @@ class L2Store:
         exceed the room of a small tier are sent in several calls, each after making room."""
         parts: list[list[memoryview]] = []
         for key, value in zip(keys, values, strict=True):
-            name, packed = self._codecs.pack(self._codec, value)
+            packs = self._codec != NO_CODEC
+            name, packed = self._codecs.pack(self._codec, value) if packs else (NO_CODEC, [value])
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
@@ -218,7 +254,7 @@ class L2Store:
             if codec is None:
                 self._pass_over(name)
                 return False
-            codec.decode_into(memoryview(bytes(packed)), place)
+            codec.decode_into(joined([packed]), place)
         except ValueError as error:
             yield from self._discard(key, str(error))
             return False

@@ -54,16 +54,19 @@ class StorageThreads:
 
 
 def _drive(controller: Controller) -> None:
-    while True:
-        with controller.changed:
-            steps = controller.poll()
-            while steps is None:
-                if controller.closing:
-                    return
-                wait_s = controller.wait_s()
-                controller.changed.wait(None if wait_s == math.inf else wait_s)
-                steps = controller.poll()
+    while (steps := _next(controller)) is not None:
         try:
             run(steps)
         except Exception:
             log.exception("%s failed", controller.name)
+
+
+def _next(controller: Controller) -> Steps[None] | None:
+    """Wait for the controller's next unit of work; None once it is closing and has no more."""
+    with controller.changed:
+        while True:
+            steps = controller.poll()
+            if steps is not None or controller.closing:
+                return steps
+            wait_s = controller.wait_s()
+            controller.changed.wait(None if wait_s == math.inf else wait_s)

@@ -19,7 +19,8 @@ class WritePolicy(ABC):
     """Base class of the policies. Every method returns the keys to write now."""
 
     name: str
-    # False if only `committed` and `promoted` matter to the policy.
+    # False if only `committed` and `promoted` matter to the policy: `leaving`, `removed` and `written`
+    # are not called then.
     watches_l1 = True
 
     @abstractmethod

@@ -176,7 +176,8 @@ class WriteQueue:
     def _settle(self, key: PackedKey) -> None:
         del self._sending[key]
         self._forget_failures(key)
-        self.policy.written([key])
+        if self.policy.watches_l1:
+            self.policy.written([key])
 
     def _forget_failures(self, key: PackedKey) -> None:
         self._refused.pop(key, None)

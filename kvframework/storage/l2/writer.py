@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvframework.api.keys import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
-from kvframework.storage.l2.l1_access import L1
+from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps, do
 from kvframework.storage.l2.tier_calls import CircuitOpen

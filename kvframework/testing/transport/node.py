@@ -18,6 +18,7 @@ import msgspec
 
 from kvframework.client import KVClient
 from kvframework.config import load_config
+from kvframework.devices import pinning
 from kvframework.server import Server
 from kvframework.testing.transport.cases import CHUNK
 from kvframework.testing.transport.engine import registry_for
@@ -46,9 +47,19 @@ def settings_for(rig: TransportRig, endpoint: str) -> list[str]:
 
 
 @contextmanager
+def small_slices() -> Iterator[None]:
+    """Have copiers that start meanwhile pin the arena in several slices, as those of real arenas do."""
+    before, pinning.SLICE_BYTES = pinning.SLICE_BYTES, 1 << 20
+    try:
+        yield
+    finally:
+        pinning.SLICE_BYTES = before
+
+
+@contextmanager
 def serving(rig: TransportRig) -> Iterator[Server]:
     """A real server on real sockets, in a thread."""
-    with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
+    with small_slices(), tempfile.TemporaryDirectory(prefix="kvf-") as directory:
         config = load_config(None, tuple(settings_for(rig, f"ipc://{directory}/s.sock")))
         server = Server(config, registry_for(rig))
         server.bind()
@@ -82,9 +93,9 @@ class _Program:
     module: str
 
     def __init__(self, spec: RigSpec, *arguments: str) -> None:
-        told = json.dumps([spec.factory, dict(spec.arguments)])
+        rig = json.dumps([spec.factory, dict(spec.arguments)])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, told, *arguments],
+            [sys.executable, "-m", self.module, rig, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -109,7 +120,7 @@ class _Program:
             self.process.wait()
         self.process.stdout.close()
 
-    def told(self) -> str:
+    def next_line(self) -> str:
         """Return the next line that it prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -124,7 +135,7 @@ class ServerProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str) -> None:
         super().__init__(spec, endpoint)
-        assert self.told() == "serving"
+        assert self.next_line() == "serving"
 
 
 class EngineProgram(_Program):
@@ -134,7 +145,7 @@ class EngineProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str, instance_id: int, case: str) -> None:
         super().__init__(spec, endpoint, str(instance_id), case)
-        assert self.told() == "registered"
+        assert self.next_line() == "registered"
 
     def send(self, *words: object) -> None:
         assert self.process.stdin is not None
@@ -143,7 +154,7 @@ class EngineProgram(_Program):
 
     def ask(self, *words: object) -> object:
         self.send(*words)
-        return json.loads(self.told())
+        return json.loads(self.next_line())
 
 
 def status_of(client: KVClient) -> dict[str, object]:

@@ -47,10 +47,10 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
     `BadRotary`, and `AlreadyRegistered` for other parameters than before.
     """
     context = services.instance(payload.instance_id, client)
-    told, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
-    if told != known:
+    sent, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
+    if sent != known:
         raise NamespaceMismatch(
-            f"model {told[0]!r}, world size {told[1]}",
+            f"model {sent[0]!r}, world size {sent[1]}",
             where=f"instance {context.instance_id}",
             available=f"model {known[0]!r}, world size {known[1]} as registered",
         )

@@ -1,6 +1,6 @@
-/* Owns the copy kernel: a product of equal fragments between engine memory and the arena, by a bounded number of
+/* The copy kernel: a product of equal fragments between engine memory and the arena, by a bounded number of
  * threads, past the caches where that pays. Built as a plain shared library without Python, called through ctypes,
- * which lets go of the GIL.
+ * which releases the GIL.
  *
  * A fragment is (lane, place, one position of each step): its engine address is the sum of the lane's and the place's
  * address and of position x `engine` of each step, its arena offset likewise. The caller answers for every address.

@@ -1,0 +1,24 @@
+"""The requirement of pip that installs kvframework: the one place from which errors, templates and docs take it.
+
+kvframework is on no package index yet, so it is installed from the folder of a clone. On the day of its release the
+values of `SOURCES` become the names, and `python -m tests.docs.generate` brings the pages into step. Pure.
+"""
+
+from __future__ import annotations
+
+__all__ = ["install_command", "requirement"]
+
+SOURCES = {"kvframework": "DIR-OF-CLONE", "kvframework-bench": "DIR-OF-CLONE/benchmarks"}
+
+
+def requirement(*extras: str, distribution: str = "kvframework") -> str:
+    """Return what pip is given for a distribution of this project with extras, quoted for a shell where it must be.
+    Raises `KeyError` for another distribution."""
+    source = SOURCES[distribution]
+    return f'"{source}[{",".join(extras)}]"' if extras else source
+
+
+def install_command(*extras: str, distribution: str = "kvframework") -> str:
+    """Return the command that installs a distribution of this project with extras, for the hint of an error or the
+    reason of a `probe`. Raises `KeyError` for another distribution."""
+    return f"pip install {requirement(*extras, distribution=distribution)}"

@@ -1,0 +1,45 @@
+"""What the commands share and what needs no rich: exit statuses, options, and the form of help texts.
+
+A command's module holds its options alone and imports its work when it runs, so that help and completion are quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT_UNFORESEEN = 1
+EXIT_FOUND = 1  # a check that found a problem
+EXIT_ERROR = 2
+
+CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a help text. The mark keeps it from being wrapped."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _complete_override(context: typer.Context, incomplete: str) -> list[str]:
+    from kvframework.cli.completion import override_words
+
+    # Behind an option without a value yet, arguments are not parsed: FILE of `config check`.
+    file = next((argument for argument in context.args if argument.endswith(".toml")), None)
+    return override_words({**context.params, "file": context.params.get("file") or file}, incomplete)
+
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="TABLE.KEY=VALUE",
+        help="Override one value of the TOML; repeatable.",
+        autocompletion=_complete_override,
+    ),
+]
+Endpoint = Annotated[str | None, typer.Option(help="Without it $KVFRAMEWORK_ENDPOINT, then that of the configuration.")]
+EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]

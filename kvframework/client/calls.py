@@ -1,0 +1,94 @@
+"""The requests of one client session: how each is sent, how long its caller waits, and what is counted when it fails.
+
+`wire/client_deadlines.py` has the table of how long an engine's thread waits, and how long a request goes on without
+that thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvframework.api.futures import Future
+from kvframework.api.hasher import Buffer
+from kvframework.api.requests import Message
+from kvframework.api.transport import LostKind
+from kvframework.client.replies import as_response, mapped, only
+from kvframework.errors import DeadlineExceeded, ServerGone
+from kvframework.messaging.client.connection import Connection
+from kvframework.messaging.client.pending import Answer
+from kvframework.wire.client_deadlines import ClientDeadlines
+
+M = TypeVar("M", bound=Message)
+
+
+class ServerCalls:
+    """The sending half of `KVClient`, which makes the connection. Thread-safe."""
+
+    deadlines: ClientDeadlines
+    _connection: Connection
+
+    def request(
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        timeout: float | None = None,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
+    ) -> M:
+        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. Raises typed errors,
+        `DeadlineExceeded` and `ServerGone`.
+
+        `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
+        """
+        wait = self.deadlines.of(name) if timeout is None else timeout
+        answer = self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=only(response, on_late))
+        return as_response(answer, response)
+
+    def begin(
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
+    ) -> Future[M]:
+        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by
+        then, or later, by the request's own deadline. Never raises."""
+        sent = self._begin(name, payload, urgent=urgent, on_late=only(response, on_late))
+        return mapped(sent, lambda answer: as_response(answer.payload, response))
+
+    def reachable(self, request: str) -> bool:
+        """Return whether `begin` would send this request: connected, and the server silent for less than its deadline.
+        Never blocks."""
+        return self._connection.reachable(self.deadlines.of(request))
+
+    def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
+        """Count a lookup, load or store that failed without an answer, or with an error of this code: the server's
+        status shows it. `nbytes` is its size. Never blocks."""
+        if code == ServerGone.code and self._connection.state == "suspect":
+            code = DeadlineExceeded.code  # the server is there, and does not answer
+        self._connection.losses.add(kind, code, nbytes)
+
+    def send(self, name: str, payload: Message) -> None:
+        """Send a request without interest in its answer. Never blocks, never raises."""
+        self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
+
+    def _begin(
+        self,
+        name: str,
+        payload: Message,
+        *,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> Future[Answer]:
+        deadlines = self.deadlines
+        return self._connection.begin(
+            name, payload, timeout=deadlines.of(name), turn=deadlines.engine_s, urgent=urgent, on_late=on_late
+        )
+
+    def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
+        return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))

@@ -1,0 +1,169 @@
+"""The calls of engine-driven transports: objects are prepared, copied by the engine, and committed, see
+`EngineDrivenLink`.
+
+The copy is the transport's. A grant of the server that comes too late for its caller is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvframework.api.futures import Future
+from kvframework.api.hasher import Buffer
+from kvframework.api.transport import (
+    EngineDrivenLink,
+    LoadOutcome,
+    LoadPlan,
+    StoreOutcome,
+    StorePlan,
+    Transfer,
+    error_code,
+)
+from kvframework.client.calls import ServerCalls
+from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.replies import as_response, granted, mapped, only, settled
+from kvframework.client.transfers import check_complete, check_held, check_ranges
+from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone, TransportMismatch
+from kvframework.messaging.client.pending import Answer
+from kvframework.wire import messages as m
+from kvframework.wire.indices import pack_indices, unpack_indices
+
+_NO_ARENA = memoryview(b"")
+_HELD = LoadOutcome(True)
+_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
+
+
+class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
+    """The requests of both engine-driven paths: through the mapped arena, and as chunks over the wire."""
+
+    _arena: MappedArena | None
+
+    @property
+    def maps_arena(self) -> bool:
+        return self._arena is not None
+
+    def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
+        arena = self._arena
+        if arena is None:
+            return Future.failed(
+                TransportMismatch("the server's arena is not mapped in this process", available="missing_chunks")
+            )
+        left_out = transfer.first_chunks
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
+        sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, self._abort_late))
+
+        def plan_of(answer: Answer) -> StorePlan:
+            told = as_response(answer.payload, m.StorePlan)
+            try:
+                self._check_same(arena)
+                check_ranges(transfer, told.ranges, arena.view.nbytes)
+                check_held(transfer, told.ranges, told.outcome)
+            except KVFrameworkError:
+                self._abort_late(told)
+                raise
+            return StorePlan(
+                arena.view,
+                told.ranges,
+                told.outcome,
+                commit=partial(self._commit_store, told.lease, len(told.ranges), told.outcome),
+                abort=partial(self._abort_store, told.lease),
+            )
+
+        return granted(sent, plan_of, StorePlan.abort)
+
+    def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
+        arena = self._arena
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id)
+        sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
+
+        def plan_of(answer: Answer) -> LoadPlan:
+            told = as_response(answer.payload, m.RetrievePlan)
+            try:
+                self._check_same(arena)
+                if told.hit:
+                    check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
+                    check_complete(transfer, told.ranges)
+            except KVFrameworkError:
+                self._unpin_late(told)
+                raise
+            return LoadPlan(
+                arena.view if arena is not None else _NO_ARENA,
+                told.ranges if told.hit else (),
+                reason=told.reason,
+                commit=partial(self._commit_load, told.lease),
+                abort=partial(self._unpin_late, told),
+                receive=partial(self._receive_chunks, told),
+            )
+
+        return granted(sent, plan_of, LoadPlan.abort)
+
+    def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
+        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id)
+        sent = self._begin("STORE_CPU_CHUNKS", payload)
+
+        def missing(answer: Answer) -> list[int]:
+            found = unpack_indices(as_response(answer.payload, m.ChunksStored).missing, where="missing")
+            if found and max(found) >= transfer.objects:
+                raise ProtocolError(f"the server lacks object {max(found)}", available=f"{transfer.objects} objects")
+            return found
+
+        return mapped(sent, missing)
+
+    def store_chunks(
+        self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> Future[StoreOutcome]:
+        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id, pack_indices(objects))
+        sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        return mapped(sent, lambda answer: as_response(answer.payload, m.ChunksStored).outcome)
+
+    def _check_same(self, arena: MappedArena | None) -> None:
+        """Raise `ServerGone` unless the mapped arena is still `arena`: ranges mean nothing in another server's
+        memory."""
+        if self._arena is not arena:
+            raise ServerGone("the server was restarted in between")
+
+    def _commit_store(self, lease: str, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
+        def failed(error: BaseException) -> StoreOutcome:
+            # After the COMMIT: nothing stays reserved, whatever its outcome.
+            self._abort_store(lease)
+            if isinstance(error, DeadlineExceeded):
+                return others + StoreOutcome(unknown=objects, error=error.code)
+            return others + StoreOutcome(dropped=objects, error=error_code(error))
+
+        # Urgent: a doubt about the server must not leave the range reserved until this process ends.
+        sent = self._begin("COMMIT_STORE", m.LeaseRef(lease), urgent=True)
+        return settled(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed)
+
+    def _abort_store(self, lease: str) -> None:
+        if lease:
+            self.send("ABORT", m.LeaseRef(lease))
+
+    def _abort_late(self, told: m.StorePlan) -> None:
+        self._abort_store(told.lease)
+
+    def _commit_load(self, lease: str) -> Future[LoadOutcome]:
+        sent = self._begin("COMMIT_RETRIEVE", m.LeaseRef(lease), urgent=True)
+        return settled(
+            sent,
+            lambda answer: _HELD if as_response(answer.payload, m.RetrieveCommitted).held else _PINS_LOST,
+            LoadOutcome.failed,
+        )
+
+    def _unpin_late(self, told: m.RetrievePlan) -> None:
+        if told.lease:
+            self.send("COMMIT_RETRIEVE", m.LeaseRef(told.lease))
+
+    def _receive_chunks(self, told: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        payload = m.RetrieveCpuChunks(told.lease, pack_indices(positions))
+        lengths = [told.ranges[at].length for at in positions]
+        sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(lengths))
+
+        def received(answer: Answer) -> Sequence[memoryview]:
+            if not as_response(answer.payload, m.ChunksSent).held:
+                return ()
+            if [buffer.nbytes for buffer in answer.buffers] != lengths:
+                raise ProtocolError("the server sent buffers of other sizes than were asked for")
+            return answer.buffers
+
+        return mapped(sent, received)

@@ -1,0 +1,244 @@
+"""The registration of an instance, repeated after every restart of the server: from the engine's tensors to a layout, a
+namespace, a transport and the request. Engine side; the first registration runs in the engine's thread, further ones in
+the connection's supervisor thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvframework.api.canary import EngineView
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import KVLayout, LayerTensors, Layout, LayoutProvider
+from kvframework.api.transport import Registration, TransferContext
+from kvframework.client.connection import KVClient
+from kvframework.client.registration.canary import check_by_reading, check_by_writing
+from kvframework.client.registration.transport_choice import AUTO, choose_transport
+from kvframework.errors import (
+    AlreadyRegistered,
+    DeviceError,
+    KVFrameworkError,
+    PluginWrongKind,
+    ServerGone,
+    TransportMismatch,
+    VersionMismatch,
+)
+from kvframework.logs.limit import LogLimit
+from kvframework.wire import messages as m
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+_RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
+
+
+@dataclass(frozen=True)
+class InstanceIdentity:
+    """The names of an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: every
+    difference between the KV of two engines must show here."""
+
+    instance_id: int
+    model_name: str
+    world_size: int = 1
+    rank: int = 0
+    revision: str = ""
+    quantization: str = ""
+    packing: str = ""
+    layout: str = "paged"
+    layout_options: Mapping[str, object] = field(default_factory=dict)
+    transport: str = AUTO
+    transport_options: Mapping[str, object] = field(default_factory=dict)
+
+
+class Instance:
+    """One registered instance, until `close`. The tensors are borrowed until then.
+
+    The constructor waits for the server and raises a typed error with the setting to change, or `ServerGone`. With the
+    engine's own `view` the declaration is proven by a canary, and a wrong one is refused with `BadLayout`.
+    """
+
+    def __init__(
+        self,
+        client: KVClient,
+        identity: InstanceIdentity,
+        kv_caches: Mapping[str, LayerTensors],
+        *,
+        block_size: int,
+        view: EngineView | None,
+    ) -> None:
+        self.kv_caches = kv_caches
+        self._client = client
+        self._identity = identity
+        self._view = view
+        self._layout = create_layout(client, identity)
+        self._declared = self._layout.describe(kv_caches, block_size=block_size)
+        self._closed = threading.Event()
+        self._again: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._registering = threading.Lock()
+        self._exports = False
+        choose_transport(
+            client,
+            identity.transport,
+            identity.transport_options,
+            register=self._register_with,
+            where=f"transport of instance {identity.instance_id}",
+        )
+        client.when_up(self._register_again)
+        try:
+            if client.boot_id != self._asked:
+                # The server was restarted in between, perhaps before the callback was registered.
+                with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
+                    self.registration = self._register(urgent=True)
+            if view is not None:
+                view.declared(self._declared)
+                check_by_writing(self.transfer, kv_caches, self._declared, view)
+        except KVFrameworkError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unregister, if the server is there. Waits for copies under way: afterwards the server has none of the tensors
+        mapped, and they may be freed. A server that cannot confirm this in time is logged."""
+        self._closed.set()
+        self._client.forget(self._register_again)
+        if self._again is not None:
+            self._again.join()
+        with self._registering:
+            self._unregister()
+
+    def _register_with(self, transport: str, transfer: TransferContext) -> None:
+        self._transport, self.transfer = transport, transfer
+        transfer.on_layout(self._layout, self._declared)
+        # The server that is asked: known only now, if the client was not connected before.
+        self._asked = self._client.boot_id
+        self.registration = self._register(urgent=False)
+
+    def recover(self) -> None:
+        """Register again, in the background, since the server lost this instance's memory. Never blocks."""
+        with self._lock:
+            if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
+                return
+            again = threading.Thread(target=self._recover, name="kvf-register", daemon=True)
+            try:
+                again.start()
+            except RuntimeError as error:  # no thread is left; the next transfer that fails comes here again
+                log.warning("instance %d cannot register again yet: %s", self._identity.instance_id, error)
+                return
+            self._again = again
+
+    def _recover(self) -> None:
+        """Retry until it succeeds, another thread has registered, or the instance is closed."""
+        wait = _RECOVER_FIRST_S
+        while not self._closed.is_set():
+            try:
+                self._register_anew(urgent=False)
+                return
+            except AlreadyRegistered:
+                return
+            except KVFrameworkError as error:
+                log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+            self._closed.wait(wait)
+            wait = min(2 * wait, _RECOVER_LONGEST_S)
+
+    def _register_again(self) -> None:
+        """Register at a new server, in the connection's thread. A device that cannot be used there is this instance's
+        failure, not the connection's."""
+        try:
+            self._register_anew(urgent=True)
+        except DeviceError as error:
+            log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
+            self.recover()
+
+    def _register_anew(self, *, urgent: bool) -> None:
+        with self._registering:
+            if self._closed.is_set():
+                return
+            self.registration = self._register(urgent=urgent)
+            if self._view is not None:
+                check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+        log.info("instance %d registered again", self._identity.instance_id)
+
+    def _register(self, *, urgent: bool) -> Registration:
+        identity = self._identity
+        if self._transport not in self._client.hello.transports:
+            raise TransportMismatch(
+                f"the server no longer has transport {self._transport!r}",
+                available=", ".join(self._client.hello.transports),
+            )
+        handles = self.transfer.memory_handles(self.kv_caches)
+        self._exports = bool(handles)
+        payload = m.RegisterKvCache(
+            instance_id=identity.instance_id,
+            model_name=identity.model_name,
+            world_size=identity.world_size,
+            rank=identity.rank,
+            namespace=namespace_of(self._client, identity, self._layout, self._declared),
+            transport=self._transport,
+            layout=self._declared,
+            handles=handles,
+        )
+        unregister = m.Unregister(identity.instance_id)
+        deadlines = self._client.deadlines
+        reply = self._client.request(
+            "REGISTER_KV_CACHE",
+            payload,
+            m.Registered,
+            urgent=urgent,
+            # A device's copier may have to be started first.
+            timeout=deadlines.export_s if handles else deadlines.setup_s,
+            on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
+        )
+        desc = self._layout.object_desc(self._declared, self._client.chunk_size)
+        if (reply.namespace, reply.desc) != (payload.namespace, desc):
+            self._client.send("UNREGISTER_KV_CACHE", unregister)
+            raise VersionMismatch(
+                f"the server computes another object layout: {reply.desc}",
+                available=str(desc),
+                hint="install the same kvframework release beside the engine and the server",
+            )
+        registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
+        self.transfer.on_registered(registration, self._layout)
+        return registration
+
+    def _unregister(self) -> None:
+        try:
+            if self._client.usable or self._exports:
+                payload = m.Unregister(self._identity.instance_id)
+                # The answer follows the copies under way; a silent server may be in the midst of one.
+                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._exports)
+        except ServerGone:
+            pass  # and its mappings ended with it
+        except KVFrameworkError as error:
+            log.warning(
+                "instance %d could not unregister, its memory may be in use: %s", self._identity.instance_id, error
+            )
+        finally:
+            # Only now: until the server has closed its mappings it may refer to the transport's resources.
+            self.transfer.close()
+
+
+def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
+    """Return the engine half of the layout plugin. Raises `PluginError`, `ConfigFieldError`."""
+    where = f"layout of instance {identity.instance_id}"
+    provider = client.plugins.resolve("layout", identity.layout, where=where)
+    if not isinstance(provider, LayoutProvider):
+        raise PluginWrongKind(f"{identity.layout!r} is no layout", where=where)
+    layout: Layout = provider.create(client.plugins.options(provider, identity.layout_options, where=where))
+    return layout
+
+
+def namespace_of(client: KVClient, identity: InstanceIdentity, layout: Layout, declared: KVLayout) -> bytes:
+    """Return the 16 bytes that scheduler and workers of one deployment share."""
+    return compute_namespace(
+        model=identity.model_name,
+        desc=layout.object_desc(declared, client.chunk_size),
+        hasher_fingerprint=client.hello.hasher_fingerprint,
+        world_size=identity.world_size,
+        revision=identity.revision,
+        quantization=identity.quantization,
+        packing=identity.packing,
+    )

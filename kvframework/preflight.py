@@ -1,0 +1,136 @@
+"""What keeps a server from starting, found before it starts: `serve`, `config check` and `doctor` ask this one place.
+
+Each refusal is the error that the start itself would raise, from the same functions. Nothing is created, locked or
+changed, so the start may still fail: another process may take the port in between.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.tier import TierProvider
+from kvframework.config import Config, PluginTable, default_endpoint, parse_endpoint
+from kvframework.config.layers import DEFAULT_SOURCE
+from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
+from kvframework.messaging.curve import ServerKeys
+from kvframework.messaging.server.endpoint_files import EndpointFiles
+from kvframework.registry import PluginRegistry, check_table, codec_tables, named_tables, resolve_table
+from kvframework.wire import messages as m
+
+_ANSWER_S = 1.0
+
+
+def refusals(config: Config, registry: PluginRegistry, *, running: bool = False) -> Iterator[KVFrameworkError]:
+    """Yield every error with which a server of this configuration would refuse to start: of each table, then of all
+    together. With `running` a server of this configuration runs: what it holds does not count. Blocking: imports
+    plugins."""
+    for table, descriptor in named_tables(config):
+        try:
+            provider, options = resolve_table(registry, table, descriptor)
+            if not (running and descriptor is MemoryProvider):
+                check_table(registry, table, provider, options)
+        except KVFrameworkError as error:
+            yield error
+    yield from common_refusals(config, registry, running=running)
+
+
+def common_refusals(config: Config, registry: PluginRegistry, *, running: bool = False) -> Iterator[KVFrameworkError]:
+    """Yield the refusals that are not of one table: of stores, keys, the endpoint and ports."""
+    checks: list[Callable[[], object]] = [
+        lambda: codec_tables(config),
+        lambda: _check_stores(config, registry),
+        lambda: _check_keys(config),
+    ]
+    if not running:
+        checks += [lambda: _check_endpoint(config), lambda: _check_ports(config)]
+    for check in checks:
+        try:
+            check()
+        except KVFrameworkError as error:
+            yield error
+
+
+def is_running(config: Config) -> bool:
+    """True if a server that was started with this configuration's file answers at its local endpoint. Blocks for a
+    second at most."""
+    endpoint = config.server.endpoint or default_endpoint()
+    if not endpoint.startswith("ipc://") or not os.path.exists(endpoint.removeprefix("ipc://")):
+        return False
+    from kvframework.client.connection import KVClient  # a server that starts needs no client
+
+    try:
+        with KVClient(endpoint, name="preflight", connect_timeout_s=_ANSWER_S) as client:
+            _ = client.hello
+            reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=_ANSWER_S)
+        server = msgspec.json.decode(reply.document)["server"]
+        if config.source == server["config"] == DEFAULT_SOURCE:
+            return True
+        directory = os.readlink(f"/proc/{server['pid']}/cwd")
+    except (KVFrameworkError, OSError, KeyError):
+        return False
+    return os.path.realpath(os.path.join(directory, server["config"])) == os.path.realpath(config.source)
+
+
+def _check_stores(config: Config, registry: PluginRegistry) -> None:
+    first: dict[tuple[str, str], str] = {}
+    for l2 in config.l2:
+        table = l2.tier
+        store = _store(registry, table)
+        if store is not None and first.setdefault((table.use, store), table.where) != table.where:
+            raise ConfigFieldError(
+                f"{store} is the store of {first[table.use, store].rpartition(': ')[2]} already",
+                where=table.where,
+                hint="name another store, or leave one of the tables out",
+            )
+
+
+def _store(registry: PluginRegistry, table: PluginTable) -> str | None:
+    try:
+        provider, options = resolve_table(registry, table, TierProvider)
+    except KVFrameworkError:
+        return None  # refused as a table already
+    return None if provider.store is None else provider.store(options)
+
+
+def _check_keys(config: Config) -> None:
+    keys = config.server.curve
+    if keys is not None:
+        ServerKeys.load(Path(keys.secret_key), Path(keys.clients))
+
+
+def _check_endpoint(config: Config) -> None:
+    endpoint = config.server.endpoint or default_endpoint()
+    if parse_endpoint(endpoint).kind == "ipc":
+        EndpointFiles(endpoint).check()
+
+
+def _check_ports(config: Config) -> None:
+    addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
+    if len(set(addresses)) < len(addresses):
+        raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave one of them out")
+    for address in addresses:
+        _check_port(address)
+
+
+def _check_port(address: str) -> None:
+    """Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed."""
+    parsed = parse_endpoint(address)
+    interfaces = {name for _, name in socket.if_nameindex()}
+    host = "" if parsed.host == "*" or parsed.host in interfaces else parsed.host
+    try:
+        found = socket.getaddrinfo(host or None, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, place = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        hint = "name an address of this machine and a port that is free"
+        if isinstance(error, PermissionError):
+            hint = "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one"
+        raise EndpointError(f"cannot listen: {error.strerror or error}", where=address, hint=hint) from None

@@ -1,0 +1,257 @@
+"""`CacheService`: the contexts registry, key resolution and all request handlers of the core, wired together.
+
+Made by `kvframework.server`; its handlers run on the serving thread unless they are pooled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.layout import Layout, MemoryLayoutDesc
+from kvframework.api.requests import (
+    CacheKey,
+    CacheServices,
+    ClientInfo,
+    Handler,
+    InstanceContext,
+    PackedKey,
+    PrefetchTask,
+    Select,
+)
+from kvframework.api.server_transport import ServerContext, ServerTransport
+from kvframework.bounded_close import call_within
+from kvframework.config import ServerConfig
+from kvframework.errors import NotRegistered, RequestError
+from kvframework.service.checked_keys import InstanceKeys
+from kvframework.service.client_losses import ClientLosses
+from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.health import EVERY_S, CounterReport
+from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.lookups import Lookups
+from kvframework.service.registration import AttachedTransport, Registrations
+from kvframework.service.status import StatusReport
+from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
+from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
+from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+# A killed copier ends within a second, unless its driver holds it in the kernel.
+TRANSPORTS_END_S = 1.2
+# Time for the tiers' calls in flight, the storage threads and the arena.
+STORAGE_END_S = 0.75
+
+
+class CacheService(CacheServices):
+    """The whole server without its sockets. Owns `storage` and closes it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        storage: StorageManager,
+        hasher: KeyHasher,
+        transports: Mapping[str, AttachedTransport],
+        layouts: Mapping[str, Layout],
+        server_facts: Mapping[str, object],
+        messaging_status: Callable[[], Mapping[str, object]],
+    ) -> None:
+        self.boot_id = secrets.token_bytes(16)
+        self.chunk_size = config.chunk_size
+        self.contexts: Contexts = {}
+        self.storage = storage
+        self.hasher = hasher
+        self._transports = transports
+        self._resolver = KeyResolver(hasher, storage.records.orders)
+        self._registrations = Registrations(
+            self.contexts,
+            storage,
+            transports=transports,
+            layouts=layouts,
+            chunk_size=config.chunk_size,
+            hasher_fingerprint=hasher.fingerprint,
+        )
+        self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
+        keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
+        self._chunks = ChunkTransfers(storage, keys, workers=config.workers)
+        self._losses = ClientLosses()
+        self._status = StatusReport(
+            self.contexts,
+            storage,
+            chunk_size=config.chunk_size,
+            server={"boot_id": self.boot_id.hex(), **server_facts},
+            transports={name: transport.server for name, transport in transports.items()},
+            messaging=messaging_status,
+            tickets=lambda: len(self._lookups.tickets),
+            lookups=self._lookups.status,
+            losses=self._losses.status,
+        )
+        self._report = CounterReport(time.monotonic())
+        self._parts = (
+            self._registrations,
+            EngineDrivenTransfers(
+                self.contexts,
+                storage,
+                keys,
+                store_lease_s=config.store_lease_s,
+                retrieve_lease_s=config.retrieve_lease_s,
+                store_share=config.store_share,
+            ),
+            ServerDrivenTransfers(storage, keys, chunk_size=config.chunk_size),
+            self._chunks,
+            self._lookups,
+            self._status,
+        )
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        """Return the handlers of every core request that the message server does not answer itself."""
+        own: list[Handler] = [  # type: ignore[type-arg]
+            Handler(REQUESTS["PING"], self._ping),
+            Handler(REQUESTS["NOOP"], lambda _client, payload, _buffers: payload),
+            Handler(REQUESTS["GET_CHUNK_SIZE"], self._get_chunk_size),
+            Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
+        ]
+        return own + [handler for part in self._parts for handler in part.handlers()]
+
+    def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
+        """The service's part of the answer to HELLO; the message server fills in the session."""
+        self._lookups.tickets.begin_owner(client.session_id)
+        return m.HelloReply(
+            version=version,
+            boot_id=self.boot_id,
+            session=b"",
+            chunk_size=self.chunk_size,
+            hasher=self.hasher.name,
+            hasher_fingerprint=self.hasher.fingerprint,
+            transports=tuple(self._transports),
+        )
+
+    def end_session(self, client: ClientInfo) -> None:
+        """End the instances, tickets, pins and reservations of a client that has ended."""
+        instances = self._registrations.end_session(client)
+        tickets = self._lookups.tickets.end_owner(client.session_id)
+        leases = self.storage.end_owner(client.session_id)
+        self._losses.end_session(client.session_id)
+        if instances or tickets or leases:
+            log.info(
+                "client %s (process %d) has ended, and with it %d instances, %d tickets and %d leases",
+                client.name,
+                client.pid,
+                instances,
+                tickets,
+                leases,
+            )
+
+    def tick(self) -> None:
+        """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
+        self._lookups.tickets.expire()
+        self._chunks.tick()
+        self.storage.tick()
+        now = time.monotonic()
+        if self._report.is_due(now):
+            grown = self._report.changes(self._status.parts(), now)
+            if grown:
+                log.warning("in the last %.0f s: %s", EVERY_S, grown)
+
+    def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
+        """Close contexts, transports and storage, after the last request. Errors of a transport are logged.
+
+        With `by`, of the monotonic clock, everything has ended by then or is left to the end of the process, and
+        pending writes to L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`.
+        """
+        contexts = list(self.contexts.values())
+        self.contexts.clear()
+        closing = {
+            f"transport {name}": partial(_close_transport, name, transport.server, contexts)
+            for name, transport in self._transports.items()
+            if transport.server is not None
+        }
+        late = call_within(TRANSPORTS_END_S, {**closing, "the wire path": self._chunks.close})
+        if late:
+            log.error("closing %s takes too long", " and ".join(late))
+        if by is None:
+            self.storage.close(process_ends=process_ends)
+            return
+        left = max(by - time.monotonic(), 0.0)
+        self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
+
+    # CacheServices, for the request handlers of plugins
+
+    def instance(self, instance_id: int, client: ClientInfo | None = None) -> InstanceContext:
+        if client is not None:
+            return own_context(self.contexts, instance_id, client)
+        context = self.contexts.get(instance_id)
+        if context is None:
+            raise NotRegistered(f"instance {instance_id} is not registered", hint="send REGISTER_KV_CACHE first")
+        return context
+
+    def resolve_keys(self, key: CacheKey) -> Mapping[tuple[int, int], Sequence[PackedKey]]:
+        check_key(key)
+        return self._resolver.resolve(key, self._known_desc(key.namespace)).by_row()
+
+    def key_prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        return self._resolver.prefixes(namespace, cache_salt, ranks, len(self._known_desc(namespace).groups))
+
+    def layout_desc(self, namespace: bytes) -> MemoryLayoutDesc | None:
+        record = self.storage.records.get(namespace)
+        return record.desc if record else None
+
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return self.storage.which_present(keys)
+
+    def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
+        return self._lookups.tickets.pin(client.session_id, keys, request_id)
+
+    def submit_prefetch_task(
+        self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
+    ) -> PrefetchTask | None:
+        return self.storage.submit_prefetch_task(keys, layout_desc, select=select)
+
+    def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
+        self._losses.heard(client, payload.lost)
+        return m.Pong(self.boot_id)
+
+    def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
+        desc = self.layout_desc(namespace)
+        if desc is None:
+            raise RequestError(f"namespace {namespace.hex()} is not registered", hint="register an instance first")
+        return desc
+
+    def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
+        if not payload.namespace:
+            return m.ChunkSize(self.chunk_size)
+        desc = self.layout_desc(payload.namespace)
+        if desc is None:
+            raise RequestError(f"namespace {payload.namespace.hex()} is not registered")
+        return m.ChunkSize(desc.chunk_tokens)
+
+    def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
+        if not client.local:
+            raise RequestError(
+                "only a client on this node may clear the cache", available="a client on this node, over ipc://"
+            )
+        # Objects just read over the wire count as in use for a moment longer.
+        self._chunks.settle()
+        return m.Cleared(**self.storage.clear(l2=payload.l2, model=payload.model)._asdict())
+
+
+def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:
+    for context in contexts:
+        if context.transport == name and context.memory is not None:
+            _close(context.memory, f"instance {context.instance_id}")
+    _close(transport, f"transport {name}")
+
+
+def _close(part: ServerContext | ServerTransport, what: str) -> None:
+    try:
+        part.close()
+    except Exception:
+        log.exception("closing %s failed", what)

@@ -1,0 +1,186 @@
+"""The wire path: STORE_CPU_CHUNKS and RETRIEVE_CPU_CHUNKS, for clients that cannot map the arena.
+
+Requests are checked and answered on the serving thread. A store's bytes are copied into the arena by separate threads,
+without the interpreter lock; a retrieve copies nothing: ZMQ sends from the arena.
+
+A store's reservation belongs to the server, not to the client: all its bytes have arrived before it begins, so that a
+client that stalls or dies changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import msgspec
+
+from kvframework.api.copying import copy_bytes
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, Message, Reply
+from kvframework.api.transport import StoreOutcome
+from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.service.checked_keys import InstanceKeys
+from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.engine_driven import outcome_of
+from kvframework.service.transfer_paths.send_pins import SendPins
+from kvframework.storage.l1.leases import INTERNAL_OWNER
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
+from kvframework.wire.indices import INDEX_BYTES, pack_indices, unpack_indices
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+_RETURN_S = 0.3
+# Per client: bytes that it does not receive stay pinned.
+MAX_UNSENT_BYTES = 2 * MAX_BUFFER_BYTES
+_Copies = Sequence[tuple[int, memoryview]]
+
+
+class ChunkTransfers:
+    """Moves objects between frames and the arena. `close` after the last request has been answered."""
+
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, workers: int) -> None:
+        self._storage = storage
+        self._keys = keys
+        self._send_pins = SendPins(storage.arena)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["STORE_CPU_CHUNKS"], self._store),
+            Handler(REQUESTS["RETRIEVE_CPU_CHUNKS"], self._retrieve),
+        ]
+
+    def tick(self) -> None:
+        """Unpin objects that ZMQ has sent."""
+        pins = self._send_pins.take_sent()
+        if pins:
+            self._storage.unpin_internal(pins)
+
+    def settle(self) -> bool:
+        """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
+        all_sent = self._send_pins.wait_sent(_RETURN_S)
+        self.tick()
+        return all_sent
+
+    def close(self) -> None:
+        """Wait for the running copies (others never begin) and for bytes that ZMQ still sends. Blocks for a moment."""
+        self._pool.shutdown(cancel_futures=True)
+        if not self.settle():
+            log.error("ZMQ still sends %d pieces of the arena", len(self._send_pins))
+
+    def _store(
+        self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
+    ) -> m.ChunksStored | Future[Message]:
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
+        if not payload.objects and not buffers:
+            return self._missing(grid)
+        sent = _checked_objects(grid, payload.objects, buffers)
+        result = self._storage.reserve_some(
+            grid.sized(), sent, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
+        )
+        outcome = outcome_of(result)
+        if result.lease is None:
+            return m.ChunksStored(outcome)
+        # The copy cannot be stopped; a cancel waits for its end.
+        future: Promise[Message] = Promise(lambda: None)
+        try:
+            copies = [(offset, sent[index]) for index, offset in result.placed]
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
+        except BaseException:
+            self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+            raise
+        return future
+
+    def _missing(self, grid: KeyGrid) -> m.ChunksStored:
+        here = self._storage.which_present(grid.flat)
+        missing = [index for index, present in enumerate(here) if not present]
+        return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
+
+    def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+        """Copy the bytes, commit, and answer (in a copy thread)."""
+        try:
+            for offset, source in copies:
+                copy_bytes(self._storage.arena[offset : offset + source.nbytes], source)
+            stored = self._storage.commit(lease, owner=INTERNAL_OWNER)
+        except BaseException as error:
+            future.set_exception(error)
+            self._storage.abort(lease, owner=INTERNAL_OWNER)
+            raise
+        future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
+
+    def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:
+        pinned = self._storage.pinned(payload.lease, owner=client.session_id)
+        if pinned is None:
+            return m.ChunksSent(False)
+        _check_count(payload.objects)
+        wanted = unpack_indices(payload.objects, where="objects")
+        if not wanted or max(wanted) >= len(pinned):
+            raise BadRange(
+                f"object {max(wanted)}" if wanted else "no objects",
+                where="objects",
+                available=f"0 to {len(pinned) - 1} under this lease",
+            )
+        places = [pinned[index] for index in wanted]
+        size = sum(place.length for place in places)
+        if size > MAX_BUFFER_BYTES:
+            raise MessageTooLarge(
+                f"{len(wanted)} objects of {size} bytes",
+                where="objects",
+                available=f"{MAX_BUFFER_BYTES} bytes a message",
+                hint="ask for fewer at once",
+            )
+        self.tick()
+        unsent = self._send_pins.unsent_bytes(client.session_id)
+        if unsent + size > MAX_UNSENT_BYTES:
+            raise MessageTooLarge(
+                f"{unsent} bytes are on their way to this client, {size} more were asked for",
+                where="objects",
+                available=f"at most {MAX_UNSENT_BYTES}",
+                hint="receive what comes before asking for more",
+            )
+        # The client's own pins lapse, however slowly it reads.
+        pin = self._storage.pin_again(payload.lease, wanted, owner=client.session_id)
+        if pin is None:
+            return m.ChunksSent(False)
+        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])
+        return Reply(m.ChunksSent(True), views)
+
+
+def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]) -> dict[int, memoryview]:
+    """Return the buffers by object. Raises `MalformedFrames` for a wrong number of buffers or a wrong length,
+    `BadRange` for an object that the key does not name, or out of order."""
+    _check_count(packed)
+    objects = unpack_indices(packed, where="objects")
+    if len(objects) != len(buffers):
+        raise MalformedFrames(
+            f"{len(buffers)} buffers", where="STORE_CPU_CHUNKS", available=f"{len(objects)}, one each"
+        )
+    if objects[-1] >= len(grid.flat) or any(a >= b for a, b in pairwise(objects)):
+        raise BadRange(
+            "the objects are out of range or out of order",
+            where="objects",
+            available=f"ascending, 0 to {len(grid.flat) - 1} for this key",
+        )
+    groups = grid.desc.groups
+    for index, buffer in zip(objects, buffers, strict=True):
+        expected = groups[index % len(groups)].nbytes
+        if buffer.nbytes != expected:
+            raise MalformedFrames(
+                f"the buffer of object {index} has {buffer.nbytes} bytes",
+                where="STORE_CPU_CHUNKS",
+                available=f"{expected} in layer group {index % len(groups)}",
+            )
+    return dict(zip(objects, buffers, strict=True))
+
+
+def _check_count(packed: bytes) -> None:
+    """Check the length before the numbers are decoded. Raises `MessageTooLarge`."""
+    if len(packed) > MAX_BUFFERS * INDEX_BYTES:
+        raise MessageTooLarge(
+            f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
+        )

@@ -1,0 +1,229 @@
+"""The server-driven path: STORE and RETRIEVE, where a transport's server half copies between engine memory and arena.
+
+A copy starts on the serving thread and ends in the thread in which the transport resolves its future. Cancel has two
+phases: the request's future (and so the answer to CANCEL) is resolved only once the transport no longer touches the
+blocks, and a cancelled STORE is never committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+from kvframework.api.futures import Future, Promise
+from kvframework.api.keys import ObjectKey
+from kvframework.api.layout import GroupDesc, check_skip
+from kvframework.api.requests import ClientInfo, Handler, Message
+from kvframework.api.server_transport import CopyJob
+from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
+from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
+from kvframework.service.checked_keys import InstanceKeys
+from kvframework.service.contexts import RegisteredContext
+from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
+from kvframework.service.transfer_paths.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
+from kvframework.storage.l1.leases import INTERNAL_OWNER
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.table import REQUESTS
+
+log = logging.getLogger(__name__)
+
+_CANARY_SALT = b"kvf/canary/1\0\0\0\0"
+
+
+class ServerDrivenTransfers:
+    """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
+
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, chunk_size: int) -> None:
+        self._storage = storage
+        self._keys = keys
+        self._chunk_size = chunk_size
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["STORE"], self._store),
+            Handler(REQUESTS["RETRIEVE"], self._retrieve),
+            Handler(REQUESTS["GATHER_BLOCK"], self._gather_block),
+        ]
+
+    def _store(
+        self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
+    ) -> m.TransferReply | Future[Message]:
+        context, grid, blocks = self._checked(client, payload, storing=True)
+        wanted = grid.stored([each.first // each.per_object for each in blocks])
+        sized = grid.sized()
+        result = self._storage.reserve(
+            [sized[index] for index in wanted],
+            owner=INTERNAL_OWNER,
+            request_id=payload.key.request_id,
+            lease_s=None,
+        )
+        if result.lease is None:
+            outcome = outcome_of(result)
+            return m.TransferReply(outcome.ok, outcome)
+        lease_id = result.lease.id
+        missing = StoreOutcome(0, result.present, result.in_flight, result.dropped + len(result.placed))
+
+        def finish(ok: bool) -> m.TransferReply:
+            if not ok:
+                self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+                return m.TransferReply(False, missing, "cancelled or failed")
+            outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
+            return m.TransferReply(outcome.ok, outcome)
+
+        job = self._job(context, payload, placed_ranges(grid, wanted, result), blocks, is_store=True)
+        return _run(context, job, finish)
+
+    def _retrieve(
+        self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
+    ) -> m.TransferReply | Future[Message]:
+        context, grid, blocks = self._checked(client, payload, storing=False)
+        if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
+            raise BadRange(
+                f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
+            )
+        check_skip(context.layout, payload.skip_first_n_tokens)
+        lease = pin_whole(self._storage, grid, INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
+        self._storage.count(retrieves=1, retrieve_misses=lease is None)
+        if lease is None:
+            return m.TransferReply(False, reason="not all objects are in L1")
+
+        def finish(ok: bool) -> m.TransferReply:
+            self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
+            return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
+
+        job = self._job(context, payload, pinned_ranges(grid, lease.objects), blocks, is_store=False)
+        return _run(context, job, finish)
+
+    def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
+        """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
+        context = self._server_driven(client, payload.instance_id)
+        desc = context.get_layout_desc(self._chunk_size)
+        counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
+        blocks = one_block_each(context.layout, payload.block_ids)
+        scratch = [
+            (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
+            for group, each in enumerate(desc.groups)
+        ]
+        result = self._storage.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        if result.lease is None or result.dropped:
+            if result.lease is not None:
+                self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+            raise StorageError("L1 has no room for one chunk", hint="raise [l1] capacity")
+        lease_id = result.lease.id
+        ranges = tuple(ArenaRange(0, group, offset, desc.groups[group].nbytes) for group, offset in result.placed)
+        job = CopyJob(
+            is_store=True,
+            arena=self._storage.arena,
+            ranges=ranges,
+            blocks=[GroupBlocks([block] * count, count, 0, block) for block, count in zip(blocks, counts, strict=True)],
+            event=payload.event,
+        )
+
+        def finish(ok: bool) -> Message:
+            try:
+                if not ok:
+                    raise StorageError("the transport could not gather the block")
+                return m.GatheredBlock(
+                    tuple(
+                        _first_block(job.arena, place, desc.groups[place.group], counts[place.group])
+                        for place in ranges
+                    )
+                )
+            finally:
+                self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+
+        return _run(context, job, finish)
+
+    def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
+        context = self._keys.own(client, instance_id)
+        if context.memory is None:
+            raise TransportMismatch(
+                f"instance {context.instance_id} uses {context.transport}, which the engine drives",
+                available="PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE",
+            )
+        lost = context.memory.failure()
+        if lost is not None:
+            raise NotRegistered(
+                f"the memory of instance {context.instance_id} is no longer open: {lost.fact}",
+                hint="register it again",
+            )
+        return context
+
+    def _checked(
+        self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
+    ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
+        context = self._server_driven(client, payload.instance_id)
+        grid = self._keys.grid(context, payload.key)
+        blocks = blocks_of_transfer(
+            context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
+        )
+        return context, grid, blocks
+
+    def _job(
+        self,
+        context: RegisteredContext,
+        payload: m.TransferRequest,
+        ranges: tuple[ArenaRange, ...],
+        blocks: Sequence[GroupBlocks],
+        *,
+        is_store: bool,
+    ) -> CopyJob:
+        return CopyJob(
+            is_store=is_store,
+            arena=self._storage.arena,
+            ranges=ranges,
+            blocks=blocks,
+            event=payload.event,
+            skip_tokens=payload.skip_first_n_tokens,
+        )
+
+
+def _first_block(arena: memoryview, place: ArenaRange, desc: GroupDesc, blocks: int) -> bytes:
+    """Return the first block of a canonical object: the first slots of each plane and layer."""
+    planes, layers = desc.shape[:2]
+    row = place.length // (planes * layers)
+    starts = range(place.offset, place.offset + place.length, row)
+    return b"".join(arena[start : start + row // blocks] for start in starts)
+
+
+def _run(context: RegisteredContext, job: CopyJob, finish: Callable[[bool], Message]) -> Future[Message]:
+    """Start the copy. Cancelling the returned future asks the transport to stop; `finish` decides, once, what to
+    keep."""
+    decided = threading.Lock()
+    ended = False
+
+    def cancel() -> None:
+        with decided:
+            if ended:
+                return
+            job.cancelled.set()
+        # Outside the lock: a transport may answer at once.
+        job.cancel()
+
+    def done(copy: Future[bool]) -> None:
+        nonlocal ended
+        with decided:
+            ended = True
+            ok = copy.exception() is None and copy.result(0) and not job.cancelled.is_set()
+        error = copy.exception()
+        if error is not None:
+            log.warning("instance %d: a copy failed: %s", context.instance_id, error)
+        try:
+            reply.set_result(finish(ok))
+        except Exception as failure:
+            log.exception("instance %d: a copy could not be finished", context.instance_id)
+            reply.set_exception(failure)
+
+    reply: Promise[Message] = Promise(cancel)
+    if context.memory is None:
+        raise TransportMismatch(f"instance {context.instance_id} has no server half")
+    try:
+        copy = context.memory.copy(job)
+    except Exception as error:  # noqa: BLE001 - an error of the plugin becomes the copy's failure
+        copy = Future.failed(error)
+    copy.add_done_callback(done)
+    return reply

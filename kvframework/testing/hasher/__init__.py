@@ -1,0 +1,34 @@
+"""The conformance kit for key hashers: tests that every `KeyHasher` must pass. Runs under pytest.
+
+Name the plugin; the kit finds, checks and creates it as a server does:
+
+    from kvframework.testing import HasherConformance
+
+    class TestMyHasher(HasherConformance):
+        use = "myhasher"                # the entry point `hasher.myhasher`
+
+or give a fixture that returns a factory, which makes a new hasher at each call:
+
+    class TestMyHasher(HasherConformance):
+        @pytest.fixture
+        def make_hasher(self):
+            return MyHasher
+
+Digests are names: two prefixes that differ must not share a digest. A test of fixed digests, beside the kit,
+shows that they stay as they are from release to release. Needs pytest and hypothesis.
+"""
+
+from __future__ import annotations
+
+from kvframework.testing.hasher.digests import DigestTests
+from kvframework.testing.hasher.extras import ExtraTests
+from kvframework.testing.hasher.kit import HasherKit, MakeHasher
+from kvframework.testing.hasher.pieces import PieceTests
+from kvframework.testing.hasher.serving import ServingTests
+from kvframework.testing.hasher.tokens import TokenTests
+
+__all__ = ["HasherConformance", "HasherKit", "MakeHasher"]
+
+
+class HasherConformance(DigestTests, TokenTests, ExtraTests, PieceTests, ServingTests):
+    """Base class of an author's test class; see the module. `HasherKit` lists the settings and fixtures."""

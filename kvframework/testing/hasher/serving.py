@@ -1,0 +1,111 @@
+"""The hasher kit's tests of service: the caller's memory, other calls, other threads, other processes."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+
+from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
+from kvframework.testing.hasher.kit import HasherKit, MakeHasher, mixed, must_equal, packed
+
+_CHUNK = 16
+_ELSEWHERE = """
+import sys
+tokens = b"".join((number * 2654435761 % 2**32).to_bytes(4, "little") for number in range(64))
+digests = made.chunk_digests(tokens, 4, parent=bytes(range(32)), extras={1: b"image", 5: b"adapter"})
+sys.stdout.buffer.write(digests + made.fingerprint.encode())
+"""
+
+
+class ServingTests(HasherKit):
+    """One hasher serves many callers."""
+
+    @pytest.mark.parametrize(
+        "form", ["bytes", "bytearray", "memoryview", "read-only", "words", "signed", "bytes of 'c'", "odd place"]
+    )
+    def test_any_memory_of_the_tokens_gives_the_same(self, hasher: KeyHasher, form: str) -> None:
+        tokens = packed(mixed(5 * _CHUNK + 2))
+        odd = memoryview(bytearray(b"\xff" + tokens + b"\xff"))[1:-1]
+        forms: dict[str, Buffer] = {
+            "bytes": tokens,
+            "bytearray": bytearray(tokens),
+            "memoryview": memoryview(bytearray(tokens)),
+            "read-only": memoryview(tokens),
+            "words": memoryview(tokens).cast("I"),
+            "signed": memoryview(tokens).cast("h"),
+            "bytes of 'c'": memoryview(tokens).cast("c"),  # type: ignore[dict-item]
+            "odd place": odd,
+        }
+        found = hasher.chunk_digests(forms[form], _CHUNK)
+        must_equal(found, hasher.chunk_digests(tokens, _CHUNK), f"tokens as {form} give other digests than as bytes")
+        assert bytes(forms[form]) == tokens, "tokens are the caller's, and the call changed them"
+
+    def test_memory_is_not_kept(self, hasher: KeyHasher) -> None:
+        for count in (_CHUNK - 1, 10 * _CHUNK, 1000 * _CHUNK):
+            tokens = bytearray(packed(range(count)))
+            hasher.chunk_digests(tokens, _CHUNK)
+            gc.collect()
+            try:
+                tokens.clear()
+            except BufferError:
+                pytest.fail("a view of the tokens is kept after the call: they are the caller's memory")
+
+    def test_a_call_knows_nothing_of_others(self, make_hasher: MakeHasher) -> None:
+        """Calls that differ in one argument each, in any order and in the same memory of the tokens, give what a new
+        hasher gives."""
+        tokens, last = mixed(5 * _CHUNK), mixed(5 * _CHUNK)
+        last[-1] ^= 1
+        calls: list[tuple[bytes, int, dict[str, Any]]] = [
+            (packed(ids), chunk, {"parent": parent, "extras": extras})
+            for ids in (tokens, last, tokens[::-1], tokens[:_CHUNK], mixed(6 * _CHUNK)[_CHUNK:])
+            for chunk in (_CHUNK, _CHUNK - 1)
+            for parent in (b"", bytes(range(DIGEST_BYTES)))
+            for extras in (None, {0: b"a"}, {0: b"b"}, {4: b"a"})
+        ]
+        alone = [make_hasher().chunk_digests(ids, chunk, **more) for ids, chunk, more in calls]
+        hasher, memory = make_hasher(), bytearray(5 * _CHUNK * 4)
+        order = [*range(len(calls))] * 2
+        random.Random(1).shuffle(order)  # noqa: S311  fixed order
+        for index in order:
+            ids, chunk, more = calls[index]
+            memory[: len(ids)] = ids
+            with memoryview(memory) as view, view[: len(ids)] as place:
+                found = hasher.chunk_digests(place, chunk, **more)
+            must_equal(found, alone[index], "a call gives other digests after other calls than with a new hasher")
+
+    def test_an_engine_without_the_options_finds_the_same_or_is_refused(self, make_hasher: MakeHasher) -> None:
+        """Engines make the hasher by its name alone. What depends on options belongs into the fingerprint."""
+        if not (self.use and self.options):
+            pytest.skip("there are no options")
+        server, engine = make_hasher(), self.by_name({})()
+        tokens = packed(mixed(64))
+        if server.chunk_digests(tokens, _CHUNK) != engine.chunk_digests(tokens, _CHUNK):
+            assert server.fingerprint != engine.fingerprint, "options change the digests and not the fingerprint"
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_another_process_finds_the_same(self, hasher: KeyHasher, seed: int) -> None:
+        """The result does not depend on `PYTHONHASHSEED`: an engine finds the objects that others stored by these
+        digests.
+        """
+        tokens = packed(number * 2654435761 % 2**32 for number in range(64))
+        parent, extras = bytes(range(32)), {5: b"adapter", 1: b"image"}
+        here = hasher.chunk_digests(tokens, 4, parent=parent, extras=extras)
+        there = self.elsewhere(hasher, _ELSEWHERE, seed=seed)
+        must_equal(there[: len(here)], here, "another process finds other digests")
+        assert there[len(here) :].decode() == hasher.fingerprint, "another process has another fingerprint"
+
+    @pytest.mark.parametrize("chunk", [50, 1000])
+    def test_threads_do_not_disturb_each_other(self, hasher: KeyHasher, chunk: int) -> None:
+        """The server and the engine each hash in several threads."""
+        chance = random.Random(1)  # noqa: S311  fixed content
+        requests = [packed(chance.randrange(2**32) for _ in range(2000)) for _ in range(4)]
+        alone = [hasher.chunk_digests(tokens, chunk) for tokens in requests]
+
+        def work(index: int) -> None:
+            for _ in range(30):
+                must_equal(hasher.chunk_digests(requests[index], chunk), alone[index], "threads disturb each other")
+
+        self.in_threads(*(lambda index=index: work(index) for index in range(4)))

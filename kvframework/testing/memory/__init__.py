@@ -1,0 +1,29 @@
+"""The conformance kit for the memory of L1: tests that every `Memory` must pass. Runs under pytest.
+
+    from kvframework.testing import MemoryConformance
+
+    class TestMyMemory(MemoryConformance):
+        use = "mymemory"                            # the entry point `memory.mymemory`
+
+A memory that is no plugin yet, or whose size is not the option `capacity`, comes from a fixture:
+
+        @pytest.fixture
+        def make_memory(self):
+            return lambda capacity: MyMemory(capacity)
+
+Sizes are up to 40 MiB. Needs pytest alone.
+"""
+
+from __future__ import annotations
+
+from kvframework.testing.memory.content import ContentTests
+from kvframework.testing.memory.end import EndTests
+from kvframework.testing.memory.kit import MakeMemory, MemoryKit
+from kvframework.testing.memory.readiness import ReadinessTests
+
+__all__ = ["MakeMemory", "MemoryConformance", "MemoryKit"]
+
+
+class MemoryConformance(ContentTests, ReadinessTests, EndTests):
+    """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
+    `make_memory`, a factory that takes the size in bytes."""

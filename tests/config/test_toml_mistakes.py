@@ -1,0 +1,121 @@
+"""Each kind of mistake in a TOML text: the line, the place of the caret, and the right hint."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.config.toml import parse_toml
+from kvframework.config.toml_mistakes import explain
+from kvframework.errors import ConfigFileError
+
+# name: text, line, what stands at the caret, part of the hint
+MISTAKES = {
+    "no quotes": ("[l1]\nuse = pinned # L1", 2, "pinned", 'strings need quotes in TOML: use = "pinned"'),
+    "a size": ("capacity = 1GiB\n", 1, "1GiB", 'capacity = "1GiB"'),
+    "a url": ("[[l2]]\nurl = redis://cache:6379\n", 2, "redis", 'url = "redis://cache:6379"'),
+    "a path": ("path = /var/kv\n", 1, "/var", 'path = "/var/kv"'),
+    "typographic quotes": ("use = “lru”\n", 1, "“", "plain quotes"),
+    "a table twice": ("[l1]\nuse = 'x'\n[log]\n[l1]\ncapacity = 1\n", 4, "[l1]", "[l1] is in line 1 already"),
+    "an array of tables and a table": ("[[l2]]\nuse = 'x'\n[l2]\n", 3, "[l2]", "line 1 has [[l2]]: write every one"),
+    "a table and an array of tables": ("[l2]\nuse = 'x'\n[[l2]]\n", 3, "[[l2]]", "line 1 has [l2]: write every one"),
+    "a dotted key and a table": ("l1.use = 'x'\n[l1]\n", 2, "[l1]", "l1 has values in line 1 already"),
+    "a key twice": ("[l1]\nuse = 'x'\nsize = 1\nuse = 'y'\n", 4, "use", "use has a value in line 2 already"),
+    "a key twice at the end": ("a = 1\na = 2", 2, "a", "a has a value in line 1 already"),
+    "no =": ("[l1]\ncapacity 4\n", 2, "4", "the = is missing"),
+    "a colon": ("[log]\nlevel: 'info'\n", 2, ":", "= instead of :"),
+    "no value": ("[l1]\nuse =\n", 2, "", "the value is missing"),
+    "no value but a comment": ("use = # which?\n", 1, "", "the value is missing"),
+    "no key": ("[l1]\n= 3\n", 2, "=", "a key is missing"),
+    "an unclosed string": (
+        '[l1]\nuse = "pinned\nsize = 1\n',
+        2,
+        '"pinned',
+        "the string that begins here is not closed",
+    ),
+    "an unclosed string at the end": ("use = 'pinned", 1, "'pinned", "the string that begins here is not closed"),
+    "an unclosed long string": ('a = 1\nb = """x\ny\n', 2, '"""', "the string that begins here is not closed"),
+    "an unclosed array": ('a = ["x",\n[l1]\nuse = "y"\n', 1, "[", "the array that begins here is not closed"),
+    "an unclosed array before a key": (
+        '[c]\nallow = ["x"\nb = "y"\n',
+        2,
+        "[",
+        "the array that begins here is not closed",
+    ),
+    "an unclosed array at the end": ("allow = [1,", 1, "[", "the array that begins here is not closed"),
+    "no comma": ("allow = [1 2]\n", 1, "[", "commas between its values"),
+    "an unclosed table's name": ("[l1\nuse = 'x'\n", 1, "", "close the table's name: [l1]"),
+    "a half closed table's name": ("[[l2]\nuse = 'x'\n", 1, "", "close the table's name: [[l2]]"),
+    "a path of Windows": ('path = "C:\\Users\\kv"\n', 1, None, "a backslash begins an escape"),
+    "an unknown escape": ('path = "C:\\kv"\n', 1, None, "a backslash begins an escape"),
+    "True": ("[server]\ninsecure = True\n", 2, "True", "write insecure = true"),
+    "FALSE": ("promote = FALSE\n", 1, "FALSE", "write promote = false"),
+    "yes": ("promote = yes\n", 1, "yes", "write promote = true"),
+    "None": ("loads = None\n", 1, "None", "TOML has no None: leave the key out"),
+    "null": ("loads = null\n", 1, "null", "TOML has no null"),
+    "a number with a zero in front": ("mode = 0700\n", 1, "0700", "no 0 in front"),
+    "a number without a digit in front": ("share = .5\n", 1, ".5", "such as 0.5"),
+    "two keys in a line": ("a = 1 b = 2\n", 1, "b", "one key a line"),
+    "text behind a string": ('a = "x" y\n', 1, "y", "behind the string"),
+    "an invisible character": ("a = 1\x00\n", 1, None, "invisible"),
+    "a byte order mark": ("\ufeffa = 1\n", 1, None, "byte order mark"),
+    "Windows' line ends": ("[l1]\r\nuse = pinned\r\n", 2, "pinned", 'use = "pinned"'),
+}
+# TOML 1.1 takes these.
+OF_1_0 = {
+    "a comma behind the last": ("[c]\nx = {a = 1,}\n", 2, "}", "no comma behind the last"),
+    "an inline table of two lines": ("x = {\na = 1}\n", 1, "{", "write a [table]"),
+}
+
+
+def refusal(text: str) -> ConfigFileError | None:
+    try:
+        parse_toml(text, where="kvf.toml")
+    except ConfigFileError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *OF_1_0])
+def test_a_mistake_has_its_line_its_place_and_its_hint(name: str) -> None:
+    text, line, at, hint = (MISTAKES | OF_1_0)[name]
+    error = refusal(text)
+    if error is None:
+        assert name in OF_1_0
+        return
+    shown, caret = error.fact.splitlines()[1:]
+    assert error.fact.startswith(f"not valid TOML, line {line}: ")
+    assert shown.startswith(f"    {line} | ")
+    assert hint in error.hint
+    if at is not None:
+        assert shown[caret.index("^") :].startswith(at)
+
+
+@pytest.mark.parametrize("line", ["url = redis://kv:hunter2@cache", "password = hunter2", "auth_token = 'hunter2"])
+def test_secrets_of_a_wrong_line_are_masked(line: str) -> None:
+    with pytest.raises(ConfigFileError) as caught:
+        parse_toml(line, where="kvf.toml")
+    assert "hunter2" not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_a_long_line_is_cut_around_the_place() -> None:
+    with pytest.raises(ConfigFileError) as caught:
+        parse_toml(f"a = [{'1, ' * 200}x]", where="kvf.toml")
+    shown, caret = caught.value.fact.splitlines()[1:]
+    assert len(shown) < 90
+    assert shown[caret.index("^")] == "x"
+
+
+@given(st.text(alphabet="ab=\"'[]{}.,#\n\\1 _é\t", max_size=60))
+def test_any_text_is_read_or_explained(text: str) -> None:
+    error = refusal(text)
+    assert error is None or error.hint
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.integers(1, 9), st.integers(1, 60))
+def test_no_message_breaks_it(text: str, message: str, line: int, column: int) -> None:
+    lines = text.replace("\r\n", "\n").count("\n") + 1
+    place = f" (at line {min(line, lines)}, column {column})"
+    assert explain(text, message + place).excerpt.count("\n") == 1

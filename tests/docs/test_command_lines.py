@@ -1,0 +1,108 @@
+"""Every `kvframework` command line on a page is one: its commands and options are parsed by the real CLI, and not run.
+Every TOML block passes the configuration's check."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvframework.cli.app import app
+from kvframework.config import load_config
+from kvframework.errors import KVFrameworkError, PluginNotFound, PluginUnavailable
+from kvframework.registry import PluginRegistry, check_config
+from tests.docs.prose import PAGES, ROOT
+from tests.docs.shown import blocks
+
+CHECKED = [page for page in PAGES if page.suffix == ".md" and page.name != "CHANGELOG.md"]
+CODE = re.compile(
+    r"^ *```(?:bash|sh|console|text)\n(.*?)^ *```|(?<!`)`(kvframework [^`]+)`(?!`)", re.MULTILINE | re.DOTALL
+)
+COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S+ +)*(?:\S*/)?kvframework\s+(.+)$")
+BENCH = "kvframework_bench.command"
+# typer has no public name for it.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+# Words of a sentence that stand for any argument.
+PLACEHOLDERS = ("…", "COMMAND", "KIND.NAME", "...")
+
+
+def lines(text: str) -> Iterator[str]:
+    """The command lines of a page, without comments, what comes after a pipe, and what runs in the background."""
+    for block, inline in CODE.findall(text):
+        for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|;|\||(?<!&)&(?!&)|\s#\s", line):
+                if found := COMMAND.match(part.strip().lstrip("$ ")):
+                    yield found[1].strip()
+                if re.search(r"\s#\s", line):
+                    break
+
+
+def refused(line: str) -> str:
+    """Why the CLI would not take a line; "" if it does. Nothing of the command itself runs."""
+    words = shlex.split(line)
+    command: Any = typer.main.get_command(app)
+    if words[0] == "bench":
+        command.add_command(typer.main.get_command(importlib.import_module(BENCH).app), "bench")
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in command.commands:
+            return f"no command {name!r}"
+        command = command.commands[name]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    wrong = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known | {"--help"}]
+    if wrong:
+        return f"no option {wrong[0]}"
+    if not words or "--help" in words or hasattr(command, "commands"):
+        return ""  # a group, or a command as it is spoken of
+    try:
+        command.make_context(command.name, words)
+    except USAGE_ERROR as error:
+        return "" if type(error).__name__ == "MissingParameter" else error.format_message()
+    return ""
+
+
+def is_checkable(line: str) -> bool:
+    if line.startswith("bench") and importlib.util.find_spec(BENCH.partition(".")[0]) is None:
+        return False
+    return not any(word in line for word in PLACEHOLDERS)
+
+
+@pytest.mark.parametrize("page", CHECKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_its_command_lines_are_taken(page: Path) -> None:
+    found = {line: refused(line) for line in lines(page.read_text()) if is_checkable(line)}
+    assert {line: why for line, why in found.items() if why} == {}
+
+
+def test_wrong_lines_are_found() -> None:
+    page = "```bash\nX=1 kvframework serv\nkvframework status --chek && ls\n```\n`kvframework plugins lst`\n"
+    assert [refused(line) for line in lines(page)] == ["no command 'serv'", "no option --chek", "no command 'lst'"]
+    right = "`kvframework status --check` `kvframework plugins info tier.redis` `kvframework new tier mystore`"
+    assert [refused(line) for line in lines(right)] == ["", "", ""]
+    assert len([line for page in CHECKED for line in lines(page.read_text())]) > 100
+
+
+@pytest.mark.parametrize(
+    ("page", "toml"),
+    [
+        pytest.param(page, toml, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in CHECKED
+        for number, toml in enumerate(blocks(page.read_text(), "toml"))
+        if "[project" not in toml and "[build-system]" not in toml
+    ],
+)
+def test_its_toml_is_accepted(page: Path, toml: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvf.toml"
+    file.write_text(toml)
+    try:
+        check_config(load_config(file, environ={}), PluginRegistry())
+    except (PluginUnavailable, PluginNotFound):
+        # Of a driver that is not here, or of an example that is not installed: its own tests check it.
+        return
+    except KVFrameworkError as error:
+        pytest.fail(f"{page.relative_to(ROOT)}: {error}")
