@@ -4,6 +4,7 @@ outside of the repository."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 import threading
@@ -117,8 +118,12 @@ def one_walk(self: Any, right: Callable[[], Any]) -> Iterator[PackedKey]:
 
 
 def under(lock: Any, keys: Iterator[PackedKey]) -> Iterator[PackedKey]:
-    with lock:
+    lock.acquire()
+    try:
         yield from keys
+    finally:
+        with contextlib.suppress(RuntimeError):  # of another thread, which ends an abandoned walk
+            lock.release()
 
 
 def counts(self: Any, key: PackedKey) -> None:
