@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -36,7 +37,8 @@ class StopRequested(KeyboardInterrupt):
 class StopSignals:
     """A context manager, entered once, in the main thread. Until `serve` a signal raises `StopRequested`; from then on
     it calls `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or
-    `deadline_s` (status 1), calls `abandon` first. Leaving restores nothing: the process is about to end."""
+    `deadline_s` (status 1), calls `abandon` first. Leaving it ends the process, with status 0; an `Exception` passes
+    instead, and by then signals mean what they meant before and the watching thread has ended."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
@@ -45,13 +47,16 @@ class StopSignals:
         self._since = math.inf
         self._abandon: Callable[[], None] = lambda: None
         self._heard, self._told = socket.socketpair()
+        self._watcher = threading.Thread(target=self._watch, name="kvf-signals", daemon=True)
+        self._restored = ExitStack()
 
     def __enter__(self) -> StopSignals:
         self._told.setblocking(False)
-        signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._restored.callback(signal.set_wakeup_fd, before)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
-        threading.Thread(target=self._watch, name="kvf-signals", daemon=True).start()
+            self._restored.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        self._watcher.start()
         return self
 
     def __exit__(
@@ -59,6 +64,10 @@ class StopSignals:
     ) -> None:
         if kind is None or not issubclass(kind, Exception):
             end_process()
+        self._restored.close()
+        # The watcher reads the end of its stream. It may be in the middle of an end at once, so the wait is bounded.
+        self._told.close()
+        self._watcher.join(_LINGER_S)
 
     def serve(self, stop: Callable[[float], None], abandon: Callable[[], None]) -> None:
         """Make signals call `stop` (in the main thread) and, for an end at once, `abandon` (in another thread). The
@@ -79,23 +88,30 @@ class StopSignals:
         self._stop(self._since)
 
     def _watch(self) -> None:
-        self._next_signal(None)
-        self._since = min(self._since, time.monotonic())
-        number = self._next_signal(self._since + self._deadline_s)
-        if number is None:
-            _log_lateness()
-        self._abandon()
-        os._exit(EXIT_LATE if number is None else 128 + number)
+        with self._heard:
+            try:
+                self._next_signal(None)
+                self._since = min(self._since, time.monotonic())
+                number = self._next_signal(self._since + self._deadline_s)
+            except EOFError:
+                return
+            if number is None:
+                _log_lateness()
+            self._abandon()
+            os._exit(EXIT_LATE if number is None else 128 + number)
 
     def _next_signal(self, deadline: float | None) -> int | None:
+        """Return the next signal, or None at the deadline. Raises `EOFError` once there will be none."""
         while True:
             self._heard.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
             try:
-                number = self._heard.recv(1)[0]
+                received = self._heard.recv(1)
             except TimeoutError:
                 return None
-            if number in SIGNALS:
-                return number
+            if not received:
+                raise EOFError
+            if received[0] in SIGNALS:
+                return received[0]
 
 
 def end_process() -> NoReturn:

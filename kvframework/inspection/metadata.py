@@ -10,6 +10,7 @@ from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.targets import Target
 from kvframework.registry import KINDS
+from kvframework.registry.names import name_fault
 
 _OURS = "kvframework"
 
@@ -50,6 +51,14 @@ def metadata_problems(target: Target) -> Iterator[Problem]:
                 "its entry point names no kind of plugin",
                 expected=f"KIND.NAME, with one of {', '.join(KINDS)}",
                 hint="rename the entry point",
+            )
+        elif fault := name_fault(offer.kind, offer.name):
+            yield problem(
+                "plugin-name",
+                offer.title,
+                fault.fact,
+                expected=fault.available,
+                hint=f"call it {offer.kind}.{fault.nearest}" if fault.nearest else "choose another name",
             )
     for name in dict.fromkeys(offer.distribution for offer in target.offers):
         yield from _distribution_problems(name)

@@ -36,6 +36,7 @@ PROBLEMS: dict[str, tuple[Severity, str]] = {
     "api-version": ("error", "the plugin is written for another plugin API"),
     "name-conflict": ("error", "another distribution offers the same name"),
     "entry-point-name": ("error", "an entry point names no provider"),
+    "plugin-name": ("error", "an entry point has a name that no plugin of its kind can have"),
     "no-entry-point": ("error", "a provider has no entry point, so no TOML can name it"),
     "not-installed": ("warning", "no installed distribution offers the module"),
     "no-requires-python": ("warning", "the distribution's metadata has no Requires-Python"),

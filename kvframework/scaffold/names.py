@@ -4,14 +4,12 @@ none of them."""
 from __future__ import annotations
 
 import importlib.util
-import re
 from dataclasses import dataclass
+from importlib import metadata
 
 from kvframework.registry import KINDS, discover
+from kvframework.registry.names import name_fault
 from kvframework.scaffold.errors import NameRefused
-
-_LONGEST = 32
-_WORDS = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,12 @@ def choose_names(kind: str, name: str) -> PluginNames:
     """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
     if kind not in KINDS:
         raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
-    if not _WORDS.fullmatch(name) or len(name) > _LONGEST:
-        meant = _repaired(name)
+    if fault := name_fault(kind, name):
         raise NameRefused(
-            f"{name!r} cannot be the name of a plugin",
+            fault.fact,
             where="NAME",
-            available=f"lower-case letters, digits and single underscores between them, at most {_LONGEST}",
-            hint=f"did you mean {meant}?" if meant else "choose one such as my_store",
+            available=fault.available,
+            hint=f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store",
         )
     names = PluginNames(kind, name)
     for offer in discover():
@@ -67,6 +64,13 @@ def choose_names(kind: str, name: str) -> PluginNames:
                 where="NAME",
                 hint="choose another name: of two plugins with one name neither can be used",
             )
+    if installed := _version(names.distribution):
+        raise NameRefused(
+            f"there is a distribution {names.distribution} already",
+            where="NAME",
+            available=f"its version {installed} is installed here",
+            hint="choose another name: the new one would be installed in its place",
+        )
     found = importlib.util.find_spec(names.module)
     if found is not None:
         raise NameRefused(
@@ -78,8 +82,9 @@ def choose_names(kind: str, name: str) -> PluginNames:
     return names
 
 
-def _repaired(name: str) -> str:
-    """The nearest allowed name, "" if there is none."""
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.strip()).lower().removeprefix("kvf-").removeprefix("kvf_")
-    tried = re.sub(r"[^a-z0-9]+", "_", spaced).strip("_")[:_LONGEST].rstrip("_")
-    return tried if _WORDS.fullmatch(tried) else ""
+def _version(distribution: str) -> str:
+    """The installed version of a distribution, "" if there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -6,12 +6,14 @@ templates and a kind have, the kind's part follows the shared one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvframework import __version__
 from kvframework.api.installing import requirement
+from kvframework.scaffold.errors import NameRefused
 from kvframework.scaffold.names import PluginNames
 
 if TYPE_CHECKING:
@@ -21,15 +23,28 @@ _SUFFIX = "-tpl"
 
 
 def render(names: PluginNames) -> dict[str, str]:
-    """The text of each file by its path in the new folder, with `/` between its parts."""
+    """The text of each file by its path in the new folder, with `/` between its parts. Raises `NameRefused` for a name
+    that would give a class of the plugin the name of one that it imports."""
     words = _words(names)
     files: dict[str, str] = {}
     for part in ("shared", names.kind):
         for path, template in _walk(resources.files(__package__) / "templates" / part):
-            files[_replaced(path, words)] = files.get(_replaced(path, words), "") + _replaced(
-                template.read_text(encoding="utf-8"), words
-            )
+            text, path = template.read_text(encoding="utf-8"), _replaced(path, words)
+            _check_classes(text, names)
+            files[path] = files.get(path, "") + _replaced(text, words)
     return files
+
+
+def _check_classes(template: str, names: PluginNames) -> None:
+    """Refuse the name `key` for a hasher: its `KeyHasher` would be a subclass of itself."""
+    found = set(re.findall(r"\w+", template))
+    made = {word.replace("Newname", names.class_prefix) for word in found if word.startswith("Newname")}
+    if clashes := made & found:
+        raise NameRefused(
+            f"{names.name!r} cannot be the name of a {names.kind}: {min(clashes)} is a name of kvframework itself",
+            where="NAME",
+            hint=f"did you mean my_{names.name}?",
+        )
 
 
 def _words(names: PluginNames) -> dict[str, str]:

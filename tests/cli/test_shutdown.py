@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
+from kvframework.cli.shutdown import StopSignals
 from kvframework.wire import messages as m
-from tests.cli.command import COMMAND, environment
+from tests.cli.command import COMMAND, environment, run
 from tests.registry.fake_distributions import install
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
@@ -325,7 +327,7 @@ def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> Non
     script = (
         "import hashlib, os, threading, time\n"
         "from kvframework.cli.shutdown import StopSignals\n"
-        "with StopSignals() as signals:\n"
+        "with StopSignals(deadline_s=240) as signals:\n"
         "    signals.serve(lambda since: os.write(1, b'%d' % (time.monotonic() - since > 0.2)), lambda: None)\n"
         "    threading.Timer(0.1, os.write, (1, b'ready\\n')).start()\n"
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 3_000_000)\n"
@@ -345,3 +347,36 @@ def test_a_main_thread_that_hangs_is_ended_by_a_second_signal() -> None:
         process.terminate()
         assert process.communicate(timeout=240) == ("abandoned\n", "")
         assert process.returncode == 128 + signal.SIGTERM
+
+
+def failing(*, after_a_signal: bool) -> None:
+    """Passes through `StopSignals` with an error, as `serve` does with a configuration that it refuses."""
+    with StopSignals(deadline_s=60) as signals:
+        assert watchers()
+        signals.serve(lambda _since: None, lambda: None)
+        if after_a_signal:
+            signal.raise_signal(signal.SIGTERM)
+            assert signals.requested
+        raise ValueError("an error of serve")
+
+
+@pytest.mark.parametrize("after_a_signal", [False, True])
+def test_an_error_leaves_nothing_armed(after_a_signal: bool) -> None:
+    """Neither a thread that would end this process at its next signal, nor a handler, nor a descriptor."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with pytest.raises(ValueError, match="of serve"):
+        failing(after_a_signal=after_a_signal)
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not watchers()
+
+
+def test_a_serve_that_is_refused_in_this_process_does_not_end_it_later(tmp_path: Path) -> None:
+    assert run("serve", "--config", str(tmp_path / "missing.toml")).returncode != 0
+    assert not watchers()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvf-signals"]

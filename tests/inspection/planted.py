@@ -86,7 +86,7 @@ def kvf_codecs():
         good("mute", summary=""),
         good("probe", probe=lambda: 7),
         good("future", requires_api="1.999"),
-        good("no-parameters", create=no_parameters),
+        good("no_parameters", create=no_parameters),
         good("raises", create=raises),
         good("later", create=later),
         good("text", create=lambda options: "text"),
@@ -103,7 +103,7 @@ OPTIONS_TITLES = (
     "mute",
     "probe",
     "future",
-    "no-parameters",
+    "no_parameters",
     "raises",
     "later",
     "text",
@@ -173,7 +173,7 @@ PLANTED = {
             "no-summary codec.mute": "",
             "probe-fails codec.probe": "",
             "api-version codec.future": "",
-            "wrong-signature codec.no-parameters": "create",
+            "wrong-signature codec.no_parameters": "create",
             "create-fails codec.raises": "",
             "async-method codec.later": "create",
             "create-fails codec.text": "",
@@ -226,6 +226,16 @@ PLANTED = {
         ),
         ("codec.x",),
         {"wrong-kind planted_kind": ""},
+    ),
+    "planted_name": Planted(SOUND.replace("'one'", "'allow'"), ("codec.allow",), {"plugin-name codec.allow": ""}),
+    "planted_tier_name": Planted(
+        _module(
+            TIER
+            + "@hookimpl\ndef kvf_tiers():\n"
+            + "    return [TierProvider(name='My-Store', summary='x', create=lambda options, context: Good())]\n"
+        ),
+        ("tier.My-Store",),
+        {"plugin-name tier.My-Store": ""},
     ),
     "planted_raising": Planted("import nowhere_to_be_found", ("codec.r",), {"import-fails planted_raising": ""}),
     "planted_dying": Planted("import os; os.abort()", ("codec.d",), {"import-dies planted_dying": ""}),

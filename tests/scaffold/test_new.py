@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import keyword
 import os
 import re
 import subprocess
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import __version__
+from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import requirement
 from kvframework.registry import KINDS
 from kvframework.scaffold import (
@@ -85,25 +89,68 @@ def test_the_folder_may_be_given_with_parents_that_are_not_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("kind", "name", "hint"),
     [
-        ("MyStore", "did you mean my_store?"),
-        ("my-store", "did you mean my_store?"),
-        ("my store", "did you mean my_store?"),
-        ("KVF-store", "did you mean store?"),
-        ("2fast", "choose one such as"),
-        ("", "choose one such as"),
-        ("../up", "did you mean up?"),
-        ("a__b", "did you mean a_b?"),
-        ("größe", "did you mean gr_e?"),
-        ("x" * 33, "did you mean xxx"),
+        ("tier", "MyStore", "did you mean my_store?"),
+        ("tier", "my-store", "did you mean my_store?"),
+        ("tier", "my store", "did you mean my_store?"),
+        ("tier", "KVF-store", "did you mean store?"),
+        ("tier", "2fast", "choose one such as"),
+        ("tier", "", "choose one such as"),
+        ("tier", "../up", "did you mean up?"),
+        ("tier", "a__b", "did you mean a_b?"),
+        ("tier", "größe", "did you mean gr_e?"),
+        ("tier", "x" * 33, "did you mean xxx"),
+        ("codec", "a_name_of_seventy", "did you mean a_name_of_sevent?"),
+        ("codec", "allow", "did you mean allow_codec?"),
+        ("transport", "auto", "did you mean auto_transport?"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused_with_one_that_can(name: str, hint: str) -> None:
+def test_a_name_that_cannot_be_is_refused_with_one_that_can(kind: str, name: str, hint: str) -> None:
     with pytest.raises(NameRefused) as refused:
-        choose_names("tier", name)
+        choose_names(kind, name)
     assert hint in refused.value.hint
     assert refused.value.where == "NAME"
+
+
+def test_a_codecs_longest_name_is_that_of_a_values_header() -> None:
+    assert choose_names("codec", "x" * MAX_CODEC_NAME).name == "x" * MAX_CODEC_NAME
+    with pytest.raises(NameRefused, match=rf"it has {MAX_CODEC_NAME + 1} characters\n.* at most {MAX_CODEC_NAME}"):
+        choose_names("codec", "x" * (MAX_CODEC_NAME + 1))
+    assert choose_names("tier", "x" * 32).name == "x" * 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_class_hides_one_that_its_module_imports(kind: str) -> None:
+    """`hasher.key` would make a `KeyHasher` that is a subclass of itself."""
+    for name in [word for word in keyword.kwlist if word.islower()] + ["key", "eviction", "device", "kv", "no", "copy"]:
+        with contextlib.suppress(NameRefused):
+            for path, text in render(PluginNames(kind, name)).items():
+                if path.endswith(".py"):
+                    _check_module(ast.parse(text), path)
+
+
+def _check_module(tree: ast.Module, path: str) -> None:
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.name for node in froms for alias in node.names}
+    assert not imported & {node.name for node in tree.body if isinstance(node, ast.ClassDef)}, path
+
+
+def test_a_class_would_have_the_name_of_its_base() -> None:
+    for kind, name in (("hasher", "key"), ("eviction", "eviction")):
+        with pytest.raises(NameRefused, match="is a name of kvframework itself"):
+            render(PluginNames(kind, name))
+
+
+def test_a_distribution_of_that_name_is_not_replaced(tmp_path: Path) -> None:
+    site, work = tmp_path / "site", tmp_path / "work"
+    site.mkdir()
+    work.mkdir()
+    install(site, "kvf-mine", {"eviction.other": "acme"})
+    done = new(work, "tier", "mine", site=site)
+    assert done.returncode == 2
+    assert "there is a distribution kvf-mine already" in done.stderr
+    assert os.listdir(work) == []
 
 
 @pytest.mark.parametrize(
