@@ -99,7 +99,7 @@ CHANGES = {
     "a hook": ("api.hookspecs", "def kvf_codecs", "def kvf_codec"),
     "an attribute": ("api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
     "a kit's setting": ("testing.tier.kit", "patience_s: ClassVar[float] = 20.0", "patience_s: ClassVar[float] = 2.0"),
-    "a kit's fixture": ("testing.layout", "def subject(", "def layout_subject("),
+    "a kit's fixture": ("testing.layout.kit", "def subject(", "def layout_subject("),
 }
 
 
@@ -112,7 +112,11 @@ UNSEEN = {
     "a description": ("api.driver", "bytes of one launch", "what one launch has"),
     "a docstring": ("api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
     "a private name": ("api.futures", "_callbacks", "_waiting"),
-    "a test of a kit": ("testing.layout", "def test_every_layer_is_in_one_group", "def test_layers_are_in_a_group"),
+    "a test of a kit": (
+        "testing.layout.declaration",
+        "def test_every_layer_is_in_one_group",
+        "def test_layers_are_in_a_group",
+    ),
 }
 
 
