@@ -159,6 +159,7 @@ def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
     Example, a tier in a dict (entry point `tier.dict`):
 
         import time
+        from kvframework.api.copying import copy_bytes, joined
         from kvframework.api.tier import Outcome, Tier, TierError, TierProvider, hookimpl
 
         class DictTier(Tier):
@@ -190,12 +191,12 @@ def kvf_tiers() -> list[TierProvider]:  # type: ignore[type-arg,empty-body]
                     return Outcome.DAMAGED
                 for buffer in buffers:
                     piece, rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
-                    buffer[: len(piece)] = piece
+                    copy_bytes(buffer[: len(piece)], piece)
                 return len(value)
 
             def put(self, keys, parts, *, deadline):
                 self._check(deadline)
-                self._values.update((key, b"".join(buffers)) for key, buffers in zip(keys, parts))
+                self._values.update((key, joined(buffers)) for key, buffers in zip(keys, parts))
                 return [Outcome.STORED] * len(keys)
 
             def delete(self, keys, *, deadline):
@@ -279,6 +280,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
 
         import zlib
         from kvframework.api.codec import Codec, CodecProvider, hookimpl
+        from kvframework.api.copying import copy_bytes
 
         class Zlib(Codec):
             name = "zlib"
@@ -294,7 +296,7 @@ def kvf_codecs() -> list[CodecProvider]:  # type: ignore[type-arg,empty-body]
                     raise ValueError(f"no zlib stream: {error}") from error
                 if len(data) != out.nbytes or not stream.eof or stream.unused_data:
                     raise ValueError(f"no whole stream of {out.nbytes} bytes")
-                out[:] = data
+                copy_bytes(out, data)
 
         @hookimpl
         def kvf_codecs():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvframework.api.codec import Codec
+from kvframework.api.copying import copy_bytes
 
 
 class NoneCodec(Codec):
@@ -16,4 +17,4 @@ class NoneCodec(Codec):
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
         if packed.nbytes != out.nbytes:
             raise ValueError(f"{packed.nbytes} bytes, expected {out.nbytes}")
-        out[:] = packed
+        copy_bytes(out, packed)

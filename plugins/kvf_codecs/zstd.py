@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import zstandard
 
 from kvframework.api.codec import Codec
+from kvframework.api.copying import copy_bytes
 
 
 class _Contexts(threading.local):
@@ -44,6 +45,6 @@ class ZstdCodec(Codec):
             size = zstandard.frame_content_size(packed)
             if size != out.nbytes:
                 raise ValueError(f"a frame of {size} bytes, expected {out.nbytes}")
-            out[:] = self._contexts.decompressor.decompress(packed, allow_extra_data=False)
+            copy_bytes(out, self._contexts.decompressor.decompress(packed, allow_extra_data=False))
         except zstandard.ZstdError as error:
             raise ValueError(f"no whole Zstandard frame: {error}") from error

@@ -9,7 +9,6 @@ client that stalls or dies changes nothing.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from itertools import pairwise
 
 import msgspec
 
+from kvframework.api.copying import copy_bytes
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
@@ -105,7 +105,7 @@ class ChunkTransfers:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
-                copy_into(self._storage.arena, offset, source)
+                copy_bytes(self._storage.arena[offset : offset + source.nbytes], source)
             stored = self._storage.commit(lease, owner=INTERNAL_OWNER)
         except BaseException as error:
             future.set_exception(error)
@@ -184,10 +184,3 @@ def _check_count(packed: bytes) -> None:
         raise MessageTooLarge(
             f"{len(packed) // INDEX_BYTES} objects", where="objects", available=f"{MAX_BUFFERS} a message"
         )
-
-
-def copy_into(arena: memoryview, offset: int, source: memoryview) -> None:
-    """Copy without the interpreter lock, which a slice assignment would hold. `source` is writable memory, as ZMQ's
-    frames are. The anchors keep both from being unmapped meanwhile."""
-    target, origin = ctypes.c_char.from_buffer(arena, offset), ctypes.c_char.from_buffer(source)
-    ctypes.memmove(ctypes.addressof(target), ctypes.addressof(origin), source.nbytes)

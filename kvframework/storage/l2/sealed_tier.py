@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
@@ -253,7 +254,7 @@ class L2Store:
             if codec is None:
                 self._pass_over(name)
                 return False
-            codec.decode_into(memoryview(bytes(packed)), place)
+            codec.decode_into(joined([packed]), place)
         except ValueError as error:
             yield from self._discard(key, str(error))
             return False
