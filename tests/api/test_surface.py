@@ -112,7 +112,11 @@ UNSEEN = {
     "a description": ("api.driver", "bytes of one launch", "what one launch has"),
     "a docstring": ("api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
     "a private name": ("api.futures", "_callbacks", "_waiting"),
-    "a test of a kit": ("testing.layout.declaration", "def test_every_layer_is_in_one_group", "def test_layers_are_in_a_group"),
+    "a test of a kit": (
+        "testing.layout.declaration",
+        "def test_every_layer_is_in_one_group",
+        "def test_layers_are_in_a_group",
+    ),
 }
 
 
