@@ -207,7 +207,7 @@ BUGS = {
     "ManyIsNothing": bug(on_access_many=lambda s, right, keys: None),
     "ManySortsTheCallersList": bug(on_access_many=lambda s, right, keys: (right(keys), keys.sort() if isinstance(keys, list) else None)),
     "ManyEmptiesTheCallersList": bug(on_access_many=lambda s, right, keys: [right([keys.pop(0)]) for _ in range(len(keys))] if isinstance(keys, list) else right(keys)),
-    "ManyTakesListsOnly": bug(on_access_many=lambda s, right, keys: right([] + keys)),
+    "ManyTakesListsOnly": bug(on_access_many=lambda s, right, keys: right(keys.copy())),
     # cost
     "CopiesAllForAWalk": bug(victims=lambda s, right: iter(list(s.order))),
     "SortsNumbers": bug(victims=lambda s, right: (k for k, _ in sorted(s.order.items(), key=itemgetter(1)))),

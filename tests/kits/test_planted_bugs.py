@@ -125,9 +125,13 @@ BUGS = [(file, test, bug) for file, tests in KILLED_BY.items() for test, bugs in
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    chosen = [f"{file}::Test{bug}::{test}" for file, test, bug in BUGS]
-    right = ["eviction_plants_cases.py::TestSampledLfuPolicy", "codec_plants_cases.py::TestRightFramedCodec"]
-    return run(tmp_path_factory.mktemp("plants"), *chosen, *right)
+    right = {"eviction_plants_cases.py": "TestSampledLfuPolicy", "codec_plants_cases.py": "TestRightFramedCodec"}
+    found: Results = {}
+    for chosen in KILLED_BY:
+        tests = [f"{file}::Test{bug}::{test}" for file, test, bug in BUGS if file == chosen]
+        tests += [f"{file}::{case}" for file, case in right.items() if file == chosen]
+        found |= run(tmp_path_factory.mktemp("plants"), *tests)
+    return found
 
 
 @pytest.mark.parametrize(("file", "test", "bug"), BUGS, ids=[f"{file.split('_')[0]}-{bug}" for file, _, bug in BUGS])

@@ -333,7 +333,7 @@ BUGS: dict[str, Any] = {
     # batches
     "TakesAThousandKeys": bug(contains=lambda right, s, keys: right(keys[:999]) + [MISSING] * max(len(keys) - 999, 0)),
     "RaisesOnManyKeys": bug(contains=lambda right, s, keys: right(keys) if len(keys) < 32_767 else (_ for _ in ()).throw(sqlite3.OperationalError("too many SQL variables"))),
-    "TakesListsOnly": bug(contains=lambda right, s, keys: right([] + keys)),
+    "TakesListsOnly": bug(contains=lambda right, s, keys: right(keys.copy())),
     "SortsTheCallersKeys": bug(contains=lambda right, s, keys: (keys.sort() if isinstance(keys, list) else None, right(keys))[1]),
     "AnswersInTheOrderOfKeys": bug(get_into=lambda right, s, keys, parts: right(keys, parts) if len(keys) < 3 else [each for _, each in sorted(zip(keys, right(keys, parts), strict=True))]),
     "OneMissSpoilsTheBatch": bug(get_into=lambda right, s, keys, parts: [MISSING] * len(keys) if MISSING in (found := right(keys, parts)) else found),
@@ -407,7 +407,7 @@ BUGS: dict[str, Any] = {
     "ForgetsTimesOfUse": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes, max(e.used_at, s.more.setdefault("opened", time.time()))) for e in right())),
     # expiry
     "ATouchMakesItStayForEver": bug(touch_one=lambda right, s, key: s.store.values.update({key: Value(v, time.time() + 1e9)}) if (v := s.value(key)) is not None else None),
-    "StoringAgainMakesItStayForEver": bug(put_one=lambda right, s, key, parts: (old := key in s.store.values, out := right(key, parts), s.store.values.update({key: Value(s.store.values[key].data, time.time() + 1e9)}) if old and s.ttl_s else None)[1]),
+    "StoringAgainMakesItStayForEver": bug(put_one=lambda right, s, key, parts: (old := key in s.store.values, right(key, parts), s.store.values.update({key: Value(s.store.values[key].data, time.time() + 1e9)}) if old and s.ttl_s else None)[1]),
     "ATouchRevives": bug(touch_one=lambda right, s, key: s.store.values.update({key: Value(s.store.values[key].data, time.time())}) if key in s.store.values else None),
     "ListsWhatExpired": bug(scan=lambda right, s: (right(), (TierEntry(k, len(v.data), v.used_at) for k, v in list(s.store.values.items())))[1]),
     "CountsWhatExpired": bug(used=lambda right, s: sum(len(v.data) for v in list(s.store.values.values()))),
