@@ -12,7 +12,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from kvframework import __version__
-from kvframework.api.installing import requirement
+from kvframework.api.installing import requirement, wheel_command
 from kvframework.scaffold.errors import NameRefused
 from kvframework.scaffold.names import PluginNames
 
@@ -57,6 +57,7 @@ def _words(names: PluginNames) -> dict[str, str]:
         "newkind": names.kind,
         "PRESENT_MINOR": ".".join(__version__.split(".")[:2]),
         "KITS_REQUIREMENT": requirement(*names.test_extras.split(",")),
+        "WHEEL_COMMAND": wheel_command(),
         "TEST_EXTRAS": names.test_extras,
     }
 

@@ -74,7 +74,7 @@ def test_no_word_of_the_templates_is_left(kind: str) -> None:
     files = render(names)
     for path, text in files.items():
         assert not re.search(
-            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
+            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|WHEEL_COMMAND|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
         ), path
         assert text.endswith("\n") or not text
     assert f'dependencies = ["kvframework>={__version__.rpartition(".")[0]}"]' in files["pyproject.toml"]
@@ -215,3 +215,12 @@ def test_what_was_begun_is_removed_when_it_cannot_be_finished(tmp_path: Path) ->
     with pytest.raises(ScaffoldError, match="cannot be written"):
         write_distribution(tmp_path / "mine", {"a": "text", "a/b": "below a file"})
     assert os.listdir(tmp_path) == []
+
+
+def test_tox_and_ci_find_kvframework_without_an_index() -> None:
+    files = render(PluginNames("tier", "mine"))
+    assert "PIP_FIND_LINKS = wheels {env:PIP_FIND_LINKS:}" in files["tox.ini"]
+    for path in ("tox.ini", "README.md"):
+        assert f"pip wheel --no-deps --wheel-dir wheels {requirement()}" in files[path]
+    assert 'pip wheel --no-deps --wheel-dir wheels "$KVFRAMEWORK"' in files[".github/workflows/test.yml"]
+    assert "wheels/" in files[".gitignore"]
