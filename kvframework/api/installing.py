@@ -6,7 +6,7 @@ values of `SOURCES` become the names, and `python -m tests.docs.generate` brings
 
 from __future__ import annotations
 
-__all__ = ["install_command", "requirement"]
+__all__ = ["install_command", "requirement", "wheel_command"]
 
 SOURCES = {"kvframework": "DIR-OF-CLONE", "kvframework-bench": "DIR-OF-CLONE/benchmarks"}
 
@@ -22,3 +22,8 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
     """Return the command that installs a distribution of this project with extras, for the hint of an error or the
     reason of a `probe`. Raises `KeyError` for another distribution."""
     return f"pip install {requirement(*extras, distribution=distribution)}"
+
+
+def wheel_command(folder: str = "wheels") -> str:
+    """Return the command that puts a wheel of kvframework into a folder, for pip's `--find-links`."""
+    return f"pip wheel --no-deps --wheel-dir {folder} {requirement()}"

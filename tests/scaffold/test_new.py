@@ -74,7 +74,7 @@ def test_no_word_of_the_templates_is_left(kind: str) -> None:
     files = render(names)
     for path, text in files.items():
         assert not re.search(
-            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
+            "newname|newkind|PRESENT_MINOR|TEST_EXTRAS|WHEEL_COMMAND|KITS_REQUIREMENT|-tpl", path + text, re.IGNORECASE
         ), path
         assert text.endswith("\n") or not text
     assert f'dependencies = ["kvframework>={__version__.rpartition(".")[0]}"]' in files["pyproject.toml"]
@@ -214,4 +214,31 @@ def test_where_nothing_can_be_written_it_says_so(tmp_path: Path, parent: str) ->
 def test_what_was_begun_is_removed_when_it_cannot_be_finished(tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match="cannot be written"):
         write_distribution(tmp_path / "mine", {"a": "text", "a/b": "below a file"})
+    assert os.listdir(tmp_path) == []
+
+
+def test_tox_and_ci_find_kvframework_without_an_index() -> None:
+    files = render(PluginNames("tier", "mine"))
+    assert "PIP_FIND_LINKS = wheels {env:PIP_FIND_LINKS:}" in files["tox.ini"]
+    for path in ("tox.ini", "README.md"):
+        assert f"pip wheel --no-deps --wheel-dir wheels {requirement()}" in files[path]
+    assert 'pip wheel --no-deps --wheel-dir wheels "$KVFRAMEWORK"' in files[".github/workflows/test.yml"]
+    assert "wheels/" in files[".gitignore"]
+
+
+def test_a_tier_in_a_helper_process_differs_in_what_it_must(tmp_path: Path) -> None:
+    assert new(tmp_path, "tier", "mine", "--helper").returncode == 0
+    plain, helped = render(PluginNames("tier", "mine")), render(PluginNames("tier", "mine", "helper"))
+    folder = tmp_path / "kvf-mine"
+    assert {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()} == helped.keys()
+    assert helped.keys() - plain.keys() == {"tests/test_freeze.py"}
+    changed = {path for path in plain if plain[path] != helped[path]}
+    assert changed == {"kvf_mine/__init__.py", "README.md"}
+
+
+def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path) -> None:
+    done = new(tmp_path, "codec", "mine", "--helper")
+    assert done.returncode == 2
+    assert "a codec has no variant 'helper'" in done.stderr
+    assert "tier --helper" in done.stderr
     assert os.listdir(tmp_path) == []
