@@ -5,7 +5,10 @@ foreground."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,14 @@ from hypothesis import HealthCheck, settings
 
 from tests.parts import DEFAULT, PARTS, part_of
 
+# The files whose collection imported torch, which takes each process that shares the tests 3 s.
+IMPORTED_TORCH: list[str] = []
 NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
 
+
+# Models of these tests are so small that a second thread of torch, here or in a child, only waits: twenty times as long
+# where cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says how busy the machine is, nothing of the code.
 settings.register_profile("kvframework", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,6 +39,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if part is None or collection_path.suffix != ".py":
         return None
     return part_of(collection_path) != part or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, object, object]:
+    before = "torch" in sys.modules
+    try:
+        return (yield)
+    finally:
+        if "torch" in sys.modules and not before:
+            IMPORTED_TORCH.append(collector.nodeid)
 
 
 def pytest_configure() -> None:

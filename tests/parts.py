@@ -43,6 +43,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "docs/test_plugins_readme.py",
         "docs/test_requests.py",
         "docs/test_security.py",
+        "docs/test_site.py",
         "docs/test_tiers.py",
         "docs/test_transports.py",
         "docs/test_tutorial.py",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import IMPORTED_TORCH
 from tests.parts import DEFAULT, PARTS, ROOT, part_of
 
 TOX = ROOT.parent / "tox.ini"
@@ -53,6 +54,11 @@ def test_every_part_is_run_by_full_or_survival() -> None:
 
 def test_files_of_every_part_are_found() -> None:
     assert {part_of(file) for file in FILES} == {DEFAULT, *PARTS}
+
+
+def test_no_file_of_the_default_part_imports_torch_when_it_is_collected() -> None:
+    """Each process that shares the tests collects them all."""
+    assert [file for file in IMPORTED_TORCH if part_of(ROOT.parent / file) == DEFAULT] == []
 
 
 def test_the_page_of_tests_names_every_folder() -> None:

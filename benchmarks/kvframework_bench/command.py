@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.console import stderr, stdout
 from kvframework.cli.usage import examples
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ app = typer.Typer(
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
         "kvframework bench contention --part hit",
-        "kvframework bench cuda --sweep            which fragments copy engines are good for",
+        "kvframework bench cuda --sweep            fragments and copy engines",
     ),
     no_args_is_help=True,
 )
@@ -242,6 +241,8 @@ def _run(
     """Look at the machine, run the bench, print. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
 
+    from kvframework.cli.console import print_text, stderr, stdout
+    from kvframework.cli.wide_table import WideTable
     from kvframework_bench.console import bars
     from kvframework_bench.document import Document
     from kvframework_bench.machine import BUSY_CORES, LoadMeter, describe_machine
@@ -266,8 +267,9 @@ def _run(
     if as_json:
         stdout.print(document.as_json(), markup=False)
         return
-    stdout.print(headline(document), markup=False)
-    # A figure must not be cut off, so a table has the width that its content needs.
-    console = Console(width=_WIDTH, highlight=False)
+    print_text(headline(document))
+    # A figure must not be cut off: a terminal gets several tables for a wide one, a pipe the width that it needs.
+    fitted = stdout.is_terminal and not markdown
+    console = Console(highlight=False) if fitted else Console(width=_WIDTH, highlight=False)
     for table in tables(document, markdown=markdown):
-        console.print(table)
+        console.print(WideTable(table) if fitted else table)

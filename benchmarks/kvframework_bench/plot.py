@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvframework.api.installing import install_command
+from kvframework.cli.numbers import short_number
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.panels import Bars, Lines, Panel, panels
@@ -150,4 +151,4 @@ def _bars(axes: Axes, panel: Bars) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 1 else short_number(value)

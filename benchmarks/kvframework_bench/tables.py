@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import short_number
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, format_time, new_table
 from kvframework_bench.contention.figures import ContentionFigures, contention_tables
 from kvframework_bench.cuda.figures import CudaFigures, cuda_tables
@@ -119,7 +120,7 @@ def _requests(requests: list[RequestFigures]) -> Table:
             *format_latency(row.echo),
             f"{row.ratio.median:.1f} x",
             format_range(row.ratio),
-            f"{row.target_ratio:g} x" if row.target_ratio else "",
+            f"{short_number(row.target_ratio)} x" if row.target_ratio else "",
         )
     return table
 
@@ -165,5 +166,5 @@ def _add_transfers(table: Table, shape: ShapeFigures, *, wire: bool) -> None:
             f"{figures.first_gb_s:.2f}",
             *format_ratio(figures.ratio_to_copy),
             *([f"{bare.median:.2f} x" if bare else "-"] if wire else []),
-            "0.8 x of ZMQ" if wire else f"{shape.target_ratio:g} x",
+            "0.8 x of ZMQ" if wire else f"{short_number(shape.target_ratio)} x",
         )

@@ -127,6 +127,8 @@ class Future(Generic[T]):
         return True
 
     def _add_release(self, release: Callable[[], None]) -> None:
+        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
+        if that is past; before callbacks, and with the same rules."""
         with self._lock:
             if self._held is not None:
                 self._held.append(release)
@@ -150,11 +152,6 @@ class Promise(Future[T]):
     def set_exception(self, error: BaseException) -> bool:
         """Fails the future; False if it was resolved before (the first result stays)."""
         return self._resolve(None, error)
-
-    def add_release(self, release: Callable[[], None]) -> None:
-        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
-        if that is past; before callbacks, and with the same rules."""
-        self._add_release(release)
 
     def expire_holds(self) -> None:
         """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,

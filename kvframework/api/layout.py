@@ -150,15 +150,6 @@ class MemoryLayoutDesc(Message, frozen=True):
     groups: Annotated[tuple[GroupDesc, ...], Meta(max_length=MAX_GROUPS)]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first group's object (the only one of most models)."""
-        return self.groups[0].shape
-
-    @property
-    def dtype(self) -> str:
-        return self.groups[0].dtype
-
-    @property
     def nbytes(self) -> int:
         """Bytes of one chunk of one rank, all layer groups."""
         return sum(group.nbytes for group in self.groups)

@@ -122,11 +122,6 @@ class GroupBlocks(NamedTuple):
     first: int
     highest: int
 
-    @property
-    def first_chunk(self) -> int:
-        """The first chunk with a touched block."""
-        return self.first // self.per_object
-
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
@@ -170,7 +165,7 @@ class Transfer:
     @property
     def first_chunks(self) -> tuple[int, ...]:
         """The first touched chunk per layer group: the chunks before it are not stored."""
-        return tuple(each.first_chunk for each in self.blocks)
+        return tuple(each.first // each.per_object for each in self.blocks)
 
     def blocks_of(self, place: ArenaRange) -> Sequence[int]:
         """Returns the block ids of one object, in its order."""

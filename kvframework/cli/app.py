@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import config, doctor, keys, new, plugins, serve, status
+from kvframework.cli import clear, config, doctor, keys, new, plugins, serve, status
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
@@ -27,7 +27,7 @@ app = typer.Typer(
         "kvframework demo                          see it work, nothing is downloaded",
         "kvframework serve --config kvf.toml       run the server of this node",
         "kvframework status --watch                look at it",
-        "kvframework --install-completion          complete commands and plugin names with TAB",
+        "kvframework --install-completion          complete with TAB",
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, config, keys, plugins, new, doctor, demo):
+for command in (serve, status, clear, config, keys, plugins, new, doctor, demo):
     command.register(app)
 
 

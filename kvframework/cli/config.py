@@ -34,7 +34,7 @@ def check(
     """
     from rich.text import Text
 
-    from kvframework.cli.console import print_error, stdout
+    from kvframework.cli.console import print_error, print_text
     from kvframework.config import load_config
     from kvframework.preflight import is_running, refusals
     from kvframework.registry import PluginRegistry
@@ -45,7 +45,7 @@ def check(
         print_error(error)
     for error in errors[-1:]:
         raise error
-    stdout.print(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
+    print_text(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
 
 
 @_app.command(
@@ -75,7 +75,7 @@ def show(
     if as_json:
         print_document(view)
     else:
-        stdout.print(as_toml(view), markup=False)
+        stdout.print(as_toml(view, width=stdout.width if stdout.is_terminal else None), markup=False)
 
 
 def _summary(config: Config) -> str:

@@ -79,13 +79,14 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     return ConfigView(layers.source, layers.by_variable, view.empty, view.tables)
 
 
-def as_toml(view: ConfigView) -> str:
-    """Return the view as TOML with the same meaning, with the origins as comments."""
+def as_toml(view: ConfigView, width: int | None = None) -> str:
+    """Return the view as TOML with the same meaning, with the origins as comments: behind the values, or above them
+    where the line would exceed `width`."""
     named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
-    lines = [f"# {view.source}{named}", *_aligned(view.empty)]
+    lines = [f"# {view.source}{named}", *_aligned(view.empty, width)]
     for table in view.tables:
         title = table.table.partition(" #")[0]
-        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *_aligned(table.values)]
+        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *_aligned(table.values, width)]
     return "\n".join(lines)
 
 
@@ -123,11 +124,15 @@ class _View:
         self.empty.append(ShownValue(name, [], origin or FIELD_DEFAULT))
 
 
-def _aligned(values: Iterable[ShownValue]) -> list[str]:
+def _aligned(values: Iterable[ShownValue], most: int | None) -> list[str]:
     """Return `key = value # origin` lines with the comments aligned."""
     said = [(_line(value), value.origin) for value in values]
     width = min(max((len(line) for line, _ in said), default=0), 48)
-    return [f"{line:{width}}  # {origin}" for line, origin in said]
+    lines: list[str] = []
+    for line, origin in said:
+        whole = f"{line:{width}}  # {origin}"
+        lines += [whole] if most is None or len(whole) <= most else [f"# {origin}", line]
+    return lines
 
 
 def _line(value: ShownValue) -> str:

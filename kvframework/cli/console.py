@@ -40,6 +40,11 @@ def print_view(view: RenderableType) -> None:
     console.print(view)
 
 
+def print_text(text: Text | str) -> None:
+    """Print a sentence. A terminal's lines end between words; in a pipe it is one line."""
+    stdout.print(Text(text) if isinstance(text, str) else text, soft_wrap=not stdout.is_terminal)
+
+
 def print_table(table: Table) -> None:
     """Prints a table as wide as the terminal. In a pipe each row is one line."""
     console = stdout if stdout.is_terminal else Console(width=_PIPE_WIDTH)

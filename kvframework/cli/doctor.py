@@ -9,7 +9,7 @@ from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides, exa
 _EPILOG = examples(
     "kvframework doctor --config kvf.toml",
     "kvframework doctor --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
-    "kvframework doctor --json                      a document: findings, ok, warn, fail",
+    "kvframework doctor --json                      a document of findings",
 )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvframework.api.tier import TierProvider
-from kvframework.cli.console import print_table, stdout
+from kvframework.cli.console import print_table, print_text, stdout
 from kvframework.config import toml_value
 from kvframework.inspection import Problem, Report
 from kvframework.registry import PluginInfo
@@ -27,14 +27,20 @@ def plugin_rows(infos: Iterable[PluginInfo]) -> list[dict[str, str]]:
 
 
 def show_plugins(rows: list[dict[str, str]]) -> None:
-    """Print a row per plugin."""
+    """Print a row per plugin. On a terminal, reasons follow the table; the kind is in the name."""
+    terminal = stdout.is_terminal
+    columns = ("name", "distribution", "version", "status") if terminal else _COLUMNS
     table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
+    for column in columns:
         table.add_column(column.upper(), no_wrap=column in ("name", "status"), overflow="fold")
     for row in rows:
         style = _STYLES.get(row["status"], "red")
-        table.add_row(*(Text(row[column], style if column == "status" else "") for column in _COLUMNS))
+        table.add_row(*(Text(row[column], style if column == "status" else "") for column in columns))
     print_table(table)
+    for row in rows if terminal else ():
+        if row["reason"]:
+            stdout.print()
+            print_text(Text.assemble((row["name"], "bold"), f": {row['reason']}"))
 
 
 def show_report(report: Report) -> None:
@@ -42,13 +48,13 @@ def show_report(report: Report) -> None:
     for problem in sorted(report.problems, key=lambda each: each.severity):
         _show(problem)
     for note in report.notes:
-        stdout.print(Text(f"note: {note}"))
+        print_text(f"note: {note}")
     warnings = len(report.problems) - report.errors
     what = ", ".join(report.checked) or report.target
     if not report.problems:
-        stdout.print(Text.assemble(("ok", "bold green"), f": {what}"))
+        print_text(Text.assemble(("ok", "bold green"), f": {what}"))
     else:
-        stdout.print(Text(f"{what}: {_count(report.errors, 'error')}, {_count(warnings, 'warning')}"))
+        print_text(Text(f"{what}: {_count(report.errors, 'error')}, {_count(warnings, 'warning')}"))
 
 
 def _show(problem: Problem) -> None:
@@ -57,7 +63,7 @@ def _show(problem: Problem) -> None:
     )
     for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
         if text:
-            stdout.print(Text(f"  {label}{text}"))
+            print_text(f"  {label}{text}")
 
 
 def _count(number: int, noun: str) -> str:
@@ -128,10 +134,10 @@ def show_plugin(view: PluginView) -> None:
         ("shared", "several nodes may use one store" if view.shared else ""),
         ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
     ]
-    stdout.print(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
+    print_text(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
     for label, value in facts:
         if value:
-            stdout.print(Text.assemble(f"  {label + ':':16} ", value))
+            print_text(Text.assemble(f"  {label + ':':16} ", value))
     if view.summary is None:
         return
     stdout.print()

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 _EPILOG = examples(
     "kvframework serve",
     "kvframework serve --config kvf.toml --log-format json",
-    "kvframework serve --set l1.capacity=8GiB --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+    "kvframework serve --set l1.capacity=8GiB",
+    "kvframework serve --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
 )
 
 

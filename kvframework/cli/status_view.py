@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import short_number
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble
@@ -142,7 +143,7 @@ def _usage(tier: Document) -> str:
 
 def _latency(tier: Document, call: str) -> str:
     latency = tier.get("latency_ms", {}).get(call, {})
-    return f"{latency['p50']:.3g} / {latency['p99']:.3g}" if latency.get("count") else "-"
+    return f"{short_number(latency['p50'])} / {short_number(latency['p99'])}" if latency.get("count") else "-"
 
 
 def _devices_of(document: Document) -> list[Document]:
@@ -186,7 +187,7 @@ def _instances(instances: list[Document]) -> _Rows:
             context["layers"],
             context["dtype"],
             context["chunk_tokens"],
-            f"{context['bytes_per_token']:g}",
+            short_number(context["bytes_per_token"]),
         )
         table.add(*cells)
     return table

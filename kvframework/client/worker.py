@@ -46,11 +46,7 @@ RetrieveEntry = tuple[Future[LoadOutcome], Sequence[Sequence[int]]]
 
 
 class WorkerAdapter:
-    """One instance (one rank). For one thread, except the futures, which resolve in any.
-
-    `store_futures` and `retrieve_futures` hold the transfers under way, a list per request id: chunked prefill submits
-    several.
-    """
+    """One instance (one rank). For one thread, except the futures, which resolve in any."""
 
     def __init__(
         self,
@@ -81,8 +77,9 @@ class WorkerAdapter:
             transport=transport,
             transport_options=transport_options or {},
         )
-        self.store_futures: dict[str, list[StoreEntry]] = {}
-        self.retrieve_futures: dict[str, list[RetrieveEntry]] = {}
+        # The transfers under way, a list per request id: chunked prefill submits several.
+        self._stores: dict[str, list[StoreEntry]] = {}
+        self._loads: dict[str, list[RetrieveEntry]] = {}
         self._client = client
         self._instance: Instance | None = None
         self._failed_blocks: list[set[int]] = []
@@ -146,7 +143,7 @@ class WorkerAdapter:
                 )
             else:
                 future = Future.resolved(transfer.failed(self._away("stores", transfer)))
-        self.store_futures.setdefault(request.request_id, []).append(future)
+        self._stores.setdefault(request.request_id, []).append(future)
         return future
 
     def submit_retrieve(
@@ -177,7 +174,7 @@ class WorkerAdapter:
                 future = self._started(
                     "loads", instance, transfer, lambda: instance.transfer.load(transfer, skipped), LoadOutcome.failed
                 )
-        self.retrieve_futures.setdefault(request.request_id, []).append((future, filled))
+        self._loads.setdefault(request.request_id, []).append((future, filled))
         return future
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -186,12 +183,12 @@ class WorkerAdapter:
 
         `take_failed_blocks` has the failed loads.
         """
-        stored = {rid for rid, futures in self.store_futures.items() if all(f.query() for f in futures)}
+        stored = {rid for rid, futures in self._stores.items() if all(f.query() for f in futures)}
         for request_id in stored:
-            del self.store_futures[request_id]
-        retrieved = {rid for rid, entries in self.retrieve_futures.items() if all(f.query() for f, _ in entries)}
+            del self._stores[request_id]
+        retrieved = {rid for rid, entries in self._loads.items() if all(f.query() for f, _ in entries)}
         for request_id in retrieved:
-            for future, filled in self.retrieve_futures.pop(request_id):
+            for future, filled in self._loads.pop(request_id):
                 if not _succeeded(future):
                     self._note_failed(filled)
         return stored, retrieved

@@ -67,7 +67,14 @@ class _Instance:
 class Copier:
     """The process's work, until the socket ends."""
 
-    def __init__(self, sock: socket.socket, driver: CopierDriver[Any, Any], options: DeviceOptions, size: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        driver: CopierDriver[Any, Any],
+        options: DeviceOptions,
+        size: int,
+        slice_bytes: int = 0,
+    ) -> None:
         self._sock = sock
         self._driver = driver
         self._launch_bytes = options.launch
@@ -78,7 +85,7 @@ class Copier:
         self._fds: deque[int] = deque()
         self._outbox: list[bytes] = []
         self._next_beat = 0.0
-        self._pinned = Pinning(driver, size)
+        self._pinned = Pinning(driver, size, slice_bytes)
         self._launcher = Launcher(
             driver,
             limit=options.in_flight,

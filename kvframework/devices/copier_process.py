@@ -82,7 +82,7 @@ def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
     view = memoryview(segment)
     address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
     driver = create(options, start.device, Arena(view, address))
-    Copier(sock, driver, options, len(view)).run()
+    Copier(sock, driver, options, len(view), start.slice_bytes).run()
     # The mappings end with the process, at once.
     end_logging()
     os._exit(0)

@@ -23,11 +23,9 @@ __all__ = ["CopyPlanner", "PlacedView"]
 
 
 class PlacedView(NamedTuple):
-    """One plane of one layer as `[blocks, slots, heads, dim]`: its address, its number of blocks, and its strides in
-    bytes."""
+    """One plane of one layer as `[blocks, slots, heads, dim]`: its address, and its strides in bytes."""
 
     address: int
-    blocks: int
     strides: tuple[int, int, int, int]
 
 

@@ -60,10 +60,7 @@ class ExportedMemory:
     def opened_at(self, bases: Sequence[int]) -> list[list[list[PlacedView]]]:
         """Return the views for allocations that are open at `bases`."""
         return [
-            [
-                [PlacedView(bases[view.allocation] + view.offset, view.blocks, view.strides) for view in plane]
-                for plane in planes
-            ]
+            [[PlacedView(bases[view.allocation] + view.offset, view.strides) for view in plane] for plane in planes]
             for planes in self.views
         ]
 

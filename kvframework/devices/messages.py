@@ -24,13 +24,14 @@ MAX_FRAME = 1 << 30
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """`create` and `options_type` are "module:name"; `options` is msgpack of that type. `log` is the server's level and
-    form; None: it did not choose one."""
+    form; None: it did not choose one. The arena is pinned by slices of `slice_bytes`."""
 
     create: str
     options_type: str
     options: bytes
     device: str
     log: tuple[str, str] | None = None
+    slice_bytes: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

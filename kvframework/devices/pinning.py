@@ -23,9 +23,10 @@ THREADS = 4
 class Pinning:
     """Registers all `size` bytes of the arena, from `start` on in the background."""
 
-    def __init__(self, driver: CopierDriver[Any, Any], size: int) -> None:
+    def __init__(self, driver: CopierDriver[Any, Any], size: int, slice_bytes: int = 0) -> None:
         self._driver = driver
-        self._starts = list(range(0, size, SLICE_BYTES))
+        self._slice = slice_bytes or SLICE_BYTES
+        self._starts = list(range(0, size, self._slice))
         self._size = size
         self._done = [False] * len(self._starts)
         self._usable = 0
@@ -52,7 +53,7 @@ class Pinning:
     def _pin(self, index: int) -> None:
         start = self._starts[index]
         try:
-            self._driver.pin(start, min(SLICE_BYTES, self._size - start))
+            self._driver.pin(start, min(self._slice, self._size - start))
         except DeviceError as error:
             self._error = error
             return
@@ -64,4 +65,4 @@ class Pinning:
         with self._lock:
             self._done[index] = True
             first_missing = self._done.index(False) if False in self._done else len(self._done)
-            self._usable = max(self._usable, min(first_missing * SLICE_BYTES, self._size))
+            self._usable = max(self._usable, min(first_missing * self._slice, self._size))

@@ -18,6 +18,7 @@ from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import ClientInfo
 from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
+from kvframework.devices import pinning
 from kvframework.devices.handles import read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
@@ -80,6 +81,7 @@ class DeviceServerTransport(ServerTransport):
             msgspec.msgpack.encode(self._options, enc_hook=_plain),
             device,
             chosen_log(),
+            pinning.SLICE_BYTES,
         )
         return CopierSupervisor(start, self._arena_fd, stall_s=self._options.stall_s)
 

@@ -240,7 +240,7 @@ class CacheService(CacheServices):
             )
         # Objects just read over the wire count as in use for a moment longer.
         self._chunks.settle()
-        return m.Cleared(*self.storage.clear(l2=payload.l2))
+        return m.Cleared(**self.storage.clear(l2=payload.l2, model=payload.model)._asdict())
 
 
 def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:

@@ -13,13 +13,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
+from kvframework.config import closest
+from kvframework.errors import RequestError
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
@@ -28,7 +30,7 @@ from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.threads import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, is_record_key
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,18 @@ def _locked(method: F) -> F:
             return method(self, *arguments, **named)
 
     return cast("F", call)
+
+
+class ClearedObjects(NamedTuple):
+    """What `clear` dropped, and the objects that stay because they are in use; see `kvframework.wire.messages.Cleared`
+    for the fields."""
+
+    objects: int
+    in_use: int
+    nbytes: int
+    l2_objects: int
+    l2_bytes: int
+    unlisted: tuple[str, ...]
 
 
 class StorageManager:
@@ -287,24 +301,39 @@ class StorageManager:
         self._writers_ended()
         return ended
 
-    def clear(self, *, l2: bool = False) -> tuple[int, int]:
-        """Drop the objects present at the call that are unused at their turn: (objects dropped, objects in use).
+    def clear(self, *, l2: bool = False, model: str = "") -> ClearedObjects:
+        """Drop the objects, of one model or all, present at the call that are unused at their turn.
 
         Objects stored meanwhile stay, even under the name of a dropped one. Blocks, but not other callers: takes the
-        lock for some hundred objects at a time. With `l2` also deletes the dropped objects in every tier; raises
-        `TierError`, after all were asked, if one failed.
+        lock for some hundred objects at a time. With `l2` also deletes, in every tier, the dropped objects and all that
+        the tier lists; raises `TierError`, after all were asked, if one failed. Raises `RequestError` for a model that
+        is not known.
         """
+        if model and l2:
+            self._tiers.learn(self.records)
+        models = self.records.models()
+        if model and model not in models:
+            raise RequestError(
+                f"the model {model!r} is not known here",
+                available=", ".join(sorted(models)) or "no model",
+                hint=closest(model, models),
+            )
+
+        def wanted(key: PackedKey) -> bool:
+            return (not model or key[:16] in models[model]) and not is_record_key(key)
+
         with self.lock:
             objects = self._table.objects()
-        dropped: list[StoredObject] = []
+        objects = [stored for stored in objects if wanted(stored.key)]
+        dropped: dict[PackedKey, int] = {}
         in_use = 0
         for part in self._in_turns(objects):
             gone, used = self._table.drop_unused(part)
-            dropped += gone
+            dropped.update((stored.key, stored.length) for stored in gone)
             in_use += used
-        if l2:
-            self._tiers.delete([stored.key for stored in dropped])
-        return len(dropped), in_use
+        values, value_bytes = self._tiers.clear(dropped, wanted) if l2 else (0, 0)
+        unlisted = tuple(store.name for store in self._tiers.stores if l2 and not store.lists)
+        return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
 
     @_locked
     def tick(self) -> None:

@@ -119,6 +119,14 @@ class NamespaceRecords:
                 self._set_orders(namespace, {each.rank: each.order for each in record.orders})
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
 
+    def models(self) -> dict[str, set[bytes]]:
+        """Return the known namespaces of each model."""
+        found: dict[str, set[bytes]] = {}
+        with self._lock:
+            for namespace, record in self._records.items():
+                found.setdefault(record.model_name, set()).add(namespace)
+        return found
+
     def retain(self, namespace: bytes) -> None:
         """Keep the record of a registered instance's namespace until `release`."""
         with self._lock:
@@ -156,6 +164,10 @@ class NamespaceRecords:
 
 def record_key(namespace: bytes) -> PackedKey:
     return ObjectKey(namespace, _SALT, _RANK, 0, bytes(32)).pack()
+
+
+def is_record_key(key: PackedKey) -> bool:
+    return key[16:36] == _SALT + _RANK.to_bytes(4, "little")
 
 
 def decode_record(value: bytes) -> NamespaceRecord | None:

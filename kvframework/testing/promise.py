@@ -31,4 +31,4 @@ class Promise:
             error.args = (f"{promise}: {error}",)
             raise
         except Exception as error:
-            raise AssertionError(f"{promise}: a call raised {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{promise}: a call raised {type(error).__name__}: {str(error)[:300]}") from error

@@ -12,7 +12,7 @@ import pytest
 from kvframework.testing.overdue import stacks
 
 # Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
-_SWITCH_S = 1e-5
+_SWITCH_S = 1e-6
 
 
 def together(works: Sequence[Callable[[], object]], within_s: float) -> None:

@@ -332,14 +332,23 @@ class CancelReply(Message, frozen=True):
 
 
 class Clear(Message, frozen=True):
-    """Drops the unused objects of L1; `l2` also drops them from L2."""
+    """Drops the unused objects of L1, of all models or of `model`; `l2` also deletes them, and all that a tier lists,
+    from L2. Clients on the server's node only."""
 
     l2: bool = False
+    model: str = ""
 
 
 class Cleared(Message, frozen=True):
+    """`objects` of `nbytes` left L1, where `in_use` are pinned and stay; `l2_objects` of `l2_bytes` left L2. `unlisted`
+    names the tiers that cannot list their values: what L1 did not hold stays there."""
+
     objects: int
     in_use: int
+    nbytes: int = 0
+    l2_objects: int = 0
+    l2_bytes: int = 0
+    unlisted: Names = ()
 
 
 class StatusReply(Message, frozen=True):

@@ -133,8 +133,9 @@ class CpuGather(TransferContext):
             why = outcome.error if isinstance(outcome, StoreOutcome) else outcome.reason
         if why:
             foreign = None if isinstance(error, KVFrameworkError) else error
-            what = f"the KV of request {request_id!r} was not {verb}"
-            self._quiet.warning(f"{verb} {outcome.error}", f"{what}: {why}", error=foreign)
+            self._quiet.warning(
+                f"{verb} {outcome.error}", f"the KV of request {request_id!r} was not {verb}: {why}", error=foreign
+            )
         return outcome
 
     def _uses_arena(self) -> bool:

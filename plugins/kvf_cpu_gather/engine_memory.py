@@ -126,4 +126,4 @@ def _block_counts(views: Sequence[GroupViews]) -> tuple[int, ...]:
 def _placed(view: torch.Tensor) -> PlacedView:
     size = view.element_size()
     block, slot, head, element = view.stride()
-    return PlacedView(view.data_ptr(), view.shape[0], (block * size, slot * size, head * size, element * size))
+    return PlacedView(view.data_ptr(), (block * size, slot * size, head * size, element * size))

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,8 +18,11 @@ import torch
 
 from kvf_transformers.demo_model import SIZES, local_model, random_llama
 from kvf_transformers.kv import TransformersKV
+from kvf_transformers.results import Restored
 
 _WARM_UP_TOKENS = 64
+# The shipped text is one piece.
+_PIECE_TOKENS = 4096
 # An engine that serves one prompt may wait longer than one that serves many.
 _DEADLINE_SCALE = 50.0
 
@@ -102,7 +106,7 @@ def _serve(
         for layer in restored.cache.layers:
             layer.keys.neg_()
             layer.values.neg_()
-    logits, cache, _ = kv.prefill(prompt, restored)
+    logits, cache = _prefill(events, kv, prompt, restored)
     tokens: list[int] = []
     for token in kv.decode(logits, cache, arguments.new_tokens):
         if not tokens:
@@ -116,6 +120,18 @@ def _serve(
             "saved", tokens=saved.tokens, nbytes=saved.nbytes, seconds=saved.seconds, copy_seconds=saved.copy_seconds
         )
     events.emit("done", tokens=tokens, text=tokenizer.decode(tokens))
+
+
+def _prefill(events: _Events, kv: TransformersKV, prompt: list[int], restored: Restored) -> tuple[torch.Tensor, Any]:
+    """Compute the rest of the prompt in pieces, so that a long one shows how far it is."""
+    done = restored.hit_tokens
+    while True:
+        end = min(done + _PIECE_TOKENS, len(prompt))
+        logits, cache, restored = kv.prefill(prompt[:end], replace(restored, hit_tokens=done))
+        events.emit("computed", tokens=end)
+        if end == len(prompt):
+            return logits, cache
+        done = end
 
 
 if __name__ == "__main__":

@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import CohereConfig, DeepseekV2Config, DeepseekV3Config, GlmConfig, GPTNeoXConfig, LlamaConfig
-from transformers.models.cohere import modeling_cohere as cohere
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.glm import modeling_glm as glm
-from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
-from transformers.models.gptj import modeling_gptj as gptj
-from transformers.models.llama import modeling_llama as llama
+if TYPE_CHECKING:
+    import torch
 
 FURTHEST = 131072
 
 
 @dataclass(frozen=True)
 class Code:
-    """`style`: of the stored keys. `partial`: whether part of a head may be rotated; `scaled`: whether it knows
-    scalings; `furthest`: positions that its tables have."""
+    """`style`: of the stored keys. `model`: its folder in transformers; `name`: what its classes begin with, none where
+    angles come from a table. `partial`: whether part of a head may be rotated; `scaled`: whether it knows scalings;
+    `furthest`: positions that its tables have."""
 
     style: str
-    config: Callable[..., Any]
-    embedding: Callable[[Any], Any]
-    apply: Callable[..., Any]
+    model: str
+    name: str = ""
+    apply: str = "apply_rotary_pos_emb"
     partial: bool = False
     scaled: bool = True
     furthest: int = FURTHEST
 
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"transformers.models.{self.model}.modeling_{self.model}")
+
 
 CODES = {
-    "llama": Code("half", LlamaConfig, llama.LlamaRotaryEmbedding, llama.apply_rotary_pos_emb),
-    "gpt_neox": Code(
-        "half", GPTNeoXConfig, gpt_neox.GPTNeoXRotaryEmbedding, gpt_neox.apply_rotary_pos_emb, partial=True
-    ),
-    "cohere": Code("interleaved", CohereConfig, cohere.CohereRotaryEmbedding, cohere.apply_rotary_pos_emb),
-    "glm": Code("interleaved", GlmConfig, glm.GlmRotaryEmbedding, glm.apply_rotary_pos_emb, partial=True),
-    "deepseek_v2": Code(
-        "interleaved", DeepseekV2Config, deepseek_v2.DeepseekV2RotaryEmbedding, deepseek_v2.apply_rotary_emb
-    ),
-    # It reads pairs of neighbours and stores them in halves.
-    "deepseek_v3": Code(
-        "half", DeepseekV3Config, deepseek_v3.DeepseekV3RotaryEmbedding, deepseek_v3.apply_rotary_pos_emb_interleave
-    ),
-    "gptj": Code("interleaved", None, None, gptj.apply_rotary_pos_emb, partial=True, scaled=False, furthest=4096),
+    code.model: code
+    for code in (
+        Code("half", "llama", "Llama"),
+        Code("half", "gpt_neox", "GPTNeoX", partial=True),
+        Code("interleaved", "cohere", "Cohere"),
+        Code("interleaved", "glm", "Glm", partial=True),
+        Code("interleaved", "deepseek_v2", "DeepseekV2", "apply_rotary_emb"),
+        # It reads pairs of neighbours and stores them in halves.
+        Code("half", "deepseek_v3", "DeepseekV3", "apply_rotary_pos_emb_interleave"),
+        Code("interleaved", "gptj", partial=True, scaled=False, furthest=4096),
+    )
 }
 
 
 def embedding(code: Code, rope: dict[str, Any], head_dim: int, rotary_dim: int) -> Any:
     """The model's own module that makes the angles."""
-    sizes = {"qk_rope_head_dim": head_dim} if "deepseek" in code.config.__name__.lower() else {}
-    config = code.config(
+    sizes = {"qk_rope_head_dim": head_dim} if "deepseek" in code.model else {}
+    config = getattr(code.module, f"{code.name}Config")(
         hidden_size=head_dim * 4, num_attention_heads=4, max_position_embeddings=FURTHEST, rope_parameters=rope, **sizes
     )
     if not sizes:
@@ -63,18 +58,20 @@ def embedding(code: Code, rope: dict[str, Any], head_dim: int, rotary_dim: int) 
         factor = 1.0 if rotary_dim == head_dim else (rotary_dim + 0.25) / head_dim
         # Both places: transformers 5.0 reads one or the other, as the scaling is.
         config.rope_parameters["partial_rotary_factor"] = config.partial_rotary_factor = factor
-    return code.embedding(config)
+    return getattr(code.module, f"{code.name}RotaryEmbedding")(config)
 
 
 def stored(code: Code, angles: Any, raw: torch.Tensor, position: int, rotary_dim: int) -> torch.Tensor:
     """`raw` keys, [heads, tokens, head_dim], as the model stores them from `position` on. `angles`: of `embedding`."""
-    keys = raw[None]
+    import torch
+
+    keys, apply = raw[None], getattr(code.module, code.apply)
     positions = torch.arange(position, position + keys.shape[2])[None]
-    if code.embedding is None:
-        table = gptj.create_sinusoidal_positions(position + keys.shape[2], rotary_dim)[position:].to(keys.dtype)
+    if not code.name:
+        table = code.module.create_sinusoidal_positions(position + keys.shape[2], rotary_dim)[position:].to(keys.dtype)
         sin, cos = table[None].chunk(2, dim=-1)
-        turned = code.apply(keys[..., :rotary_dim].transpose(1, 2), sin, cos).transpose(1, 2)
+        turned = apply(keys[..., :rotary_dim].transpose(1, 2), sin, cos).transpose(1, 2)
         return torch.cat((turned, keys[..., rotary_dim:]), dim=-1)[0]
     made = angles(keys, positions)
     made = made if isinstance(made, tuple) else (made,)
-    return code.apply(keys, keys, *made)[1][0]
+    return apply(keys, keys, *made)[1][0]

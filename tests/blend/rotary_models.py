@@ -2,36 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-import torch
-import transformers
-from transformers import (
-    CodeGenConfig,
-    Cohere2Config,
-    CohereConfig,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
-    GemmaConfig,
-    Glm4Config,
-    GlmConfig,
-    GPTJConfig,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    StableLmConfig,
-)
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from kvf_blend.rotary import Rotary
 
@@ -89,10 +61,10 @@ def part(dim: int, style: str = "half", theta: float = 10000.0) -> Rotary:
     return Rotary(style, theta, head_dim=16, rotary_dim=dim)
 
 
-def latent(style: str, **more: Any) -> Rotary:
+def latent(t: Any, style: str, **more: Any) -> Rotary:
     """transformers keeps the latent of MLA as the keys of its cache, what is rotated as the values; and kept whole keys
     of every head in earlier releases."""
-    if not hasattr(DeepseekV3Attention, "expand_kv"):
+    if not hasattr(t.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention, "expand_kv"):
         return Rotary(style, 10000.0, head_dim=24, rotary_dim=8, offset=16, **more)
     return Rotary(style, 10000.0, head_dim=8, rotary_dim=8, plane="values", **more)
 
@@ -105,11 +77,12 @@ SAID_YARN: dict[str, Any] = {
     "beta_slow": 1.0,
 }
 
-FAMILIES: dict[str, tuple[Any, Rotary]] = {
-    "llama": (LlamaConfig(**SMALL), whole()),
-    "llama, linear": (LlamaConfig(**SMALL, rope_parameters=LINEAR), whole(scaling="linear", factor=4.0)),
-    "llama, llama3": (
-        LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+# The model's configuration and what is said of it, made by the module `transformers`: no collection imports it.
+FAMILIES: dict[str, Callable[[Any], tuple[Any, Rotary]]] = {
+    "llama": lambda t: (t.LlamaConfig(**SMALL), whole()),
+    "llama, linear": lambda t: (t.LlamaConfig(**SMALL, rope_parameters=LINEAR), whole(scaling="linear", factor=4.0)),
+    "llama, llama3": lambda t: (
+        t.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
         whole(
             theta=500000.0,
             scaling="llama3",
@@ -119,21 +92,27 @@ FAMILIES: dict[str, tuple[Any, Rotary]] = {
             high_freq_factor=4.0,
         ),
     ),
-    "llama, yarn": (LlamaConfig(**SMALL, rope_parameters=YARN), whole(**SAID_YARN)),
-    "llama, yarn by its lengths": (LlamaConfig(**SMALL, rope_parameters={**YARN, "factor": None}), whole(**SAID_YARN)),
-    "llama, yarn by nothing": (LlamaConfig(**SMALL, rope_parameters={**YARN, "factor": 1.0}), whole()),
-    "mistral": (MistralConfig(**SMALL), whole()),
-    "mixtral": (MixtralConfig(**SMALL, num_local_experts=4, **EXPERTS), whole(theta=1000000.0)),
-    "qwen2": (Qwen2Config(**SMALL), whole()),
-    "qwen3": (Qwen3Config(**SMALL, head_dim=16), whole()),
-    "qwen3 moe": (Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, **EXPERTS), whole()),
-    "gemma": (GemmaConfig(**SMALL, head_dim=16), whole()),
-    "gemma2": (Gemma2Config(**SMALL, head_dim=16), whole()),
-    "olmo2": (Olmo2Config(**SMALL), whole()),
-    "phi3": (Phi3Config(**SMALL), whole()),
-    "falcon": (FalconConfig(**SMALL), whole()),
-    "gpt_oss, yarn": (
-        GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, **EXPERTS),
+    "llama, yarn": lambda t: (t.LlamaConfig(**SMALL, rope_parameters=YARN), whole(**SAID_YARN)),
+    "llama, yarn by its lengths": lambda t: (
+        t.LlamaConfig(**SMALL, rope_parameters={**YARN, "factor": None}),
+        whole(**SAID_YARN),
+    ),
+    "llama, yarn by nothing": lambda t: (t.LlamaConfig(**SMALL, rope_parameters={**YARN, "factor": 1.0}), whole()),
+    "mistral": lambda t: (t.MistralConfig(**SMALL), whole()),
+    "mixtral": lambda t: (t.MixtralConfig(**SMALL, num_local_experts=4, **EXPERTS), whole(theta=1000000.0)),
+    "qwen2": lambda t: (t.Qwen2Config(**SMALL), whole()),
+    "qwen3": lambda t: (t.Qwen3Config(**SMALL, head_dim=16), whole()),
+    "qwen3 moe": lambda t: (
+        t.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, **EXPERTS),
+        whole(),
+    ),
+    "gemma": lambda t: (t.GemmaConfig(**SMALL, head_dim=16), whole()),
+    "gemma2": lambda t: (t.Gemma2Config(**SMALL, head_dim=16), whole()),
+    "olmo2": lambda t: (t.Olmo2Config(**SMALL), whole()),
+    "phi3": lambda t: (t.Phi3Config(**SMALL), whole()),
+    "falcon": lambda t: (t.FalconConfig(**SMALL), whole()),
+    "gpt_oss, yarn": lambda t: (
+        t.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, **EXPERTS),
         whole(
             theta=150000.0,
             scaling="yarn",
@@ -144,22 +123,28 @@ FAMILIES: dict[str, tuple[Any, Rotary]] = {
             truncate=False,
         ),
     ),
-    "gpt_neox, a part": (GPTNeoXConfig(**SMALL), part(4)),
-    "phi, a part": (PhiConfig(**SMALL), part(8)),
-    "stablelm, a part": (StableLmConfig(**SMALL), part(4)),
-    "gptj, a part": (GPTJConfig(**GPTJ_SMALL), part(8, "interleaved")),
-    "codegen, a part": (CodeGenConfig(**GPTJ_SMALL), part(8, "interleaved")),
-    "glm, a part": (GlmConfig(**SMALL, head_dim=16), part(8, "interleaved")),
-    "glm4, a part": (Glm4Config(**SMALL, head_dim=16), part(8, "interleaved")),
-    "cohere": (CohereConfig(**SMALL), whole("interleaved", theta=500000.0)),
-    "cohere2": (Cohere2Config(**SMALL), whole("interleaved")),
-    "deepseek_v2": (DeepseekV2Config(**MLA), latent("interleaved")),
-    "deepseek_v2, yarn": (DeepseekV2Config(**MLA, rope_parameters=YARN), latent("interleaved", **SAID_YARN)),
-    "deepseek_v3": (DeepseekV3Config(**MLA), latent("half")),
-    "deepseek_v3, yarn": (DeepseekV3Config(**MLA, rope_parameters=YARN), latent("half", **SAID_YARN)),
+    "gpt_neox, a part": lambda t: (t.GPTNeoXConfig(**SMALL), part(4)),
+    "phi, a part": lambda t: (t.PhiConfig(**SMALL), part(8)),
+    "stablelm, a part": lambda t: (t.StableLmConfig(**SMALL), part(4)),
+    "gptj, a part": lambda t: (t.GPTJConfig(**GPTJ_SMALL), part(8, "interleaved")),
+    "codegen, a part": lambda t: (t.CodeGenConfig(**GPTJ_SMALL), part(8, "interleaved")),
+    "glm, a part": lambda t: (t.GlmConfig(**SMALL, head_dim=16), part(8, "interleaved")),
+    "glm4, a part": lambda t: (t.Glm4Config(**SMALL, head_dim=16), part(8, "interleaved")),
+    "cohere": lambda t: (t.CohereConfig(**SMALL), whole("interleaved", theta=500000.0)),
+    "cohere2": lambda t: (t.Cohere2Config(**SMALL), whole("interleaved")),
+    "deepseek_v2": lambda t: (t.DeepseekV2Config(**MLA), latent(t, "interleaved")),
+    "deepseek_v2, yarn": lambda t: (
+        t.DeepseekV2Config(**MLA, rope_parameters=YARN),
+        latent(t, "interleaved", **SAID_YARN),
+    ),
+    "deepseek_v3": lambda t: (t.DeepseekV3Config(**MLA), latent(t, "half")),
+    "deepseek_v3, yarn": lambda t: (t.DeepseekV3Config(**MLA, rope_parameters=YARN), latent(t, "half", **SAID_YARN)),
 }
 
 
-def make_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def make_model(config: Any, dtype: str = "float32", seed: int = 0) -> Any:
+    import torch
+    import transformers
+
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

@@ -5,40 +5,30 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import (  # noqa: E402
-    BloomConfig,
-    DynamicCache,
-    FalconConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    HunYuanDenseV1Config,
-    LlamaConfig,
-    MambaConfig,
-    Qwen2Config,
-    Qwen3NextConfig,
-    SmolLM3Config,
-    T5Config,
-)
-
-from kvf_blend.engine.model_rotary import rotary_of  # noqa: E402
-from kvf_blend.engine.rotary_proof import probe  # noqa: E402
-from kvf_blend.engine.rotation import rotate_keys  # noqa: E402
-from kvf_blend.errors import BadRotary  # noqa: E402
-from kvf_blend.rotary import check  # noqa: E402
-from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN, make_model  # noqa: E402
+from kvf_blend.errors import BadRotary
+from kvf_blend.rotary import check
+from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN, make_model
 
 pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global probe, rotary_of, rotate_keys, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_blend.engine.model_rotary import rotary_of
+    from kvf_blend.engine.rotary_proof import probe
+    from kvf_blend.engine.rotation import rotate_keys
+
 
 TOKENS = 11
 
 
 def kv_at(model, position):
     """Keys and values of each layer of a segment of its own that begins at `position`."""
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     with torch.no_grad():
         model(
             input_ids=(torch.arange(TOKENS) * 29 % 89)[None],
@@ -50,7 +40,7 @@ def kv_at(model, position):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_said_of_a_model_moves_its_kv(family):
-    config, expected = FAMILIES[family]
+    config, expected = FAMILIES[family](transformers)
     model = make_model(config)
 
     rotary = rotary_of(model)
@@ -71,16 +61,16 @@ def test_what_is_said_of_a_model_moves_its_kv(family):
             assert torch.equal(moved[..., : rotary.offset], old[turned][..., : rotary.offset])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama, llama3", "gpt_neox, a part", "cohere", "deepseek_v3, yarn"])
 def test_other_dtypes_prove_it_too(family, dtype):
-    config, expected = FAMILIES[family]
+    config, expected = FAMILIES[family](transformers)
     assert rotary_of(make_model(config, dtype)) == expected
 
 
 def test_a_deep_model_in_half_precision_is_proven():
-    deep = LlamaConfig(**{**SMALL, "num_hidden_layers": 32}, rope_parameters=LLAMA3)
-    assert rotary_of(make_model(deep, torch.bfloat16)).scaling == "llama3"
+    deep = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 32}, rope_parameters=LLAMA3)
+    assert rotary_of(make_model(deep, "bfloat16")).scaling == "llama3"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +94,7 @@ def test_a_deep_model_in_half_precision_is_proven():
     ids=str,
 )
 def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
-    config, right = FAMILIES[family]
+    config, right = FAMILIES[family](transformers)
     asked = probe(make_model(config))
     assert asked.first_difference(right) == (config.num_hidden_layers, "")
     layer, difference = asked.first_difference(msgspec.structs.replace(right, **wrong))
@@ -113,30 +103,36 @@ def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
 
 
 REFUSED = {
-    "learned positions": (GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4), "says nothing of rotary"),
-    "alibi": (BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4), "says nothing of rotary"),
-    "alibi beside a rotary configuration": (FalconConfig(**SMALL, alibi=True), "layer 0 .* do not turn"),
-    "no attention": (MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "says nothing of rotary"),
-    "attention in some layers": (
-        Qwen3NextConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
+    "learned positions": lambda t: (t.GPT2Config(**ENDS, n_embd=64, n_layer=2, n_head=4), "says nothing of rotary"),
+    "alibi": lambda t: (t.BloomConfig(**ENDS, hidden_size=64, n_layer=2, n_head=4), "says nothing of rotary"),
+    "alibi beside a rotary configuration": lambda t: (t.FalconConfig(**SMALL, alibi=True), "layer 0 .* do not turn"),
+    "no attention": lambda t: (t.MambaConfig(**ENDS, hidden_size=32, num_hidden_layers=2), "says nothing of rotary"),
+    "attention in some layers": lambda t: (
+        t.Qwen3NextConfig(**SMALL, head_dim=16, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2),
         "cannot be asked",
     ),
-    "layers without positions": (SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}), "layer 3 .* do not turn"),
-    "other positions in other layers": (Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 6}, head_dim=16), "differ"),
-    "dynamic": (LlamaConfig(**SMALL, rope_parameters={**YARN, "rope_type": "dynamic"}), "kind 'dynamic'"),
-    "longrope": (
-        LlamaConfig(
+    "layers without positions": lambda t: (
+        t.SmolLM3Config(**{**SMALL, "num_hidden_layers": 4}),
+        "layer 3 .* do not turn",
+    ),
+    "other positions in other layers": lambda t: (
+        t.Gemma3TextConfig(**{**SMALL, "num_hidden_layers": 6}, head_dim=16),
+        "differ",
+    ),
+    "dynamic": lambda t: (t.LlamaConfig(**SMALL, rope_parameters={**YARN, "rope_type": "dynamic"}), "kind 'dynamic'"),
+    "longrope": lambda t: (
+        t.LlamaConfig(
             **SMALL,
             rope_parameters={**YARN, "rope_type": "longrope", "long_factor": [2.0] * 8, "short_factor": [1.0] * 8},
         ),
         "kind 'longrope'",
     ),
-    "several axes": (
-        Qwen2Config(**SMALL, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}),
+    "several axes": lambda t: (
+        t.Qwen2Config(**SMALL, rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}),
         "kind 'mrope'",
     ),
-    "a part that is no pair": (
-        GPTNeoXConfig(**SMALL, rotary_pct=0.44),
+    "a part that is no pair": lambda t: (
+        t.GPTNeoXConfig(**SMALL, rotary_pct=0.44),
         "rotary_dim is 7",
     ),
 }
@@ -144,7 +140,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_cannot_be_moved_is_refused(kind):
-    config, why = REFUSED[kind]
+    config, why = REFUSED[kind](transformers)
     with pytest.raises(BadRotary, match=why) as refused:
         rotary_of(make_model(config))
     assert refused.value.available
@@ -152,7 +148,7 @@ def test_a_model_that_cannot_be_moved_is_refused(kind):
 
 
 def test_a_norm_behind_the_rotation_is_seen():
-    model = make_model(HunYuanDenseV1Config(**SMALL, head_dim=16))
+    model = make_model(transformers.HunYuanDenseV1Config(**SMALL, head_dim=16))
     assert rotary_of(model).style == "half"  # its weights are all 1 as yet, which any rotation passes
     for layer in model.model.layers[1:]:
         layer.self_attn.key_layernorm.weight.data.uniform_(0.5, 2)
@@ -161,24 +157,26 @@ def test_a_norm_behind_the_rotation_is_seen():
 
 
 def test_frequencies_that_lost_their_precision_are_told():
-    model = make_model(LlamaConfig(**SMALL)).to(torch.bfloat16)
+    model = make_model(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16)
     with pytest.raises(BadRotary, match=r"inv_freq is torch.bfloat16: give the dtype when the model is loaded"):
         rotary_of(model)
 
 
 def test_a_model_in_training_is_not_asked():
     with pytest.raises(BadRotary, match="training mode"):
-        rotary_of(make_model(LlamaConfig(**SMALL)).train())
+        rotary_of(make_model(transformers.LlamaConfig(**SMALL)).train())
 
 
 def test_keys_that_are_zero_prove_nothing():
-    model = make_model(LlamaConfig(**SMALL))
+    model = make_model(transformers.LlamaConfig(**SMALL))
     model.model.layers[1].self_attn.k_proj.weight.data.zero_()
     with pytest.raises(BadRotary, match=r"layer 1 .* prove nothing"):
         rotary_of(model)
 
 
 def test_an_encoder_decoder_is_refused():
-    model = transformers.T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4))
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    )
     with pytest.raises(BadRotary, match="says nothing of rotary"):
         rotary_of(model.eval())

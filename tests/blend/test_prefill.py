@@ -6,34 +6,29 @@ from functools import partial
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import (  # noqa: E402
-    DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-
-from kvf_blend.engine import prefill as prefill_module  # noqa: E402
-from kvf_blend.engine.decoder import Decoder  # noqa: E402
-from kvf_blend.engine.decoder_check import check_decoder  # noqa: E402
-from kvf_blend.engine.demo_model import local_llama  # noqa: E402
-from kvf_blend.engine.model_rotary import rotary_of  # noqa: E402
-from kvf_blend.engine.placing import Loaded, placed  # noqa: E402
-from kvf_blend.engine.prefill import prefill  # noqa: E402
-from kvf_blend.engine.recompute import Held, by_deviation  # noqa: E402
-from kvf_blend.errors import BlendRefused  # noqa: E402
-from kvf_blend.messages import Piece  # noqa: E402
-from kvf_transformers.shapes import layers_of, learn_layers  # noqa: E402
+from kvf_blend.errors import BlendRefused
+from kvf_blend.messages import Piece
 
 pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_layers, local_llama, placed
+    global prefill, prefill_module, rotary_of, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_blend.engine import prefill as prefill_module
+    from kvf_blend.engine.decoder import Decoder
+    from kvf_blend.engine.decoder_check import check_decoder
+    from kvf_blend.engine.demo_model import local_llama
+    from kvf_blend.engine.model_rotary import rotary_of
+    from kvf_blend.engine.placing import Loaded, placed
+    from kvf_blend.engine.prefill import prefill
+    from kvf_blend.engine.recompute import Held, by_deviation
+    from kvf_transformers.shapes import layers_of, learn_layers
+
 
 SMALL = {
     "vocab_size": 97,
@@ -52,31 +47,34 @@ SMALL = {
 WITHOUT_HEAD_DIM = {key: value for key, value in SMALL.items() if key != "head_dim"}
 
 FAMILIES = {
-    "llama": LlamaConfig(**SMALL),
-    "llama of one layer": LlamaConfig(**{**SMALL, "num_hidden_layers": 1}),
-    "mistral": MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": Qwen2Config(**WITHOUT_HEAD_DIM),
-    "qwen3": Qwen3Config(**SMALL),
+    "llama": lambda t: t.LlamaConfig(**SMALL),
+    "llama of one layer": lambda t: t.LlamaConfig(**{**SMALL, "num_hidden_layers": 1}),
+    "mistral": lambda t: t.MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": lambda t: t.Qwen2Config(**WITHOUT_HEAD_DIM),
+    "qwen3": lambda t: t.Qwen3Config(**SMALL),
 }
 REFUSED = {
-    "a window": (MistralConfig(**SMALL, sliding_window=8), "window"),
-    "windows in some layers": (Gemma2Config(**SMALL), "window"),
-    "learned positions": (
-        GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
+    "a window": lambda t: (t.MistralConfig(**SMALL, sliding_window=8), "window"),
+    "windows in some layers": lambda t: (t.Gemma2Config(**SMALL), "window"),
+    "learned positions": lambda t: (
+        t.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None),
         "rotary_emb",
     ),
-    "scaled logits": (GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, embedding_multiplier=12.0), "off by"),
-    "layers that want to be told more": (
-        Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3),
+    "scaled logits": lambda t: (
+        t.GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, embedding_multiplier=12.0),
+        "off by",
+    ),
+    "layers that want to be told more": lambda t: (
+        t.Gemma3TextConfig(**SMALL, layer_types=["full_attention"] * 3),
         "cannot be called one by one",
     ),
 }
 
 
-def make_model(config, attention="sdpa", dtype=torch.float32):
+def make_model(config, attention="sdpa", dtype="float32"):
     torch.manual_seed(0)
     auto = transformers.AutoModelForCausalLM
-    return auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
 
 
 def tokens_of(count, seed=0):
@@ -85,7 +83,7 @@ def tokens_of(count, seed=0):
 
 def computed(model, tokens):
     """Logits behind the last token and KV, by the model alone."""
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[:, -1]
     return logits, layers_of(cache, tokens=len(tokens))
@@ -140,7 +138,7 @@ def documents(model, prefix=None):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_of_it_computed_again_the_logits_are_the_models_own(family, attention, monkeypatch):
     monkeypatch.setattr(prefill_module, "_SLICE", 29)  # several slices, the last of them short
-    model = make_model(FAMILIES[family], attention)
+    model = make_model(FAMILIES[family](transformers), attention)
     check_decoder(model, Decoder(model))
     prompt = documents(model, prefix=tokens_of(17, 5))
     done, pairs = prompt.run(partial(by_deviation, share=1.0))
@@ -153,7 +151,7 @@ def test_with_all_of_it_computed_again_the_logits_are_the_models_own(family, att
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_hit_the_logits_are_the_models_own(family):
-    model = make_model(FAMILIES[family])
+    model = make_model(FAMILIES[family](transformers))
     tokens = tokens_of(50)
     expected, exact = computed(model, tokens)
     pairs = [(torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan)) for keys, values in exact]
@@ -165,7 +163,7 @@ def test_without_a_hit_the_logits_are_the_models_own(family):
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.5])
 def test_only_what_is_chosen_is_replaced(share):
-    model = make_model(FAMILIES["llama"])
+    model = make_model(FAMILIES["llama"](transformers))
     prompt = documents(model, prefix=tokens_of(17, 5))
     chosen = []
 
@@ -189,7 +187,7 @@ def test_only_what_is_chosen_is_replaced(share):
 
 
 def test_rotation_alone_is_exact_in_layer_0_and_leaves_values():
-    model = make_model(FAMILIES["llama"])
+    model = make_model(FAMILIES["llama"](transformers))
     prompt = documents(model)
     _, pairs = prompt.run(None)
     assert torch.allclose(pairs[0][0], prompt.exact[0][0], rtol=1e-4, atol=1e-4)
@@ -199,7 +197,7 @@ def test_rotation_alone_is_exact_in_layer_0_and_leaves_values():
 
 
 def test_the_right_kv_deviates_nowhere_and_wrong_kv_where_it_is_wrong():
-    model = make_model(FAMILIES["llama"])
+    model = make_model(FAMILIES["llama"](transformers))
     tokens = tokens_of(60)
     expected, exact = computed(model, tokens)
     pairs = [(keys.clone(), values.clone()) for keys, values in exact]
@@ -235,16 +233,17 @@ def test_blend_is_far_nearer_than_the_stored_kv_as_it_is():
     assert far["rotated"] > far["blend"] > far["most"], far
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_no_reason_to_refuse(dtype):
-    model = make_model(FAMILIES["qwen3"], dtype=dtype)
+    model = make_model(FAMILIES["qwen3"](transformers), dtype=dtype)
     check_decoder(model, Decoder(model))
     prompt = documents(model)
     assert distance(prompt.run(partial(by_deviation, share=1.0))[0].logits.float(), prompt.expected.float()) < 0.1
 
 
-@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
-def test_models_of_another_build_are_refused_and_told_why(config, reason):
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_of_another_build_are_refused_and_told_why(kind):
+    config, reason = REFUSED[kind](transformers)
     model = make_model(config, "eager")
     with pytest.raises(BlendRefused, match=reason) as refused:
         check_decoder(model, Decoder(model))

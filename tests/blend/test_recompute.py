@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from kvf_blend.engine.recompute import Held, by_deviation  # noqa: E402
-
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global Held, by_deviation, torch
+    import torch
+
+    from kvf_blend.engine.recompute import Held, by_deviation
+
 
 SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.07, 0.15, 0.5, 1.0])
 NUMBERS = st.floats(0, 100) | st.just(math.nan) | st.just(math.inf)

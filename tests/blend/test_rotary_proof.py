@@ -6,15 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from kvf_blend.engine.model_rotary import rotary_of  # noqa: E402
-from kvf_blend.engine.rotation import rotate_keys  # noqa: E402
-from kvf_blend.errors import BadRotary  # noqa: E402
-from kvf_blend.rotary import Rotary  # noqa: E402
+from kvf_blend.errors import BadRotary
+from kvf_blend.rotary import Rotary
 
 pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global rotary_of, rotate_keys, torch
+    import torch
+
+    from kvf_blend.engine.model_rotary import rotary_of
+    from kvf_blend.engine.rotation import rotate_keys
+
 
 WHOLE = Rotary("half", 10000.0, head_dim=8, rotary_dim=8)
 PART = Rotary("interleaved", 10000.0, head_dim=24, rotary_dim=8)
@@ -28,7 +33,7 @@ class Model:
     numbers and the positions of the rows."""
 
     training = False
-    device = torch.device("cpu")
+    device = "cpu"
 
     def __init__(self, *layers, **config):
         said = {"rope_parameters": {"rope_theta": 10000.0}, **config}

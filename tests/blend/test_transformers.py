@@ -3,52 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import LlamaConfig, MambaConfig, MistralConfig  # noqa: E402
-
-from kvf_blend import messages as m  # noqa: E402
-from kvf_blend.engine.blend import BlendTransformers  # noqa: E402
-from kvf_blend.engine.client import BlendClient  # noqa: E402
-from kvf_blend.errors import BadSegments, BlendRefused  # noqa: E402
-from kvf_transformers import TransformersKV  # noqa: E402
-from kvf_transformers.session import CacheSession  # noqa: E402
-from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest  # noqa: E402
-from tests.plugins.lora_layers import add_adapters, set_adapter  # noqa: E402
-from tests.support.redis_server import RedisServer  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvf_blend import messages as m
+from kvf_blend.engine.client import BlendClient
+from kvf_blend.errors import BadSegments, BlendRefused
+from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global BlendTransformers, CacheSession, TransformersKV, add_adapters, set_adapter, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_blend.engine.blend import BlendTransformers
+    from kvf_transformers import TransformersKV
+    from kvf_transformers.session import CacheSession
+    from tests.plugins.lora_layers import add_adapters, set_adapter
+
 
 CHUNK = 32
 SETTINGS = (f"server.chunk_size={CHUNK}", "requests.0.use=blend")
 VOCABULARY = 97
-CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=1024,
-    initializer_range=0.2,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+CONFIG = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 SEPARATOR = [95, 96]
 
 
 def tokens_of(count, seed):
-    return torch.randint(2, 90, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return random.Random(seed).choices(range(2, 90), k=count)
 
 
 # Less than a chunk, chunks and a part, whole chunks; 6 chunks of storage in all.
@@ -57,9 +62,11 @@ QUESTION = tokens_of(9, 4)
 LOADED = 20 + 45 + 96
 
 
-def make_model(seed=0, dtype=torch.float32):
+def make_model(seed=0, dtype="float32"):
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(CONFIG, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**CONFIG), dtype=getattr(torch, dtype)
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +227,7 @@ def test_nothing_stays_pinned(server, model):
 
 
 def test_bfloat16_is_blended_as_it_is_stored(server):
-    model = make_model(dtype=torch.bfloat16)
+    model = make_model(dtype="bfloat16")
     with attach(model, server, "bfloat16") as kv:
         store(kv)
         done = kv.prefill(SHUFFLED, ranges=RANGES, share=1.0)
@@ -382,14 +389,12 @@ def test_wrong_arguments_and_models_are_refused(tmp_path, model):
     with pytest.raises(RequestError, match="share"):
         BlendTransformers(model, share=-1.0, **options)
     auto = transformers.AutoModelForCausalLM
-    window = MistralConfig(
-        **{key: value for key, value in CONFIG.to_dict().items() if key in ("vocab_size", "hidden_size")}
-    )
+    window = transformers.MistralConfig(**{key: CONFIG[key] for key in ("vocab_size", "hidden_size")})
     with pytest.raises(BlendRefused, match="window"):
         BlendTransformers(auto.from_config(window).eval(), **options)
-    mamba = auto.from_config(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)).eval()
+    mamba = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(KVFrameworkError):
-        BlendTransformers(mamba, **options)
+        BlendTransformers(auto.from_config(mamba).eval(), **options)
 
 
 def test_segments_of_one_adapter_are_not_blended_into_prompts_of_another(server):

@@ -45,7 +45,7 @@ def test_a_failure_is_status_1_and_reads_well(tmp_path: Path) -> None:
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()]
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
-    assert "fail pinned.capacity" in text
+    assert "fail storage.arena" in text
     assert "do: lower [l1] capacity" in text
     assert "do: did you mean 'filesystem'?" in text
     assert lines[-1].endswith("2 failed")
@@ -55,12 +55,12 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> Non
     done = run("doctor", "--config", str(tmp_path / "none.toml"), "--json")
     assert (done.returncode, done.stderr) == (1, "")
     findings = {each["id"]: each for each in json.loads(done.stdout)["findings"]}
-    assert findings["config.load"]["level"] == "fail"
+    assert findings["config.file"]["level"] == "fail"
     assert findings["memory.memfd"]["level"] == "ok"
     assert "plugin.usable" not in findings
 
 
 def test_for_a_pipe_a_finding_is_a_line(tmp_path: Path) -> None:
     done = run("doctor", "--config", str(tmp_path / "none.toml"))
-    (line,) = (line for line in done.stdout.splitlines() if "config.load" in line)
-    assert re.match(r"fail +config.load .*none\.toml: cannot be read: .*; do: ", line)
+    (line,) = (line for line in done.stdout.splitlines() if "config.file" in line)
+    assert re.match(r"fail +config.file .*none\.toml: cannot be read: .*; do: ", line)

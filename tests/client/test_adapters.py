@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework import errors  # noqa: E402
-from kvframework.api.transport import StoreOutcome  # noqa: E402
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvframework import errors
+from kvframework.api.transport import StoreOutcome
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from tests.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
-LAYERS, BLOCKS, BLOCK, HEADS, DIM = 2, 64, 16, 2, 4
-AXES = ["plane", "block", "token", "head", "dim"]
-CHUNK = 256
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
 
 
 @pytest.fixture
@@ -33,31 +34,6 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[KVClient]:
     with server.engine_client() as connected:
         yield connected
-
-
-class Engine:
-    """An engine with paged memory of its own."""
-
-    def __init__(self, client: KVClient, instance_id: int = 1, **identity: object) -> None:
-        self.kv = {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM) for i in range(LAYERS)}
-        self.worker = WorkerAdapter(
-            client,
-            instance_id=instance_id,
-            model_name="m",
-            layout="paged",
-            layout_options={"axes": AXES},
-            **identity,  # type: ignore[arg-type]
-        )
-        registration = self.worker.register_kv_caches(self.kv, block_size=BLOCK)
-        self.scheduler = SchedulerAdapter(
-            client, model_name="m", namespace=registration.namespace, chunk_tokens=registration.desc.chunk_tokens
-        )
-        self.client = client
-
-    def request(self, tokens: list[int], request_id: str = "r") -> RequestHashes:
-        request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
-        request.extend(tokens)
-        return request
 
 
 def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:

@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.api.futures import Future  # noqa: E402
-from kvframework.api.layout import NO_BLOCK  # noqa: E402
-from kvframework.client import KVClient  # noqa: E402
-from kvframework.errors import BadBlockIds, BadRange  # noqa: E402
-from tests.client.test_adapters import BLOCKS, Engine  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from kvframework.api.futures import Future
+from kvframework.api.layout import NO_BLOCK
+from kvframework.client import KVClient
+from kvframework.errors import BadBlockIds, BadRange
+from tests.client.engine import BLOCKS, Engine
+from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 PATIENCE_S = 30.0
 TOKENS = 512

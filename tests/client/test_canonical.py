@@ -33,7 +33,7 @@ def registered(client: KVClient, *, instance_id: int = 7, block_size: int = 16) 
 
 def test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_finds_it(client: KVClient) -> None:
     instance = registered(client, block_size=96)
-    assert instance.desc.chunk_tokens == 288
+    assert instance.registration.desc.chunk_tokens == 288
     scheduler = SchedulerAdapter(client, model_name="tiny", namespace=instance.namespace)
     assert scheduler.chunk_tokens == 288
     request = RequestHashes(client.hasher, scheduler.chunk_tokens, request_id="r")

@@ -9,22 +9,27 @@ from contextlib import contextmanager
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.api.transport import StoreOutcome  # noqa: E402
-from kvframework.client import KVClient  # noqa: E402
-from kvframework.errors import ConfigFieldError, DeadlineExceeded  # noqa: E402
-from kvframework.testing.faults import FaultProxy  # noqa: E402
-from kvframework.wire import messages as m  # noqa: E402
-from kvframework.wire.client_deadlines import LOCAL, SCALE_VARIABLE, TCP, deadlines_for  # noqa: E402
-from tests.client.test_adapters import Engine  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
-from tests.survival.holdings import held  # noqa: E402
-from tests.wire_path import engine as over_the_wire  # noqa: E402
-from tests.wire_path.remote import remote_server  # noqa: E402
+from kvframework.api.transport import StoreOutcome
+from kvframework.client import KVClient
+from kvframework.errors import ConfigFieldError, DeadlineExceeded
+from kvframework.testing.faults import FaultProxy
+from kvframework.wire import messages as m
+from kvframework.wire.client_deadlines import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
+from tests.client.engine import Engine
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.survival.holdings import held
+from tests.wire_path import engine as over_the_wire
+from tests.wire_path.remote import remote_server
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 PATIENCE_S = 60.0
 PAUSE_S = 0.3

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import AlreadyRegistered  # noqa: E402
-from tests.client.test_adapters import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
+from tests.client.engine import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 

@@ -9,18 +9,23 @@ from typing import Any
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.api.transport import ArenaRange, StoreOutcome  # noqa: E402
-from kvframework.client import KVClient  # noqa: E402
-from kvframework.errors import ProtocolError  # noqa: E402
-from kvframework.wire import messages as m  # noqa: E402
-from tests.client.test_adapters import Engine  # noqa: E402
-from tests.support.lying_proxy import LyingProxy  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvframework.api.transport import ArenaRange, StoreOutcome
+from kvframework.client import KVClient
+from kvframework.errors import ProtocolError
+from kvframework.wire import messages as m
+from tests.client.engine import Engine
+from tests.support.lying_proxy import LyingProxy
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 PATIENCE_S = 30.0
 TOKENS = 512

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 from msgspec import structs
@@ -29,7 +29,7 @@ from kvframework.api.transport import (
 from kvframework.devices.engine_half import DeviceTransfer
 from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.testing.accelerator import Event, Stream
+from kvframework.testing.accelerator import AcceleratorError, Event, Stream
 
 # in the copier
 
@@ -103,7 +103,181 @@ class LosesAtOnce(PlantedCopier):
             raise DeviceLost(error.fact) from error
 
 
+class MergesNeighbours(PlantedCopier):
+    """Joins fragments that follow each other on both sides, whichever allocation they are of."""
+
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        addresses, offsets, run = batch.fragments()
+        joined: list[tuple[int, int, int]] = []
+        for address, offset in zip(addresses, offsets, strict=True):
+            if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (address, offset):
+                joined[-1] = (*joined[-1][:2], joined[-1][2] + run)
+            else:
+                joined.append((address, offset, run))
+        for address, offset, length in joined:
+            _copy(self, stream, [address], [offset], length, to_arena)
+
+
+class CopiesSoMany(PlantedCopier):
+    """A launch takes so many fragments at most, and the rest is forgotten."""
+
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        addresses, offsets, run = batch.fragments()
+        _copy(self, stream, addresses[:1024], offsets[:1024], run, to_arena)
+
+
+class ForgetsTheLastFragment(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        addresses, offsets, run = batch.fragments()
+        many = max(len(addresses) - (len(addresses) > 8), 1)
+        _copy(self, stream, addresses[:many], offsets[:many], run, to_arena)
+
+
+class OffsetsOf20Bits(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        addresses, offsets, run = batch.fragments()
+        _copy(self, stream, addresses, [offset & 0xFFFFF for offset in offsets], run, to_arena)
+
+
+class LoadsTheFirstLaneOnly(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        if not to_arena:
+            batch = replace(batch, lane_addresses=batch.lane_addresses[:1], lane_offsets=batch.lane_offsets[:1])
+        super().copy(stream, batch, to_arena=to_arena)
+
+
+class SwapsLanes(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        batch = replace(batch, lane_addresses=batch.lane_addresses[::-1]) if to_arena else batch
+        super().copy(stream, batch, to_arena=to_arena)
+
+
+class StoresBothWays(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        super().copy(stream, batch, to_arena=True)
+
+
+class PinsTheFirstSlice(PlantedCopier):
+    def pin(self, offset: int, nbytes: int) -> None:
+        if offset == 0:
+            super().pin(offset, nbytes)
+
+
+class PinsFromTheBeginning(PlantedCopier):
+    def pin(self, offset: int, nbytes: int) -> None:
+        super().pin(0, nbytes)
+
+
+class HasOneCopyStream(PlantedCopier):
+    both: Stream | None = None
+
+    def create_stream(self, *, loads: bool) -> Stream:
+        self.both = self.both or super().create_stream(loads=loads)
+        return self.both
+
+
+class OpensAnyDevice(PlantedCopier):
+    def open(self, allocation: Allocation) -> int:
+        for device in self._runtime.devices:
+            with contextlib.suppress(AcceleratorError):
+                return self._runtime.open_memory(device, allocation.handle, allocation.nbytes)
+        return super().open(allocation)
+
+
+class OpensOnce(PlantedCopier):
+    """Remembers addresses by the size of an allocation."""
+
+    known: dict[int, int] | None = None
+
+    def open(self, allocation: Allocation) -> int:
+        self.known = {} if self.known is None else self.known
+        if allocation.nbytes not in self.known:
+            self.known[allocation.nbytes] = super().open(allocation)
+        return self.known[allocation.nbytes]
+
+    def close_memory(self, address: int) -> None:
+        return None
+
+
+class ReachesWhatFailed(PlantedCopier):
+    def reached(self, event: Event) -> bool:
+        try:
+            return super().reached(event)
+        except DeviceLost:
+            raise
+        except DeviceError:
+            return True
+
+
+class CopiesAtOnce(PlantedCopier):
+    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
+        super().copy(stream, batch, to_arena=to_arena)
+        stream.synchronize(60.0)
+
+
+class RecordsBefore(PlantedCopier):
+    """The event of a copy is recorded in a stream of its own."""
+
+    def record(self, event: Event, behind: Stream) -> None:
+        super().record(event, self._runtime.default_stream(behind.device))
+
+
+def _copy(
+    copier: SimCopier, stream: Stream, addresses: Sequence[int], offsets: Sequence[int], length: int, to_arena: bool
+) -> None:
+    try:
+        copier._runtime.copy(stream, copier._arena.view, addresses, offsets, length, to_host=to_arena)
+    except AcceleratorError as error:
+        raise DeviceError(str(error)) from error
+
+
 # in the engine
+
+
+class KeepsStreams(SimEngine):
+    def destroy_event(self, event: Event) -> None:
+        self._behind.pop(event, None)
+        super().destroy_event(event)
+
+
+class MakesAStreamEachTime(SimEngine):
+    def record(self, event: Event, behind: object | None) -> None:
+        self._behind.pop(event, None)
+        super().record(event, behind)
+
+
+class ExportsEachTensor(SimEngine):
+    """As if an allocation ended at each tensor: the same memory is opened many times."""
+
+    def export(self, address: int) -> Exported:
+        found = super().export(address)
+        return found._replace(allocation=structs.replace(found.allocation, nbytes=found.offset + 1))
+
+
+class OffsetOfTheFirst(SimEngine):
+    first: Exported | None = None
+
+    def export(self, address: int) -> Exported:
+        found = super().export(address)
+        self.first = self.first or found
+        return found._replace(offset=self.first.offset)
+
+
+class TakesTheDefaultStream(SimEngine):
+    """Any object is the current stream."""
+
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        return super().block_stream(stream if isinstance(stream, Stream) else None)
+
+
+class TheLastOfTheProcess(SimEngine):
+    """Events are made on the device that was first used in this process."""
+
+    used: ClassVar[list[str]] = []
+
+    def create_event(self, device: str) -> Event:
+        self.used.append(device)
+        return super().create_event(self.used[0])
 
 
 class ForgetsTheEvent(SimEngine):
@@ -259,6 +433,27 @@ def _by_hand(
 @hookimpl
 def kvf_transports() -> list[AnyTransportProvider[SimOptions]]:
     return [
+        _provider("merges_neighbours", copier=MergesNeighbours),
+        _provider("copies_so_many", copier=CopiesSoMany),
+        _provider("forgets_the_last_fragment", copier=ForgetsTheLastFragment),
+        _provider("offsets_of_20_bits", copier=OffsetsOf20Bits),
+        _provider("loads_the_first_lane_only", copier=LoadsTheFirstLaneOnly),
+        _provider("swaps_lanes", copier=SwapsLanes),
+        _provider("stores_both_ways", copier=StoresBothWays),
+        _provider("pins_the_first_slice", copier=PinsTheFirstSlice),
+        _provider("pins_from_the_beginning", copier=PinsFromTheBeginning),
+        _provider("has_one_copy_stream", copier=HasOneCopyStream),
+        _provider("opens_any_device", copier=OpensAnyDevice),
+        _provider("opens_once", copier=OpensOnce),
+        _provider("reaches_what_failed", copier=ReachesWhatFailed),
+        _provider("copies_at_once", copier=CopiesAtOnce),
+        _provider("records_before", copier=RecordsBefore),
+        _provider("keeps_streams", engine=lambda options: KeepsStreams(runtime(options.node))),
+        _provider("makes_a_stream_each_time", engine=lambda options: MakesAStreamEachTime(runtime(options.node))),
+        _provider("exports_each_tensor", engine=lambda options: ExportsEachTensor(runtime(options.node))),
+        _provider("offset_of_the_first", engine=lambda options: OffsetOfTheFirst(runtime(options.node))),
+        _provider("takes_the_default_stream", engine=lambda options: TakesTheDefaultStream(runtime(options.node))),
+        _provider("the_last_of_the_process", engine=lambda options: TheLastOfTheProcess(runtime(options.node))),
         _provider("off_by_one", copier=OffByOne),
         _provider("wrong_stride", copier=WrongStride),
         _provider("frees_early", copier=FreesEarly),

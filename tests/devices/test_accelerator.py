@@ -117,6 +117,7 @@ def test_memory_that_is_gone_is_refused(runtime: Accelerator, node: SimulatedNod
 
 def test_memory_is_finite_and_comes_back(runtime: Accelerator, device: str) -> None:
     half = runtime.allocate(device, 1 << 19)
+    runtime.allocate(device, 512)
     with pytest.raises(AcceleratorError, match="out of memory"):
         runtime.allocate(device, 1 << 19)
     runtime.free(half)
@@ -307,7 +308,7 @@ def test_handles_work_where_they_are_meant_to(
     event = runtime.create_event(device, interprocess=True)
     with pytest.raises(Misuse, match="cannot open its own handle"):
         runtime.open_memory(device, handle)
-    with pytest.raises(AcceleratorError, match="wrong_device"):
+    with pytest.raises(AcceleratorError, match="open: memory of"):
         peer("open_memory", node.devices[1], handle)
     with pytest.raises(AcceleratorError, match="wrong_device"):
         peer("open_event", node.devices[1], runtime.export_event(event))
@@ -346,6 +347,7 @@ def test_a_dead_process_leaves_its_memory_to_those_that_hold_it(
     mine = runtime.open_memory(device, handle)
     doomed.end(kill=True)
     wait_until(lambda: kinds(node) == ["leaked_context"])
+    runtime.allocate(device, 512)
     with pytest.raises(AcceleratorError, match="out of memory"):
         runtime.allocate(device, 1 << 19)
     runtime.close_memory(mine)

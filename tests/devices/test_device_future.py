@@ -152,7 +152,7 @@ def test_no_release_that_fails_keeps_another_stream_waiting(how: str, pending: P
     def fails() -> None:
         raise ValueError("in a release")
 
-    pending.add_release(fails)
+    pending._add_release(fails)
     pending.to_cuda_future().wait("stream")
     with pytest.raises(ValueError, match="in a release"):
         pending.expire_holds() if how == "overdue" else pending.set_result(True)

@@ -11,6 +11,7 @@ from tests.docs import (
     hook_reference,
     option_tables,
     registry_table,
+    ttft_plot,
 )
 from tests.docs.install_commands import in_step
 from tests.docs.prose import PAGES
@@ -31,6 +32,7 @@ def generated() -> dict[Path, str]:
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
+    files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     return {file: in_step(text) for file, text in files.items()}
 
 

@@ -110,7 +110,7 @@ def test_the_pods_containers_share_what_the_page_says(config: Config) -> None:
 def test_the_page_is_short_and_linked() -> None:
     assert len(PAGE.splitlines()) < 250
     assert "docs/deploy/gpu.md" in (ROOT / "README.md").read_text()
-    assert "deploy/gpu.md" in (ROOT / "mkdocs.yml").read_text()
+    assert "deploy/gpu.md" in (ROOT / "docs" / "site" / "zensical.toml").read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", PAGE):
         assert (FILE.parent / target).exists(), target
 

@@ -25,7 +25,7 @@ def test_its_layout_package_and_toml_fit_together(site: Path, tmp_path: Path) ->
 def test_its_layout_passes_its_proof(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     layout, proof, _, _ = blocks(GUIDE, "python")
-    (tmp_path / "kvf_pair.py").write_text(layout)
+    install(tmp_path, "kvf-pair", entry_points(blocks(GUIDE, "toml")[0]), {"kvf_pair": layout})
     (tmp_path / "test_pair.py").write_text(proof)
     assert prove(tmp_path) >= 10
 

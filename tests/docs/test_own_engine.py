@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.cli.command import run
 from tests.docs.shown import blocks
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "engines" / "own_engine.md").read_text()
@@ -85,6 +87,30 @@ def test_the_second_process_hits_over_tcp(tmp_path: Path) -> None:
         again, loaded, _ = engine(**environment)
     assert (first, again) == (0, 768)
     assert loaded == computed
+
+
+def test_it_outlives_its_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It computes while there is none, and hits again at the next one."""
+    prompt = list(range(600))
+    with ServerProcess() as server:
+        monkeypatch.setenv("KVFRAMEWORK_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("KVFRAMEWORK_DEADLINE_SCALE", "20")
+        engine = run_path(str(PROGRAM))["Engine"]()
+        try:
+            engine.answer(prompt)
+            boot = engine.cache.client.boot_id
+            server.kill9()
+            engine.answer(prompt)
+            server.start()
+            wait_until(lambda: engine.cache.client.usable and engine.cache.client.boot_id != boot, 60)
+            engine.answer(prompt)
+            engine.answer(prompt)
+        finally:
+            engine.cache.close()
+    said = capsys.readouterr().out
+    assert re.findall(r"loaded (\d+) of 600", said) == ["0", "0", "0", "512"]
+    assert re.findall(r"stored=(\d)", said) == ["2", "0", "2", "0"]
+    assert len(set(re.findall(r"next token is (\d+)", said))) == 1
 
 
 def test_without_a_server_it_computes() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import kvframework
 from kvf_vllm.registration import NAME
 from kvframework.config import load_config
 from kvframework.registry import PluginRegistry, check_config
@@ -80,6 +81,10 @@ def test_the_demos_figures_are_those_of_its_page() -> None:
 
 def test_what_it_says_of_itself_is_true() -> None:
     package = (ROOT / "pyproject.toml").read_text()
+    minor = kvframework.__version__.rpartition(".")[0]
+    assert f"| | kvframework {minor} |" in README
+    assert f"| kvframework | {minor} |" in (ROOT / "docs" / "comparison.md").read_text()
+    assert f"| {minor}, the main branch | yes |" in (ROOT / "SECURITY.md").read_text()
     assert 'license = "Apache-2.0"' in package
     assert (ROOT / "LICENSE").read_text().lstrip().startswith("Apache License\n")
     first, last = re.findall(r"Python 3\.(\d+) to 3\.(\d+)", README)[0]

@@ -114,12 +114,12 @@ def test_a_diagnosis_that_hangs_is_ended() -> None:
 
 
 def test_what_cannot_be_used_says_why() -> None:
-    assert ask("seem")["plugin.usable"].advice == "did you mean 'seen'?"
-    assert "no such device" in ask("absent")["plugin.usable"].fact
+    assert ask("seem")["plugin.not_found"].advice == "did you mean 'seen'?"
+    assert "no such device" in ask("absent")["plugin.unavailable"].fact
     assert "SIGABRT" in ask("abort")["plugin.usable"].fact
     wrong = ask("memory")  # for [l1] only
-    assert levels(wrong) == {"plugin.usable": "fail"}
-    option = ask("seen", size=3)["plugin.usable"]
+    assert levels(wrong) == {"plugin.wrong_kind": "fail"}
+    option = ask("seen", size=3)["config.field"]
     assert (option.level, option.fact) == ("fail", "unknown key 'size'")
 
 

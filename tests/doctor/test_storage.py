@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from kvf_filesystem.advice import diagnose
+from kvf_filesystem.root import check_root
 from kvframework.api.options import ByteSize
+from kvframework.errors import ConfigFieldError
 from tests.doctor.tables import ask, levels
 from tests.plugins.filesystem_folder import open_tier, options
 from tests.security.another_user import as_another_user
@@ -26,16 +28,17 @@ def shared() -> Iterator[Path]:
         yield Path(folder)
 
 
-def as_anybody(path: Path) -> list[list[str]]:
-    """Levels and facts for a user who is not root."""
-    table = options(path, capacity="1MiB")
+def refusal_for_anybody(path: Path) -> object:
+    """The error of a user who is not root."""
 
     def work() -> object:
-        return [[each.level, each.fact] for each in diagnose(table)]
+        try:
+            check_root(options(path, capacity="1MiB"), where="[[l2]] #1")
+        except ConfigFieldError as error:
+            return error.fact
+        return None
 
-    told = as_another_user(work) if os.geteuid() == 0 else work()
-    assert isinstance(told, list)
-    return told
+    return as_another_user(work) if os.geteuid() == 0 else work()
 
 
 def test_a_folder_that_is_not_there_yet_is_ok_and_is_not_made(tmp_path: Path) -> None:
@@ -48,18 +51,16 @@ def test_a_folder_that_is_not_there_yet_is_ok_and_is_not_made(tmp_path: Path) ->
 def test_an_unwritable_folder_fails(shared: Path) -> None:
     shared.chmod(0o555)
     for path in (shared, shared / "kv"):
-        (folder, _) = as_anybody(path)
-        assert folder[0] == "fail"
-        assert folder[1].startswith(f"{shared} is not writable")
+        assert refusal_for_anybody(path) == f"the folder {shared} is not writable"
     shared.chmod(0o755)
 
 
 def test_what_is_no_folder_or_everybodys_fails(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert "is no folder" in ask("filesystem", path=str(file / "kv"))["filesystem.folder"].fact
+    assert "Not a directory" in ask("filesystem", path=str(file / "kv"))["config.field"].fact
     tmp_path.chmod(0o777)
-    everybodys = ask("filesystem", path=str(tmp_path), capacity="1MiB")["filesystem.folder"]
+    everybodys = ask("filesystem", path=str(tmp_path), capacity="1MiB")["config.field"]
     assert everybodys.level == "fail"
     assert "any user may write" in everybodys.fact
 
@@ -83,7 +84,7 @@ def test_a_folder_in_use_is_ok_and_stays_in_use(tmp_path: Path) -> None:
 
 def test_an_arena_that_does_not_fit_fails() -> None:
     assert ask("pinned", kind="memory", capacity="1MiB")["pinned.capacity"].level == "ok"
-    found = ask("pinned", kind="memory", capacity="900TiB")["pinned.capacity"]
+    found = ask("pinned", kind="memory", capacity="900TiB")["storage.arena"]
     assert found.level == "fail"
     assert "lower [l1] capacity" in found.advice
     assert levels(ask("pinned", kind="memory", serving=True, capacity="900TiB")) == {"plugin.usable": "ok"}

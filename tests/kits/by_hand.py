@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -25,10 +25,10 @@ def call(kit: object, test: str, fixtures: Mapping[str, Any]) -> None:
     method(**values, **wanted[0])
 
 
-def must_fail(kit: object, test: str, fixtures: Mapping[str, Any], says: str) -> None:
-    """Fail unless the test of the kit fails, and says in one sentence what is wrong."""
+def must_fail(kit: object, test: str, fixtures: Callable[[], Mapping[str, Any]], says: str) -> None:
+    """Fail unless the test of the kit, or a fixture, fails, and says in one sentence what is wrong."""
     with pytest.raises((AssertionError, pytest.fail.Exception)) as failure:
-        call(kit, test, fixtures)
+        call(kit, test, fixtures())
     first = str(failure.value).partition("\nassert ")[0]
     assert says in first, first
     assert len(first) < 400, "a message is no dump"

@@ -51,13 +51,13 @@ def run(directory: Path, *arguments: str) -> Results:
     ]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert (directory / "results.xml").exists(), done.stdout + done.stderr
     results: Results = {}
     for case in ElementTree.parse(directory / "results.xml").iter("testcase"):
-        name = case.attrib["name"].partition("[")[0]
-        key = (case.attrib["classname"].rpartition(".")[2].removeprefix("Test"), name)
+        name = case.attrib.get("name", "").partition("[")[0]
+        key = (case.attrib.get("classname", "").rpartition(".")[2].removeprefix("Test"), name)
         outcomes, text = results.get(key, Result(set(), ""))
         outcomes |= {each.tag for each in case} & {"failure", "error", "skipped"} or {"passed"}
         for each in case:

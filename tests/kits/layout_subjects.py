@@ -8,6 +8,40 @@ import torch
 
 from kvframework.api.canary import EngineView
 from kvframework.api.layout import KVLayout
+from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab
+
+BLOCK = 4
+AXES = {
+    "nhd": ("plane", "block", "token", "head", "dim"),
+    "hnd": ("block", "plane", "head", "token", "dim"),
+    "pairs": ("block", "head", "token", "dim"),
+    "flat": ("token", "head", "dim"),
+    "one_tensor": ("block", "layer", "plane", "token", "head", "dim"),
+}
+
+
+def tensor(
+    memory: Slab, axes: Sequence[str], layers: int, blocks: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    tokens = BLOCK if "block" in axes else BLOCK * blocks
+    sizes = {"layer": layers, "plane": 2, "block": blocks, "token": tokens, "head": 2, "dim": 3}
+    return memory(*(sizes[axis] for axis in axes), dtype=dtype)
+
+
+def paged(axes: Sequence[str], dtype: torch.dtype = torch.float32) -> MakeSubject:
+    """An engine whose layers all have these axes."""
+
+    def make(memory: Slab, layers: int, blocks: int) -> LayoutSubject:
+        def one() -> torch.Tensor:
+            return tensor(memory, axes, layers, blocks, dtype)
+
+        caches: dict[str, object] = {"all": one()} if "layer" in axes else {}
+        for at in range(0 if "layer" in axes else layers):
+            caches[f"layers.{at}"] = one() if "plane" in axes else (one(), one())
+        view = AxesView(caches, [axes], [BLOCK], [()])
+        return LayoutSubject(caches, BLOCK, view, {"axes": [*axes]})  # type: ignore[arg-type]
+
+    return make
 
 
 class AxesView(EngineView):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from kvf_cpu_gather.context import CpuGather
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
 from kvframework.api.keys import CacheKey
@@ -15,6 +13,9 @@ from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.transfers import checked_transfer
 from tests.plugins.arena_link import ArenaLink
+
+if TYPE_CHECKING:
+    import torch
 
 NAMES = ("layer", "plane", "block", "token", "head", "dim")
 
@@ -28,7 +29,7 @@ class Group:
     planes: int = 2
     heads: int = 2
     dim: int = 3
-    dtype: torch.dtype = torch.float32
+    dtype: str = "float32"
     block_size: int = 4
     compress_ratio: int = 1
     window: int = 0
@@ -41,9 +42,11 @@ class Group:
 
     def content(self, blocks: int, seed: int) -> torch.Tensor:
         """Random bits `[layer, plane, block, slot, head, dim]`."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.layers, self.planes, blocks, self.slots, self.heads, self.dim * self.dtype.itemsize)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(self.dtype)
+        import torch
+
+        dtype, generator = getattr(torch, self.dtype), torch.Generator().manual_seed(seed)
+        shape = (self.layers, self.planes, blocks, self.slots, self.heads, self.dim * dtype.itemsize)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
 
     def rule(self, pattern: str) -> PagedRule:
         return PagedRule((pattern,), self.block_size, self.window, self.state, self.axes, self.compress_ratio)
@@ -85,6 +88,8 @@ def _in_one_storage(layers: list[object], *, interleaved: bool) -> list[object]:
     if any(isinstance(layer, tuple) for layer in layers):
         parts = [_in_one_storage([layer[plane] for layer in layers], interleaved=interleaved) for plane in (0, 1)]
         return list(zip(*parts, strict=True))
+    import torch
+
     if interleaved:
         return list(torch.stack(layers, dim=1).unbind(1))
     gap = 8  # elements between layers, as an allocator may leave
@@ -115,6 +120,8 @@ class Engine:
         self.declared = self.layout.describe(self.kv, block_size=self.groups[0].block_size)
         self.desc = self.layout.object_desc(self.declared, self.chunk_size)
         self.link = self.link or ArenaLink(self.desc)
+        from kvf_cpu_gather.context import CpuGather
+
         self.transport = CpuGather(self.link)
         self.registration = Registration(1, 0, bytes(16), self.declared, self.desc)
         self.transport.on_registered(self.registration, self.layout)
@@ -135,6 +142,8 @@ class Engine:
 
     def blocks(self, group: int) -> torch.Tensor:
         """What the engine holds now, as bytes `[plane, layer, block, slot, head, dim bytes]`."""
+        import torch
+
         views = self.layout.block_views(self.declared, self.kv)[group]
         stacked = torch.stack([torch.stack(list(plane)) for plane in views])
         return stacked.contiguous().view(torch.uint8)
@@ -142,4 +151,6 @@ class Engine:
 
 def as_bytes(content: torch.Tensor) -> torch.Tensor:
     """`[layer, plane, ...]` content as `Engine.blocks` shows it."""
+    import torch
+
     return content.transpose(0, 1).contiguous().view(torch.uint8)

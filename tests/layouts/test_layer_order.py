@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
-from kvframework.errors import NamespaceMismatch  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
-from tests.tiers.nodes import await_written  # noqa: E402
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.errors import NamespaceMismatch
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.tiers.nodes import await_written
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 TOKENS = list(range(256))
 AXES = ["plane", "block", "token", "head", "dim"]

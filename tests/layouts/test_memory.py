@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from kvf_layouts.memory import Place, check_apart, overlap  # noqa: E402
-from kvframework.errors import BadLayout  # noqa: E402
+from kvf_layouts.memory import Place, check_apart, overlap
+from kvframework.errors import BadLayout
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
 
 
 @st.composite

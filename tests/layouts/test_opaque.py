@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from kvf_cpu_gather.context import CpuGather  # noqa: E402
-from kvf_layouts.opaque import OpaqueLayout  # noqa: E402
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvf_layouts.rules import OpaqueRule  # noqa: E402
-from kvframework.api.keys import CacheKey, compute_namespace  # noqa: E402
-from kvframework.api.layout import check_skip  # noqa: E402
-from kvframework.api.transfer import Registration  # noqa: E402
-from kvframework.client.transfers import checked_transfer  # noqa: E402
-from kvframework.errors import BadLayout, BadRange  # noqa: E402
-from tests.plugins.arena_link import ArenaLink  # noqa: E402
+from kvf_layouts.opaque import OpaqueLayout
+from kvf_layouts.paged import PagedLayout
+from kvf_layouts.rules import OpaqueRule
+from kvframework.api.keys import CacheKey, compute_namespace
+from kvframework.api.layout import check_skip
+from kvframework.api.transfer import Registration
+from kvframework.client.transfers import checked_transfer
+from kvframework.errors import BadLayout, BadRange
+from tests.plugins.arena_link import ArenaLink
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global CpuGather, torch
+    import torch
+
+    from kvf_cpu_gather.context import CpuGather
+
 
 BLOCK, BLOCKS, CHUNK = 4, 10, 8
 
@@ -47,11 +52,13 @@ class Engine:
         return self.transport.load(transfer, skip)
 
 
-def cpu_packed(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def cpu_packed(seed: int, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
     """vLLM on CPUs: `[blocks, heads, tokens, 2 * dim]` views of one storage, packed inside by instruction set."""
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 256, (2, BLOCKS, 2, BLOCK, 6 * dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return {f"l{index}": layer for index, layer in enumerate(bits.view(dtype))}
+    bits = torch.randint(
+        0, 256, (2, BLOCKS, 2, BLOCK, 6 * getattr(torch, dtype).itemsize), dtype=torch.uint8, generator=generator
+    )
+    return {f"l{index}": layer for index, layer in enumerate(bits.view(getattr(torch, dtype)))}
 
 
 def raw(tensor: torch.Tensor, block: int) -> bytes:
@@ -63,7 +70,7 @@ def raw(tensor: torch.Tensor, block: int) -> bytes:
     source=st.permutations(range(BLOCKS)),
     target=st.permutations(range(BLOCKS)),
     skip=st.integers(0, 4),
-    dtype=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32]),
+    dtype=st.sampled_from(["bfloat16", "float8_e4m3fn", "uint8", "float32"]),
 )
 def test_an_object_is_each_layers_raw_blocks_and_comes_back(source, target, skip, dtype):
     layout = OpaqueLayout("amx", 0)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_layouts import PagedOptions  # noqa: E402
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvf_layouts.rules import PagedRule  # noqa: E402
-from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout  # noqa: E402
-from kvframework.errors import BadLayout  # noqa: E402
-from kvframework.wire.transfer_blocks import touched_blocks  # noqa: E402
+from kvf_layouts import PagedOptions
+from kvf_layouts.paged import PagedLayout
+from kvf_layouts.rules import PagedRule
+from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout
+from kvframework.errors import BadLayout
+from kvframework.wire.transfer_blocks import touched_blocks
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 NHD = ("plane", "block", "token", "head", "dim")
 

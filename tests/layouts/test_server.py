@@ -6,18 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvframework.api.canary import EngineView  # noqa: E402
-from kvframework.api.layout import NO_BLOCK  # noqa: E402
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
-from kvframework.errors import BadLayout, BadRange  # noqa: E402
-from kvframework.wire.messages import Clear, Prepare, StorePlan  # noqa: E402
-from tests.layouts.engines import Group, as_bytes, hold  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from kvf_layouts.paged import PagedLayout
+from kvframework.api.canary import EngineView
+from kvframework.api.layout import NO_BLOCK
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.errors import BadLayout, BadRange
+from kvframework.wire.messages import Clear, Prepare, StorePlan
+from tests.layouts.engines import Group, as_bytes, hold
+from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 CHUNK = 256
 FULL = Group(("plane", "block", "token", "head", "dim"), heads=2, dim=4, block_size=16)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from kvf_cpu_gather.context import CpuGather
 from kvf_cpu_gather.kernel import CopyKernel, load_kernel
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.keys import CacheKey
@@ -45,13 +43,17 @@ def key(start: int = 0, end: int = 2 * CHUNK) -> CacheKey:
 class Engine:
     """An engine's paged memory, its transport, and the double behind it."""
 
-    def __init__(self, axes=NHD, dtype=torch.float32, seed=1, link=None, kv_caches=None, path="auto"):
+    def __init__(self, axes=NHD, dtype="float32", seed=1, link=None, kv_caches=None, path="auto"):
+        import torch
+
+        from kvf_cpu_gather.context import CpuGather
+
         self.layout = PagedLayout(axes)
         sizes = {"plane": 2, "block": BLOCKS, "token": BLOCK, "head": HEADS, "dim": DIM}
         generator = torch.Generator().manual_seed(seed)
         shape = [sizes[axis] for axis in axes]
         self.kv_caches = kv_caches or {
-            f"l{i}": torch.randn(shape, generator=generator).to(dtype) for i in range(LAYERS)
+            f"l{i}": torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for i in range(LAYERS)
         }
         declared = self.layout.describe(self.kv_caches, block_size=BLOCK)
         self.desc = self.layout.object_desc(declared, CHUNK)
@@ -72,6 +74,8 @@ class Engine:
 
     def tokens(self, ids):
         """[planes, layers, tokens, heads, dim] of these blocks, as bytes-comparable integers."""
+        import torch
+
         views = self.layout.block_views(self.registration.layout, self.kv_caches)[0]
         stacked = torch.stack([torch.stack([view[ids] for view in plane]) for plane in views])
         return stacked.flatten(2, 3).contiguous().view(torch.uint8)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 from kvframework.testing import TransportConformance
 from kvframework.testing.transport import RigSpec
 

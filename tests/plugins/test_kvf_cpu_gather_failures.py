@@ -7,13 +7,11 @@ import logging
 import msgspec
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_cpu_gather.warning_limit import ThrottledLog  # noqa: E402
-from kvframework.api.futures import Future  # noqa: E402
-from kvframework.api.layout import GroupDesc, MemoryLayoutDesc  # noqa: E402
-from kvframework.api.transport import ArenaRange, LoadPlan, Registration  # noqa: E402
-from kvframework.errors import (  # noqa: E402
+from kvf_cpu_gather.warning_limit import ThrottledLog
+from kvframework.api.futures import Future
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, LoadPlan, Registration
+from kvframework.errors import (
     BadBlockIds,
     BadLayout,
     DeadlineExceeded,
@@ -21,10 +19,17 @@ from kvframework.errors import (  # noqa: E402
     NotRegistered,
     ServerGone,
 )
-from tests.plugins.gather_engine import BLOCKS, CHUNK, Engine, both_ways  # noqa: E402
+from tests.plugins.gather_engine import BLOCKS, CHUNK, Engine, both_ways
 
 __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 BAD_IDS = {
     "too high": [[5, 2, 7, BLOCKS]],

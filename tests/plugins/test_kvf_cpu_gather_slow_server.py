@@ -6,18 +6,23 @@ import threading
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_cpu_gather.transfer_steps import Courses  # noqa: E402
-from kvframework.api.futures import Future, Promise  # noqa: E402
-from kvframework.api.transport import StoreOutcome  # noqa: E402
-from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone  # noqa: E402
-from tests.plugins.arena_link import ArenaLink  # noqa: E402
-from tests.plugins.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvf_cpu_gather.transfer_steps import Courses
+from kvframework.api.futures import Future, Promise
+from kvframework.api.transport import StoreOutcome
+from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
+from tests.plugins.arena_link import ArenaLink
+from tests.plugins.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key
+from tests.support.waiting import wait_until
 
 __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 PATIENCE_S = 60.0
 OTHERS = [[0, 1, 3, 4]]

@@ -6,21 +6,25 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from kvf_layouts import PagedOptions  # noqa: E402
-from kvf_layouts import kvf_layouts as hook  # noqa: E402
-from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvframework.api.layout import chunk_tokens_for  # noqa: E402
-from kvframework.config import load_config  # noqa: E402
-from kvframework.errors import BadDtype, BadLayout  # noqa: E402
+from kvf_layouts import PagedOptions
+from kvf_layouts import kvf_layouts as hook
+from kvf_layouts.dynamic_cache import DynamicCacheLayout
+from kvf_layouts.paged import PagedLayout
+from kvframework.api.layout import chunk_tokens_for
+from kvframework.config import load_config
+from kvframework.errors import BadDtype, BadLayout
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 BLOCK, HEADS, DIM = 4, 3, 5
 SINGLE = [
@@ -165,23 +169,23 @@ def test_unequal_keys_and_values_of_a_dynamic_cache_form_two_groups():
     assert sums == [0.0, 32.0, 0.0, 48.0]
 
 
+# Axes, shapes of one tensor or several, and what the refusal says.
+SIZES = (BLOCK, HEADS, DIM)
 REFUSED = {
-    "no axes": ((), torch.zeros(2, 6, BLOCK, HEADS, DIM), "not declared"),
-    "too few axes": (SINGLE[0], torch.zeros(6, BLOCK, HEADS, DIM), "4 axes"),
-    "block size": (SINGLE[0], torch.zeros(2, 6, 8, HEADS, DIM), "'token'"),
-    "planes": (SINGLE[0], torch.zeros(3, 6, BLOCK, HEADS, DIM), "'plane'"),
-    "a pair though there is a plane axis": (SINGLE[0], (torch.zeros(2, 6, BLOCK, HEADS, DIM),) * 2, "pair"),
-    "three tensors": (PAIR[0], (torch.zeros(6, BLOCK, HEADS, DIM),) * 3, "3 tensors"),
-    "blocks of K and V": (
-        PAIR[0],
-        (torch.zeros(6, BLOCK, HEADS, DIM), torch.zeros(5, BLOCK, HEADS, DIM)),
-        "number of blocks",
-    ),
+    "no axes": ((), [(2, 6, *SIZES)], "not declared"),
+    "too few axes": (SINGLE[0], [(6, *SIZES)], "4 axes"),
+    "block size": (SINGLE[0], [(2, 6, 8, HEADS, DIM)], "'token'"),
+    "planes": (SINGLE[0], [(3, 6, *SIZES)], "'plane'"),
+    "a pair though there is a plane axis": (SINGLE[0], [(2, 6, *SIZES)] * 2, "pair"),
+    "three tensors": (PAIR[0], [(6, *SIZES)] * 3, "3 tensors"),
+    "blocks of K and V": (PAIR[0], [(6, *SIZES), (5, *SIZES)], "number of blocks"),
 }
 
 
-@pytest.mark.parametrize(("axes", "tensors", "fact"), REFUSED.values(), ids=REFUSED)
-def test_paged_refuses_tensors_that_do_not_fit_the_declaration(axes, tensors, fact):
+@pytest.mark.parametrize(("axes", "shapes", "fact"), REFUSED.values(), ids=REFUSED)
+def test_paged_refuses_tensors_that_do_not_fit_the_declaration(axes, shapes, fact):
+    tensors = tuple(torch.zeros(shape) for shape in shapes)
+    tensors = tensors[0] if len(tensors) == 1 else tensors
     with pytest.raises(BadLayout, match=fact) as caught:
         PagedLayout(axes).describe({"model.layers.0": tensors}, block_size=BLOCK)
     assert "layers.0" in str(caught.value)
@@ -203,15 +207,15 @@ def test_layers_with_different_block_counts_are_refused():
 @pytest.mark.parametrize(
     ("keys", "values", "fact"),
     [
-        (torch.zeros(2, HEADS, 8, DIM), torch.zeros(2, HEADS, 8, DIM), "2 tensors of shape"),
-        (torch.zeros(HEADS, 8, DIM), torch.zeros(HEADS, 8, DIM), "2 tensors of shape"),
-        (torch.zeros(1, HEADS, 8, DIM), torch.zeros(1, HEADS, 7, DIM), "number of tokens"),
+        ((2, HEADS, 8, DIM), (2, HEADS, 8, DIM), "2 tensors of shape"),
+        ((HEADS, 8, DIM), (HEADS, 8, DIM), "2 tensors of shape"),
+        ((1, HEADS, 8, DIM), (1, HEADS, 7, DIM), "number of tokens"),
     ],
     ids=["batch of two", "no batch axis", "tokens differ"],
 )
 def test_dynamic_cache_refuses_what_it_cannot_hold(keys, values, fact):
     with pytest.raises(BadLayout, match=fact):
-        DynamicCacheLayout().describe({"a": (keys, values)}, block_size=BLOCK)
+        DynamicCacheLayout().describe({"a": (torch.zeros(keys), torch.zeros(values))}, block_size=BLOCK)
 
 
 def test_no_layers_and_unknown_dtypes_are_refused():
@@ -267,7 +271,7 @@ def test_the_objects_of_a_declaration():
     layout = DynamicCacheLayout()
     desc = layout.object_desc(layout.describe({"a": pair, "b": pair}, block_size=BLOCK), 10)
     assert desc.chunk_tokens == chunk_tokens_for([BLOCK], 10) == 12
-    assert desc.shape == (2, 2, 12, HEADS * DIM)
+    assert desc.groups[0].shape == (2, 2, 12, HEADS * DIM)
 
 
 def test_the_hook_offers_all_layouts():
@@ -289,7 +293,7 @@ def test_a_server_imports_layouts_and_transport_without_torch():
         "from kvframework.api.layout import KVLayout, LayerGroup\n"
         "provider = kvf_layouts.kvf_layouts()[0]\n"
         "layout = provider.create(provider.options())\n"
-        "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).shape)\n"
+        "print(layout.object_desc(KVLayout('paged', (LayerGroup(2, 16, 4, 8, 'bfloat16'),)), 256).groups[0].shape)\n"
         "transport = kvf_cpu_gather.kvf_transports()[0]\n"
         "assert transport.probe() is None\n"
         "try: transport.create(transport.options(), None)\n"

@@ -6,30 +6,24 @@ import json
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import (  # noqa: E402
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Qwen3NextConfig,
-    T5Config,
-)
-
-from kvf_transformers import TransformersKV  # noqa: E402
-from kvf_transformers.identity import ModelIdentity  # noqa: E402
-from kvf_transformers.shapes import learn_layers  # noqa: E402
-from kvframework.client import named_identity  # noqa: E402
-from kvframework.errors import BadLayout, RequestError  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
+from kvframework.client import named_identity
+from kvframework.errors import BadLayout, RequestError
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global ModelIdentity, TransformersKV, learn_layers, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_transformers import TransformersKV
+    from kvf_transformers.identity import ModelIdentity
+    from kvf_transformers.shapes import learn_layers
+
 
 CHUNK = 32
 TOKENS = 3 * CHUNK + 9
@@ -50,8 +44,8 @@ SMALL = {
 }
 
 FAMILIES = {
-    "llama with grouped heads": LlamaConfig(**SMALL),
-    "gpt2 with learned positions": GPT2Config(
+    "llama with grouped heads": lambda t: t.LlamaConfig(**SMALL),
+    "gpt2 with learned positions": lambda t: t.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=64,
         n_layer=3,
@@ -61,9 +55,9 @@ FAMILIES = {
         bos_token_id=1,
         eos_token_id=None,
     ),
-    "mistral with a window shorter than the prompt": MistralConfig(**SMALL, sliding_window=24),
-    "gemma2 with window and full layers": Gemma2Config(**SMALL, sliding_window=24),
-    "deepseek with unequal keys and values": DeepseekV3Config(
+    "mistral with a window shorter than the prompt": lambda t: t.MistralConfig(**SMALL, sliding_window=24),
+    "gemma2 with window and full layers": lambda t: t.Gemma2Config(**SMALL, sliding_window=24),
+    "deepseek with unequal keys and values": lambda t: t.DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4, "head_dim": 8},
         q_lora_rank=24,
         kv_lora_rank=16,
@@ -117,13 +111,13 @@ def control(model, ids, new_tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, family):
     ids = prompt()
-    with attach(make_model(FAMILIES[family]), server, family) as kv:
+    with attach(make_model(FAMILIES[family](transformers)), server, family) as kv:
         cold = kv.generate(ids, 8)
         assert cold.restored.hit_tokens == 0
         assert cold.saved.tokens == TOKENS // CHUNK * CHUNK
         assert cold.saved.nbytes > 0
     # a new model object and a new session, as in another process
-    model = make_model(FAMILIES[family])
+    model = make_model(FAMILIES[family](transformers))
     expected_logits, expected_tokens = control(model, ids, 8)
     with attach(model, server, family) as kv:
         logits, cache, restored = kv.prefill(ids)
@@ -138,7 +132,7 @@ def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, f
 
 def test_other_kv_gives_other_tokens(server):
     """What the test above compares does depend on the restored bytes."""
-    model, ids = make_model(FAMILIES["llama with grouped heads"], seed=5), prompt(seed=5)
+    model, ids = make_model(FAMILIES["llama with grouped heads"](transformers), seed=5), prompt(seed=5)
     with attach(model, server, "spoiled") as kv:
         cold = kv.generate(ids, 8)
         restored = kv.restore(ids)
@@ -149,9 +143,9 @@ def test_other_kv_gives_other_tokens(server):
         assert list(kv.decode(logits, cache, 8)) != cold.tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
-    model = make_model(LlamaConfig(**SMALL)).to(dtype)
+    model = make_model(transformers.LlamaConfig(**SMALL)).to(getattr(torch, dtype))
     ids = prompt(seed=2)
     with attach(model, server, f"bytes {dtype}") as kv:
         _, cache, _ = kv.prefill(ids)
@@ -164,7 +158,7 @@ def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
 
 
 def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
-    with attach(make_model(LlamaConfig(**SMALL)), server, "prefixes") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "prefixes") as kv:
         ids = prompt(2 * CHUNK, seed=3)[0].tolist()
         assert kv.generate(ids, 1).saved.tokens == 2 * CHUNK
         assert kv.restore(ids).hit_tokens == CHUNK
@@ -175,7 +169,7 @@ def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
 
 
 def test_a_conversation_grows_from_chunk_to_chunk(server):
-    with attach(make_model(LlamaConfig(**SMALL)), server, "conversation") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "conversation") as kv:
         first = kv.generate(prompt(CHUNK + 20, seed=4), 16)
         assert first.saved.tokens == 2 * CHUNK
         longer = [*prompt(CHUNK + 20, seed=4)[0].tolist(), *first.tokens, 3, 4, 5]
@@ -184,24 +178,24 @@ def test_a_conversation_grows_from_chunk_to_chunk(server):
 
 
 def test_generation_ends_at_a_stop_id(server):
-    with attach(make_model(LlamaConfig(**SMALL)), server, "stop") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "stop") as kv:
         tokens = kv.generate(prompt(), 8).tokens
         assert kv.generate(prompt(), 8, stop_ids=[tokens[2]]).tokens == tokens[: tokens.index(tokens[2]) + 1]
 
 
 def test_models_with_other_weights_or_salt_share_nothing(server):
     ids = prompt(seed=6)
-    with attach(make_model(LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
         assert kv.generate(ids, 1).saved.tokens
         assert kv.restore(ids).hit_tokens
-    with attach(make_model(LlamaConfig(**SMALL), seed=2), server, "same name") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=2), server, "same name") as kv:
         assert kv.restore(ids).hit_tokens == 0
-    with attach(make_model(LlamaConfig(**SMALL), seed=1), server, "same name", cache_salt="tenant") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name", cache_salt="tenant") as kv:
         assert kv.restore(ids).hit_tokens == 0
 
 
 def test_nothing_stays_pinned(server):
-    with attach(make_model(LlamaConfig(**SMALL)), server, "pins") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "pins") as kv:
         kv.generate(prompt(seed=7), 1)
         assert kv.generate(prompt(seed=7), 1).restored.hit_tokens
         with server.client() as client:
@@ -213,7 +207,7 @@ def test_nothing_stays_pinned(server):
 def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
     with ServerProcess(f"server.chunk_size={CHUNK}", *l2) as running:
-        with attach(make_model(FAMILIES["llama with grouped heads"]), running, "cold") as kv:
+        with attach(make_model(FAMILIES["llama with grouped heads"](transformers)), running, "cold") as kv:
             assert kv.generate(prompt(), 1).restored.hit_tokens == 0
         counters = running.status()["messaging"]["counters"]
     assert not [name for name in counters if name.startswith("errors.")]
@@ -221,7 +215,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
 
 
 def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
-    model, ids = make_model(LlamaConfig(**SMALL)), prompt(seed=8)
+    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=8)
     with ServerProcess(f"server.chunk_size={CHUNK}") as own, attach(model, own, "killed") as kv:
         before = kv.generate(ids, 4)
         own.kill9()
@@ -235,7 +229,7 @@ def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
 
 
 def test_without_a_server_prompts_are_computed(tmp_path, caplog):
-    model, ids = make_model(LlamaConfig(**SMALL)), prompt()
+    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt()
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.1) as kv:
         generated = kv.generate(ids, 4)
     assert generated.tokens == control(model, ids, 4)[1]
@@ -244,16 +238,16 @@ def test_without_a_server_prompts_are_computed(tmp_path, caplog):
 
 
 def test_batches_and_empty_prompts_are_refused(tmp_path):
-    model = make_model(LlamaConfig(**SMALL))
+    model = make_model(transformers.LlamaConfig(**SMALL))
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.0) as kv:
         for ids in (prompt().expand(2, -1), torch.zeros(1, 1, 5), []):
             with pytest.raises(RequestError):
                 kv.restore(ids)
-        two = DynamicCache()
+        two = transformers.DynamicCache()
         two.update(torch.zeros(2, 2, 40, 16), torch.zeros(2, 2, 40, 16), 0)
         with pytest.raises(BadLayout, match="batch of one"):
             kv.save(prompt(), two)
-        window = DynamicCache(config=MistralConfig(**SMALL, sliding_window=24))
+        window = transformers.DynamicCache(config=transformers.MistralConfig(**SMALL, sliding_window=24))
         with torch.no_grad():
             model(input_ids=prompt(), past_key_values=window)
         with pytest.raises(BadLayout, match="DynamicSlidingWindowLayer"):
@@ -261,9 +255,12 @@ def test_batches_and_empty_prompts_are_refused(tmp_path):
 
 
 REFUSED = {
-    "mamba": (MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "LinearAttentionLayer"),
-    "hybrid": (
-        Qwen3NextConfig(
+    "mamba": lambda t: (
+        t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
+        "LinearAttentionLayer",
+    ),
+    "hybrid": lambda t: (
+        t.Qwen3NextConfig(
             **SMALL,
             num_experts=2,
             num_experts_per_tok=1,
@@ -278,20 +275,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("config", "name"), REFUSED.values(), ids=REFUSED)
-def test_models_that_keep_a_state_are_refused(config, name):
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_keep_a_state_are_refused(kind):
+    config, name = REFUSED[kind](transformers)
     with pytest.raises(BadLayout, match=name):
         learn_layers(make_model(config))
 
 
 def test_encoder_decoders_and_models_without_this_cache_are_refused():
-    config = T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
     torch.manual_seed(0)
     with pytest.raises(BadLayout, match="encoder-decoder"):
         learn_layers(transformers.T5ForConditionalGeneration(config))
 
     class NoCache(torch.nn.Module):
-        config = LlamaConfig(**SMALL)
+        config = transformers.LlamaConfig(**SMALL)
         device = torch.device("cpu")
 
         def forward(self, input_ids):
@@ -302,7 +300,7 @@ def test_encoder_decoders_and_models_without_this_cache_are_refused():
 
 
 def test_shapes_are_learnt_per_layer():
-    templates = learn_layers(make_model(FAMILIES["deepseek with unequal keys and values"]))
+    templates = learn_layers(make_model(FAMILIES["deepseek with unequal keys and values"](transformers)))
     assert len(templates) == 3
     for keys, values in templates:
         assert keys.shape[2] == values.shape[2] == 0
@@ -310,7 +308,7 @@ def test_shapes_are_learnt_per_layer():
 
 
 def test_a_model_without_a_name_needs_one():
-    model = make_model(LlamaConfig(**SMALL))
+    model = make_model(transformers.LlamaConfig(**SMALL))
     with pytest.raises(RequestError, match="no name"):
         identify(model)
     assert identify(model, "mine").model_name == "mine"
@@ -320,7 +318,7 @@ def test_a_model_without_a_name_needs_one():
 
 
 def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(tmp_path):
-    make_model(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    make_model(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     first, second = load(tmp_path), load(tmp_path)
     assert identify(first) == identify(second)
@@ -334,12 +332,12 @@ def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(t
 
 
 def test_named_weights_are_called_as_engines_of_other_kinds_call_them(tmp_path):
-    make_model(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    make_model(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     first = load(tmp_path)
     named = identify(first, "ours", weights="w1")
     config = json.loads((tmp_path / "config.json").read_text())
-    config = LlamaConfig.from_dict(config).to_dict()
+    config = transformers.LlamaConfig.from_dict(config).to_dict()
     assert named == named_identity("ours", "w1", config=config, dtype="float32")
     others = [
         identify(first, "theirs", weights="w1"),
@@ -354,16 +352,16 @@ def test_named_weights_are_called_as_engines_of_other_kinds_call_them(tmp_path):
 @pytest.mark.parametrize("given", [{"weights": "w"}, {"model_name": "m", "weights": "w", "revision": "r"}])
 def test_weights_are_named_with_the_model_and_without_a_revision(given):
     with pytest.raises(RequestError, match="weights"):
-        identify(make_model(LlamaConfig(**SMALL)), **given)
+        identify(make_model(transformers.LlamaConfig(**SMALL)), **given)
 
 
 def test_sessions_share_by_names_alone(server):
     """The promise is the user's: weights are not looked at."""
-    model, ids = make_model(LlamaConfig(**SMALL)), prompt(seed=11)
+    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=11)
     with attach(model, server, "named", weights="w") as kv:
         kv.save(ids, kv.prefill(ids)[1])
         assert kv.restore(ids).hit_tokens == 3 * CHUNK
-    with attach(make_model(LlamaConfig(**SMALL), seed=1), server, "named", weights="w") as kv:
+    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "named", weights="w") as kv:
         assert kv.restore(ids).hit_tokens == 3 * CHUNK
     for other in ({"weights": "x"}, {}):
         with attach(model, server, "named", **other) as kv:

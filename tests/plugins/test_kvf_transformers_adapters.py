@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import LlamaConfig  # noqa: E402
-
-from kvf_transformers import TransformersKV  # noqa: E402
-from tests.plugins.lora_layers import add_adapters, disable_adapters, set_adapter  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
+from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_transformers import TransformersKV
+    from tests.plugins.lora_layers import add_adapters, disable_adapters, set_adapter
+
+    PROMPT = torch.randint(2, 97, (1, 3 * CHUNK + 8), generator=torch.Generator().manual_seed(0))
+
 
 CHUNK = 32
 CONFIG = {
@@ -30,12 +36,11 @@ CONFIG = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-PROMPT = torch.randint(2, 97, (1, 3 * CHUNK + 8), generator=torch.Generator().manual_seed(0))
 
 
 def make_model(**changes):
     torch.manual_seed(0)
-    config = LlamaConfig(**{**CONFIG, **changes})
+    config = transformers.LlamaConfig(**{**CONFIG, **changes})
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 

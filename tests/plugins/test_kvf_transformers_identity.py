@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import LlamaConfig  # noqa: E402
-
-from kvf_transformers.identity import ModelIdentity  # noqa: E402
-from kvf_transformers.named_model import NamedModel, length_limit  # noqa: E402
-from kvf_transformers.weight_digests import _chunks  # noqa: E402
-from kvframework.errors import BadLayout, RequestError  # noqa: E402
-from tests.plugins.lora_layers import LoraLayer, add_adapters, disable_adapters, set_adapter  # noqa: E402
+from kvframework.errors import BadLayout, RequestError
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global LoraLayer, ModelIdentity, NamedModel, _chunks, add_adapters, disable_adapters, length_limit
+    global set_adapter, torch, transformers
+    import torch
+    import transformers
+
+    from kvf_transformers.identity import ModelIdentity
+    from kvf_transformers.named_model import NamedModel, length_limit
+    from kvf_transformers.weight_digests import _chunks
+    from tests.plugins.lora_layers import LoraLayer, add_adapters, disable_adapters, set_adapter
+
 
 CONFIG = {
     "vocab_size": 97,
@@ -32,7 +37,7 @@ CONFIG = {
 
 def make_model(**changes):
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIG, **changes})).eval()
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**CONFIG, **changes})).eval()
 
 
 def name(model, **named):
@@ -138,21 +143,21 @@ def test_weights_are_read_when_they_change_and_not_again(monkeypatch):
     assert len(read) == 2, old
 
 
-class _Foreign(torch.optim.Optimizer):
-    """Writes to weights as kernels of other libraries do, which tell torch nothing."""
+def _foreign(parameters):
+    class Foreign(torch.optim.Optimizer):
+        """Writes to weights as kernels of other libraries do, which tell torch nothing."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(1.0)
 
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.add_(1.0)
+    return Foreign(parameters, {})
 
 
 @pytest.mark.parametrize("named", [{}, {"weights": "w"}], ids=["by content", "by the user"])
 @pytest.mark.parametrize(
-    "make", [lambda each: torch.optim.AdamW(each, lr=0.1, fused=True), _Foreign], ids=["fused", "foreign"]
+    "make", [lambda each: torch.optim.AdamW(each, lr=0.1, fused=True), _foreign], ids=["fused", "foreign"]
 )
 def test_steps_of_optimizers_that_count_no_versions_are_seen(make, named):
     model, other = make_model(), make_model()
@@ -247,22 +252,21 @@ def test_adapters_of_another_method_count_whole():
     assert identity.current() == plain
 
 
-class Packed(torch.nn.Linear):
-    """A quantised layer that keeps its scales beside its parameters."""
-
-    def __init__(self, scale):
-        super().__init__(4, 4)
-        torch.nn.init.ones_(self.weight)
-        torch.nn.init.ones_(self.bias)
-        self._scale = scale
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = torch.full((2,), self._scale)
-        destination[prefix + "kind"] = "nf4"
-
-
 def test_what_quantised_layers_keep_beside_their_weights_counts():
+    class Packed(torch.nn.Linear):
+        """A quantised layer that keeps its scales beside its parameters."""
+
+        def __init__(self, scale):
+            super().__init__(4, 4)
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.ones_(self.bias)
+            self._scale = scale
+
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "scale"] = torch.full((2,), self._scale)
+            destination[prefix + "kind"] = "nf4"
+
     def packed(scale):
         model = make_model()
         model.model.packed = Packed(scale)
@@ -342,7 +346,7 @@ def test_a_model_that_keeps_more_than_it_is_given_is_refused():
 def test_where_positions_depend_on_the_length_of_the_text():
     assert length_limit(make_model().config) == 0
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert length_limit(LlamaConfig(**CONFIG, rope_parameters=rope)) == 512
+    assert length_limit(transformers.LlamaConfig(**CONFIG, rope_parameters=rope)) == 512
     assert length_limit(type("Config", (), {"rope_parameters": {"sliding": rope, "full": {}}})()) == 1
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from kvf_layouts.dynamic_cache import DynamicCacheLayout  # noqa: E402
-from kvf_transformers.view import CacheView  # noqa: E402
+from kvf_layouts.dynamic_cache import DynamicCacheLayout
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global CacheView, torch
+    import torch
+
+    from kvf_transformers.view import CacheView
 
 
 def test_every_group_layer_and_plane_is_what_the_declaration_means() -> None:

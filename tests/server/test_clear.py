@@ -47,7 +47,8 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
                 answered.set()
             assert reply.hit_tokens == 256, "CLEAR was over before another client was answered"
             # What is in use at its turn stays.
-            assert cleaner.answer(clear, "CLEAR") == m.Cleared(objects=OTHERS + 1, in_use=1)
+            cleared = cleaner.answer(clear, "CLEAR")
+            assert (cleared.objects, cleared.in_use) == (OTHERS + 1, 1)
 
 
 def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,6 @@ def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) ->
             pauses.append(seconds)
 
         monkeypatch.setattr(manager_module, "time", SimpleNamespace(sleep=store_again, monotonic=time.monotonic))
-        assert storage.clear() == (OTHERS, 0)
+        assert storage.clear()[:2] == (OTHERS, 0)
         assert len(pauses) == 2
         assert storage.which_present([*keys, packed_key(OTHERS)]) == [True] + [False] * (OTHERS - 1) + [True]

@@ -40,7 +40,7 @@ def test_the_eight_scalars_name_the_namespace_on_both_sides(client: WireClient) 
     payload = m.RegisterNonGpuContextPayload(7, "tiny", 2, 16, 4, 64, "bfloat16", True)
     registered = client.call("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)
     assert registered.namespace == non_gpu_namespace(payload, client.hello.hasher_fingerprint, client.hello.chunk_size)
-    assert registered.desc.shape == (1, 4, 256, 64)
+    assert registered.desc.groups[0].shape == (1, 4, 256, 64)
     instance = client.status()["instances"][0]
     assert instance["mla"] is True
     assert instance["dtype"] == "bfloat16"
@@ -160,9 +160,11 @@ def test_pins_keep_objects_over_clear(client: WireClient) -> None:
     key = key_for(registered, TOKENS)
     client.store(key, b"z")
     ticket = client.lookup(key_for(registered, TOKENS[:512])).ticket
-    assert client.call("CLEAR", m.Clear()) == m.Cleared(objects=2, in_use=2)
+    first = client.call("CLEAR", m.Clear())
+    assert (first.objects, first.in_use) == (2, 2)
     client.call("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
-    assert client.call("CLEAR", m.Clear()) == m.Cleared(objects=2, in_use=0)
+    second = client.call("CLEAR", m.Clear())
+    assert (second.objects, second.in_use, second.nbytes) == (2, 0, first.nbytes)
     assert client.retrieve(key) is None
 
 

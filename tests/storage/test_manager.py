@@ -117,9 +117,9 @@ def test_clear_leaves_what_is_in_use(make_node: Callable[..., Node]) -> None:
     node.write(K[:4])
     lease = node.manager.pin(K[1:2], owner=OWNER, request_id="", lease_s=30.0)
     assert lease is not None
-    assert node.manager.clear() == (3, 1)
+    assert node.manager.clear()[:2] == (3, 1)
     node.manager.unpin(lease.id, owner=OWNER)
-    assert node.manager.clear() == (1, 0)
+    assert node.manager.clear()[:2] == (1, 0)
     assert node.l1("fragmentation") == 0.0
     assert node.l1("largest_free_bytes") == node.manager.capacity
 

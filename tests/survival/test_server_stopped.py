@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.client.scheduler import LookupResult  # noqa: E402
-from tests.client.test_adapters import Engine  # noqa: E402
+from tests.client.engine import Engine  # noqa: E402
 from tests.client.test_hazards import Gate  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402

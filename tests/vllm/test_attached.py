@@ -7,25 +7,30 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvf_vllm import attach  # noqa: E402
-from kvf_vllm.attach import AttachedInstance  # noqa: E402
-from kvf_vllm.canonical import CanonicalBlocks, LayerForm  # noqa: E402
-from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors  # noqa: E402
-from kvf_vllm.lookups import ServerLookups  # noqa: E402
-from kvf_vllm.options import VllmOptions  # noqa: E402
-from kvf_vllm.scheduler import SchedulerSide  # noqa: E402
-from kvf_vllm.step_messages import StepPlan  # noqa: E402
-from kvf_vllm.worker import WorkerSide  # noqa: E402
-from kvframework.api.layout import NO_BLOCK  # noqa: E402
-from kvframework.client import KVClient, KvIdentity, WorkerAdapter  # noqa: E402
-from kvframework.errors import BadLayout  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
-from tests.vllm.stand_ins import FakeRequest  # noqa: E402
+from kvf_vllm import attach
+from kvf_vllm.attach import AttachedInstance
+from kvf_vllm.canonical import CanonicalBlocks, LayerForm
+from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors
+from kvf_vllm.lookups import ServerLookups
+from kvf_vllm.options import VllmOptions
+from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.step_messages import StepPlan
+from kvf_vllm.worker import WorkerSide
+from kvframework.api.layout import NO_BLOCK
+from kvframework.client import KVClient, KvIdentity, WorkerAdapter
+from kvframework.errors import BadLayout
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.vllm.stand_ins import FakeRequest
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 BLOCKS, HEADS, BLOCK, DIM = 32, 2, 16, 8
 CHUNK = 32

@@ -6,27 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from kvf_cpu_gather.context import CpuGather  # noqa: E402
-from kvf_cpu_gather.kernel import load_kernel  # noqa: E402
-from kvf_layouts.paged import PagedLayout  # noqa: E402
-from kvf_layouts.rules import PagedRule  # noqa: E402
-from kvf_vllm.canonical import AXES, CanonicalBlocks, LayerForm  # noqa: E402
-from kvf_vllm.layouts import GroupFacts  # noqa: E402
-from kvf_vllm.proof import prove_planes  # noqa: E402
-from kvframework.api.keys import CacheKey  # noqa: E402
-from kvframework.api.transport import Registration  # noqa: E402
-from kvframework.client.transfers import checked_transfer  # noqa: E402
-from kvframework.errors import BadLayout  # noqa: E402
-from tests.plugins.arena_link import ArenaLink  # noqa: E402
-from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token  # noqa: E402
+from kvf_cpu_gather.kernel import load_kernel
+from kvf_layouts.paged import PagedLayout
+from kvf_layouts.rules import PagedRule
+from kvf_vllm.canonical import AXES, CanonicalBlocks, LayerForm
+from kvf_vllm.layouts import GroupFacts
+from kvframework.api.keys import CacheKey
+from kvframework.api.transport import Registration
+from kvframework.client.transfers import checked_transfer
+from kvframework.errors import BadLayout
+from tests.plugins.arena_link import ArenaLink
+from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global CpuGather, prove_planes, torch
+    import torch
+
+    from kvf_cpu_gather.context import CpuGather
+    from kvf_vllm.proof import prove_planes
+
 
 KERNELS = [None, load_kernel(2)]
 
@@ -130,7 +135,7 @@ class Engine:
     def objects(self, chunks: int) -> torch.Tensor:
         """What is stored, `[planes, layers, tokens, hidden]` of integers."""
         stored = [self.link.object_bytes(bytes([index]) * 32) for index in range(chunks)]
-        planes, layers, slots, _ = self.desc.shape
+        planes, layers, slots, _ = self.desc.groups[0].shape
         return torch.cat(
             [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(planes, layers, slots, -1) for each in stored], 2
         )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from tests.vllm.packing import engine_tensors, written_by_token  # noqa: E402
+from tests.vllm.packing import engine_tensors, written_by_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
 
 
 @pytest.mark.parametrize(

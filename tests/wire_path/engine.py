@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK, CHUNK = 16, 256
 PATIENCE_S = 30.0
@@ -17,6 +20,8 @@ class Engine:
     def __init__(
         self, client: KVClient, instance_id: int = 1, *, path: str = "auto", blocks: int = 64, wide: int = 8
     ) -> None:
+        import torch
+
         self.client = client
         self.kv = {f"layer{i}": torch.randn(2, blocks, BLOCK, 2, wide // 2) for i in range(2)}
         self.worker = WorkerAdapter(
@@ -46,4 +51,6 @@ class Engine:
 
     def tokens(self, blocks: list[int]) -> torch.Tensor:
         """[layers, planes, tokens, heads, dim] of the blocks."""
+        import torch
+
         return torch.stack([kv[:, blocks].flatten(1, 2) for kv in self.kv.values()])

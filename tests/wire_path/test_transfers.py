@@ -6,15 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from kvframework.api.transport import StoreOutcome  # noqa: E402
-from kvframework.client import KVClient  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
-from tests.wire_path.engine import CHUNK, Engine  # noqa: E402
-from tests.wire_path.remote import RemoteServer, clear, held, remote_server  # noqa: E402
+from kvframework.api.transport import StoreOutcome
+from kvframework.client import KVClient
+from tests.support.waiting import wait_until
+from tests.wire_path.engine import CHUNK, Engine
+from tests.wire_path.remote import RemoteServer, clear, held, remote_server
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
 
 TOKENS = list(range(700))
 BLOCKS, OTHERS = list(range(32)), list(range(63, 31, -1))

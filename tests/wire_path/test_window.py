@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")
 
 from kvf_cpu_gather.wire_batches import BATCH_BYTES, WINDOW_BATCHES, WINDOW_BYTES, Window, batches
 from kvf_cpu_gather.wire_staging import Staging

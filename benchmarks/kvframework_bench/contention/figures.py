@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import short_number
 from kvframework_bench.console import (
     format_latency,
     format_range,
@@ -162,7 +163,7 @@ def _spinning(shapes: list[SpinningShape]) -> Table:
                 f"{row.quiet_ratio_to_copy.median:.2f} x",
                 *format_ratio(row.ratio_to_copy),
                 f"{row.ratio_to_quiet.median:.2f} x",
-                f"{row.target_ratio:g} x",
+                f"{short_number(row.target_ratio)} x",
             )
     return table
 
@@ -178,7 +179,7 @@ def _storing(figures: StoringFigures) -> Table:
             f"{row.p50_ratio.median:.2f} x",
             format_range(row.p50_ratio),
             f"{row.p99_ratio:.2f} x",
-            f"{row.target_ratio:g} x",
+            f"{short_number(row.target_ratio)} x",
         )
     stored = f"{figures.stores.median:.0f} stores a round, {figures.gb_s.median:.2f} GB/s"
     table.add_row(f"the other stored ({figures.shape}, {ByteSize(figures.prompt_bytes)}): {stored}")

@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import short_number
 from kvframework_bench.console import format_latency, format_ratio, format_time, new_table, skipped_table
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Latency, Spread
@@ -155,7 +156,7 @@ def _transfers(engine: str, rows: list[TransferRow]) -> Table:
         cells = [str(row.block_tokens), str(ByteSize(row.fragment_bytes)), f"{row.chunks} ({ByteSize(row.nbytes)})"]
         for moved in (row.store, row.retrieve, row.both):
             cells += [f"{moved.gb_s.median:.2f}", *format_ratio(moved.ratio_to_reference)]
-        table.add_row(row.shape, *cells, f"{row.target_ratio:g} x")
+        table.add_row(row.shape, *cells, f"{short_number(row.target_ratio)} x")
     return table
 
 

@@ -8,6 +8,7 @@ import msgspec
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import short_number
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, new_table, skipped_table
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Latency, Spread
@@ -133,7 +134,7 @@ def _redis(figures: RedisFigures) -> Table:
             f"{name}, tier",
             *format_rate(row.tier_gb_s),
             *format_ratio(row.ratio_to_reference),
-            f"{row.target_ratio:g} x",
+            f"{short_number(row.target_ratio)} x",
         )
     return table
 

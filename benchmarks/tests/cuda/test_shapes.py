@@ -28,10 +28,7 @@ def planned(shape: CudaShape) -> tuple[set[int], int, int]:
     desc = layout.object_desc(declared, CHUNK_TOKENS)
     views = [
         [
-            [
-                PlacedView(v.data_ptr(), v.shape[0], cast("Any", tuple(s * v.element_size() for s in v.stride())))
-                for v in plane
-            ]
+            [PlacedView(v.data_ptr(), cast("Any", tuple(s * v.element_size() for s in v.stride()))) for v in plane]
             for plane in group
         ]
         for group in layout.block_views(declared, tensors)

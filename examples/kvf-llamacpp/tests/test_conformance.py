@@ -10,9 +10,10 @@ from kvframework.api.canary import EngineView
 from kvframework.api.layout import KVLayout
 from kvframework.errors import BadLayout
 from kvframework.testing import LayoutConformance
-from kvframework.testing.layout import LayoutSubject
+from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab
 
-LAYERS, CELLS, BLOCK, HEADS, DIM = 3, 20, 4, 2, 8
+BLOCK, HEADS, DIM = 4, 2, 8
+CELLS = 5 * BLOCK
 
 
 class GgmlView(EngineView):
@@ -44,35 +45,52 @@ class GgmlView(EngineView):
         cell = torch.arange(block * BLOCK, (block + 1) * BLOCK)[:, None, None]
         head, element = torch.arange(heads)[None, :, None], torch.arange(dim)[None, None, :]
         if role == 1 and self._v_trans:
-            places = (head * dim + element) * CELLS + cell
+            places = (head * dim + element) * tensor.shape[1] + cell
         else:
             places = cell * heads * dim + head * dim + element
         return tensor.view(-1), places
 
 
-def layer(*, v_trans: bool, value_heads: int = HEADS, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, ...]:
+def layer(
+    *,
+    v_trans: bool,
+    value_heads: int = HEADS,
+    dtype: torch.dtype = torch.float16,
+    cells: int = CELLS,
+    memory=torch.zeros,
+) -> tuple[torch.Tensor, ...]:
     hidden = value_heads * DIM
-    values = torch.zeros((hidden, CELLS) if v_trans else (CELLS, hidden), dtype=dtype)
-    return torch.zeros(CELLS, HEADS * DIM, dtype=dtype), values
+    values = memory(*((hidden, cells) if v_trans else (cells, hidden)), dtype=dtype)
+    return memory(cells, HEADS * DIM, dtype=dtype), values
 
 
+# The layers of a context by turns, and whether its values are transposed.
 CASES = {
-    "flash_attention": lambda: (False, [layer(v_trans=False) for _ in range(LAYERS)]),
-    "transposed_values": lambda: (True, [layer(v_trans=True) for _ in range(LAYERS)]),
-    "other_values": lambda: (True, [layer(v_trans=True, value_heads=3) for _ in range(LAYERS)]),
-    "bfloat16": lambda: (True, [layer(v_trans=True, dtype=torch.bfloat16) for _ in range(LAYERS)]),
-    "latent": lambda: (False, [layer(v_trans=False)[:1] for _ in range(LAYERS)]),
-    "mixed": lambda: (True, [layer(v_trans=True), layer(v_trans=True, value_heads=3), layer(v_trans=True)]),
+    "flash_attention": (False, [{}]),
+    "transposed_values": (True, [{}]),
+    "other_values": (True, [{"value_heads": 3}]),
+    "bfloat16": (True, [{"dtype": torch.bfloat16}]),
+    "latent": (False, [{}]),
+    "mixed": (True, [{}, {"value_heads": 3}, {}]),
 }
 
 
 class TestLlamaCpp(LayoutConformance):
+    use = "llamacpp"
+
     @pytest.fixture(params=CASES)
-    def subject(self, request: pytest.FixtureRequest) -> LayoutSubject:
-        v_trans, layers = CASES[request.param]()
-        caches = {f"l{index}": held for index, held in enumerate(layers)}
-        layout = LlamaCppLayout(head_dim=DIM, v_trans=v_trans)
-        return LayoutSubject(layout, LlamaCppLayout(), caches, BLOCK, GgmlView(caches, v_trans=v_trans))
+    def make_subject(self, request: pytest.FixtureRequest) -> MakeSubject:
+        v_trans, kinds = CASES[request.param]
+
+        def make(memory: Slab, layers: int, blocks: int) -> LayoutSubject:
+            caches = {}
+            for at in range(layers):
+                held = layer(v_trans=v_trans, cells=blocks * BLOCK, memory=memory, **kinds[at % len(kinds)])
+                caches[f"l{at}"] = held[:1] if request.param == "latent" else held
+            options = {"head_dim": DIM, "v_trans": v_trans}
+            return LayoutSubject(caches, BLOCK, GgmlView(caches, v_trans=v_trans), options)
+
+        return make
 
 
 def test_transposed_values_and_others_are_the_same_objects() -> None:

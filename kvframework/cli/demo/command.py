@@ -57,9 +57,9 @@ _app = typer.Typer(
     cls=QuickGroup,
     invoke_without_command=True,
     epilog=examples(
-        "kvframework demo                          a second process skips the prefill",
-        "kvframework demo --l2 redis               the server is killed in between",
-        "kvframework demo blend                    documents in another order than they were computed in",
+        "kvframework demo                    a second process skips the prefill",
+        "kvframework demo --l2 redis         the server is killed in between",
+        "kvframework demo blend              documents in another order",
     ),
 )
 
@@ -126,8 +126,8 @@ def demo(
 @_app.command(
     "blend",
     epilog=examples(
-        "kvframework demo blend                    a random Llama, nothing is downloaded",
-        "kvframework demo blend --l2 redis         the server is killed in between",
+        "kvframework demo blend              a random Llama, nothing is downloaded",
+        "kvframework demo blend --l2 redis   the server is killed in between",
         "kvframework demo blend --model DIR --share 0.2",
     ),
 )

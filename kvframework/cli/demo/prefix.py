@@ -3,6 +3,7 @@ first has computed. The CLI process imports neither torch nor the engine integra
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 
 from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
+from kvframework.cli.demo.progress import Progress
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts
 from kvframework.cli.demo.view import DemoView, moved
@@ -79,8 +81,11 @@ def _run_engine(name: str, arguments: list[str], directory: Path, view: DemoView
                     break
             step.done(moved(run) if run.hit_tokens else "a miss")
         with view.step(f"{name}: computes {run.prompt_tokens - run.hit_tokens} tokens of the prompt") as step:
+            progress = Progress(run.hit_tokens, run.prompt_tokens, time.monotonic())
             for event in events:
                 run.take(event)
+                if event["event"] == "computed":
+                    step.say(progress.at(event["tokens"], time.monotonic()))
                 if event["event"] == "first_token":
                     break
             step.done(f"TTFT {run.ttft_s:.2f} s in all")

@@ -98,21 +98,32 @@ class EngineProcess(DemoChild):
     def __init__(self, name: str, module: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
         super().__init__(name.replace(" ", "-"), [sys.executable, "-m", module, *arguments], directory, piped=True)
         self._timeout_s = timeout_s
+        self._late = False
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the engine's events as they happen, up to its end. Raises `DemoFailed` if it ends with an error."""
         assert self._process.stdout is not None
-        watchdog = threading.Timer(self._timeout_s, self._process.kill)
+        watchdog = threading.Timer(self._timeout_s, self._end_late)
         # An interrupt may come during the start; the process must still be able to end.
         watchdog.daemon = True
         try:
             watchdog.start()
             for line in self._process.stdout:
                 yield json.loads(line)
-            if self._process.wait() != 0:
+            status = self._process.wait()
+            if self._late:
+                raise DemoFailed(
+                    f"{self.name} was not done after {self._timeout_s:.0f} s, all the time that the demo gives it",
+                    hint="cut the prompt with --tokens, or choose a smaller model",
+                )
+            if status != 0:
                 raise self.failure(f"ended with status {self._process.returncode}")
         finally:
             watchdog.cancel()
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._process.kill()
 
 
 def _accepts(path: Path) -> bool:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvframework.api.options import ByteSize
 from kvframework.cli.demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, WayResult
+from kvframework.cli.numbers import short_number
 
 _NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}
 _COLUMNS = ("first token", "loaded", "recomputed", "logits off", "KL", "token")
@@ -51,7 +52,7 @@ def show_blend(result: BlendResult, console: Console) -> None:
 
 
 def _off(done: WayResult) -> tuple[str, str, str]:
-    return f"{done.distance:.2%}", f"{done.divergence:.2g}", "same" if done.same_token else "other"
+    return f"{done.distance:.2%}", f"{short_number(done.divergence, 2)}", "same" if done.same_token else "other"
 
 
 def _recomputed(done: WayResult) -> str:

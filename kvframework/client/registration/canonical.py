@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvframework.api.keys import CacheKey
-from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.transfers import bare_transfer
@@ -23,16 +22,8 @@ class CanonicalInstance:
     registration: Registration
 
     @property
-    def instance_id(self) -> int:
-        return self.registration.instance_id
-
-    @property
     def namespace(self) -> bytes:
         return self.registration.namespace
-
-    @property
-    def desc(self) -> MemoryLayoutDesc:
-        return self.registration.desc
 
     def transfer(self, key: CacheKey) -> Transfer:
         """Return the transfer of the key's tokens, for `KVClient.prepare_store` and `prepare_load`: it has no blocks,

@@ -53,7 +53,7 @@ class ServerDrivenTransfers:
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
         context, grid, blocks = self._checked(client, payload, storing=True)
-        wanted = grid.stored([each.first_chunk for each in blocks])
+        wanted = grid.stored([each.first // each.per_object for each in blocks])
         sized = grid.sized()
         result = self._storage.reserve(
             [sized[index] for index in wanted],

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.api.codec import NO_CODEC
@@ -89,9 +90,42 @@ class L2Store:
             calls = ("usage", "put") if self._keeps_room else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
-    def delete(self, keys: Sequence[PackedKey]) -> int:
-        """Delete values; return the number that existed."""
-        return run(self.delete_steps(keys))
+    def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
+        """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
+        all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
+        sizes = dict(dropped)
+        if self.lists:
+            listing = self._calls.call(
+                "scan",
+                lambda at: {each.key: each.nbytes for each in self._tier.scan(deadline=at) if wanted(each.key)},
+                timeout_s=SCAN_S,
+            )
+            sizes |= run(listing)
+        keys = list(sizes)
+        deleted: list[PackedKey] = []
+        for first in range(0, len(keys), DELETE_AT_ONCE):
+            part = keys[first : first + DELETE_AT_ONCE]
+            outcomes = run(self._each("delete", part, partial(self._delete, part)))
+            deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
+        return len(deleted), sum(sizes[key] for key in deleted)
+
+    def listed_namespaces(self) -> set[bytes]:
+        """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
+        if not self.lists:
+            return set()
+        return run(
+            self._calls.call(
+                "scan", lambda at: {each.key[:16] for each in self._tier.scan(deadline=at)}, timeout_s=SCAN_S
+            )
+        )
+
+    @property
+    def lists(self) -> bool:
+        """Whether the tier can list its values."""
+        return "scan" in self.capabilities
+
+    def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
+        return self._tier.delete(keys, deadline=deadline)
 
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
         outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))

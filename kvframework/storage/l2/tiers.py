@@ -1,23 +1,24 @@
 """All L2 tiers in their order: reports events of L1 to each tier's writer, and gives prefetch the stores.
 
-Events come from the serving thread and the storage threads; none of the methods blocks but `delete` and `drain`.
+Events come from the serving thread and the storage threads; of the methods only `clear`, `learn` and `drain` block.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
 from kvframework.bounded_close import call_within
 from kvframework.errors import TierError
 from kvframework.storage.l2.l1_interface import L1
-from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
+from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
 from kvframework.storage.l2.writer import TierWriter
-from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
 
 log = logging.getLogger(__name__)
 
@@ -91,17 +92,33 @@ class Tiers:
         for writer in self._watching_l1:
             writer.removed(key)
 
-    def delete(self, keys: Sequence[PackedKey]) -> None:
-        """Delete in every tier. Blocking; raises `TierError`, after all were asked, if one failed."""
+    def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
+        """Clear every tier, see `L2Store.clear`: (values deleted, their bytes). Blocking; raises `TierError`, after all
+        were asked, if one failed."""
         failure: TierError | None = None
-        for store in self.stores if keys else ():
+        values = nbytes = 0
+        for store in self.stores:
             try:
-                for first in range(0, len(keys), DELETE_AT_ONCE):
-                    store.delete(keys[first : first + DELETE_AT_ONCE])
+                found = store.clear(dropped, wanted)
             except TierError as error:
                 failure = error
+            else:
+                values, nbytes = values + found[0], nbytes + found[1]
         if failure is not None:
             raise failure
+        return values, nbytes
+
+    def learn(self, records: NamespaceRecords) -> None:
+        """Add the records of the namespaces that are in tiers which can list their values. Blocking; raises
+        `TierError`."""
+        for store in self.stores:
+            for namespace in store.listed_namespaces():
+                if records.get(namespace) is None:
+                    value = bytearray(RECORD_BYTES)
+                    (there,) = run(store.get_steps([record_key(namespace)], [memoryview(value)]))
+                    record = decode_record(bytes(value)) if there else None
+                    if record is not None:
+                        records.add(namespace, record, learned=True)
 
     def status(self) -> list[dict[str, object]]:
         return [

@@ -25,6 +25,7 @@ create table mappings(id integer primary key, allocation integer, process intege
 create table events(id integer primary key, device text, process integer, token blob, recorded integer default 0,
                     reached integer default 0, destroyed integer default 0, error text default '');
 create table openings(id integer primary key, event integer, process integer);
+create table streams(id integer primary key, process integer);
 create table queued(id integer primary key, device text, process integer, stream integer, writes integer, what text,
                     spans blob);
 create table faults(id integer primary key, kind text, device text, remaining integer, hits integer default 0);

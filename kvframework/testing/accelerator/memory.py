@@ -13,7 +13,6 @@ from kvframework.testing.accelerator.ledger import Ledger, Spans, merged
 
 _PROCESS_BITS = 44
 _ALIGNMENT = 512
-_GAP = 4096  # so that running over an end hits no region
 
 
 class Region(NamedTuple):
@@ -53,9 +52,9 @@ class AddressSpace:
                 used = self._ledger.one("select 1 from mappings where allocation = ?", allocation) is not None
                 if not used and (freed or not self._ledger.lives(owner)):
                     continue
-                if at >= start + nbytes + _GAP:
+                if at >= start + nbytes:
                     break
-                start = max(start, -(-(at + size + _GAP) // _ALIGNMENT) * _ALIGNMENT)
+                start = max(start, -(-(at + size) // _ALIGNMENT) * _ALIGNMENT)
             if start + nbytes > len(self._memory[device]):
                 raise AcceleratorError(f"out of memory: {nbytes} bytes of device {device}")
             row = self._ledger.insert(
@@ -140,8 +139,9 @@ class AddressSpace:
 
     def _add(self, nbytes: int, device: str, start: int, allocation: int, mapping: int | None) -> int:
         region = Region(self._next, nbytes, device, start, allocation, mapping)
-        # Addresses are never reused, so that those of freed memory stay invalid.
-        self._next += -(-(nbytes + _GAP) // _ALIGNMENT) * _ALIGNMENT
+        # Addresses are never reused, so that those of freed memory stay invalid. As on real devices, one allocation may
+        # follow another, and a fragment over the end of one is a mistake all the same.
+        self._next += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         bisect.insort(self._regions, region)
         return region.address
 

@@ -114,6 +114,10 @@ class SimulatedNode:
         rows += self._ledger.all("select process from openings")
         return sum(self._ledger.lives(process) for (process,) in rows)
 
+    def streams(self) -> int:
+        """Return how many streams living processes have made and not destroyed, without their default ones."""
+        return sum(self._ledger.lives(process) for (process,) in self._ledger.all("select process from streams"))
+
     def mappings(self) -> int:
         """Return how many allocations are open in living processes other than their owners."""
         rows = self._ledger.all("select process from mappings")

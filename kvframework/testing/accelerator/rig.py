@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["SimulatedRig"]
 
 LATER_S = 0.2
-LEAD_BYTES = 1280
+LEAD_BYTES = 1536
 
 
 class SimulatedRig(TransportRig):
@@ -46,11 +46,15 @@ class SimulatedRig(TransportRig):
         self._runtime = runtime
         self._node = SimulatedNode.attached(node)
         self._held_from = 0
+        self._lead = 0
         self._holds_writes = False
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        # Not at the beginning, as with an allocator that cuts parts from a slab.
-        address = self._runtime.allocate(self.device, LEAD_BYTES + math.prod(shape) * dtype_bytes(dtype)) + LEAD_BYTES
+        # Every other one not at the beginning, as with an allocator that cuts parts from a slab; the others follow the
+        # end of the one before.
+        self._lead = LEAD_BYTES - self._lead
+        nbytes = self._lead + math.prod(shape) * dtype_bytes(dtype)
+        address = self._runtime.allocate(self.device, nbytes) + self._lead
         return DeviceTensor(self._runtime, address, shape, contiguous(shape), dtype)  # type: ignore[return-value]
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
@@ -119,6 +123,17 @@ class SimulatedRig(TransportRig):
 
     def events(self) -> int:
         return self._node.events()
+
+    def streams(self) -> int:
+        return self._node.streams()
+
+    def elsewhere(self) -> TransportRig:
+        if len(self._node.devices) < 2:
+            raise NotImplementedError("the node has one device")
+        at = (self._runtime.devices.index(self.device) + 1) % len(self._runtime.devices)
+        node = str(self._node.path)
+        options = self.engine_options
+        return SimulatedRig(self._runtime, node, self.transport, plugins=self.plugins, options=options, device=at)
 
     def close(self) -> None:
         self._node.close()

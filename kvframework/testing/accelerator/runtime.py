@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvframework.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse
-from kvframework.testing.accelerator.ledger import Ledger
+from kvframework.testing.accelerator.ledger import Ledger, merged
 from kvframework.testing.accelerator.memory import AddressSpace
 from kvframework.testing.accelerator.node import NODE_VARIABLE
 from kvframework.testing.accelerator.streams import Event, Stream, wait_until_reached
@@ -116,7 +116,7 @@ class Accelerator:
         if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own handle")
         if owner_device != device:
-            raise self._misuse("wrong_device", f"open: memory of {owner_device} on {device}")
+            raise AcceleratorError(f"open: memory of {owner_device} on {device}")
         if freed or not self._ledger.lives(process):
             raise AcceleratorError("open: the memory was freed, or its process has ended")
         if nbytes > size:
@@ -142,6 +142,11 @@ class Accelerator:
     # streams and events
 
     def stream(self, device: str) -> Stream:
+        stream = self._new_stream(device)
+        stream.row = self._ledger.insert("insert into streams(process) values(?)", self.process)
+        return stream
+
+    def _new_stream(self, device: str) -> Stream:
         self.check(device)
         with self._lock:
             seed = f"{self._seed}/{device}"
@@ -152,6 +157,7 @@ class Accelerator:
     def destroy_stream(self, stream: Stream) -> None:
         """End the stream once its queued work is done. Does not wait."""
         stream.end_later()
+        self._ledger.run("delete from streams where id = ?", stream.row)
 
     def default_stream(self, device: str) -> Stream:
         return self._named_stream("default", device)
@@ -269,8 +275,9 @@ class Accelerator:
         what = f"a copy {'from' if to_host else 'to'} the device"
         with self._lock:
             spans, regions = self._space.spans(addresses, length, stream.device, what)
-            for offset in (min(offsets, default=0), max(offsets, default=0)):
-                if not any(low <= offset and offset + length <= high for low, high in self._pinned):
+            pinned = merged(iter(self._pinned))
+            for offset in {min(offsets, default=0), max(offsets, default=0)}:
+                if not any(low <= offset and offset + length <= high for low, high in pinned):
                     raise self._misuse("not_pinned", f"{what}: host memory at {offset} is not registered")
             at = [self._space.offset(address, what) for address in addresses]
         queued = self._ledger.queue(
@@ -341,7 +348,7 @@ class Accelerator:
     def _named_stream(self, name: str, device: str) -> Stream:
         with self._lock:
             if (name, device) not in self._named:
-                self._named[name, device] = self.stream(device)
+                self._named[name, device] = self._new_stream(device)
             return self._named[name, device]
 
     def _begin(self, device: str, queued: int, what: str) -> None:

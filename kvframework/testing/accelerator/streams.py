@@ -45,6 +45,8 @@ class Stream:
         self._open.set()
         self._holds: list[threading.Event] = []
         self.error = ""
+        # Its row in the ledger, of a stream that has to be destroyed.
+        self.row: int | None = None
         self._thread = threading.Thread(target=self._run, name=f"sim-stream-{number}", daemon=True)
         self._thread.start()
 

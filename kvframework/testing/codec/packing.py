@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from kvframework.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
 _OBJECTS = st.binary(max_size=5000) | st.builds(
     lambda piece, times: piece * times, st.binary(max_size=40), st.integers(0, 900)
 )
+_TIMES = 200
 _ELSEWHERE = """
 import sys
 data = bytes(number * number % 251 for number in range(50_000))
@@ -99,6 +103,35 @@ class PackingTests(CodecKit):
             self.must_unpack(other, self.pack(codec, data), data, f"{content}, by a codec without options")
             self.must_unpack(codec, self.pack(other, data), data, f"{content}, packed without options")
 
+    def test_objects_that_differ_in_one_byte_are_different(self, codec: Codec) -> None:
+        """What is remembered by length, ends, address or a part of the bytes is another object's."""
+        held = bytearray(CONTENTS["noise"][:20_000])
+        with memoryview(held) as view:
+            for at in (0, 1, 63, 64, 4095, 4096, 9_999, 10_000, 19_935, 19_998, 19_999):
+                held[at] ^= 0x55
+                packed = b"".join(self.parts_of(codec, view))
+                self.must_unpack(codec, packed, bytes(held), f"which differs from the one before in byte {at}")
+
+    def test_it_keeps_nothing_of_its_calls(self, codec: Codec) -> None:
+        def use(times: int) -> None:
+            for index in range(times):
+                data = CONTENTS["numbers"][index : 8000 + index]
+                self.must_unpack(codec, self.pack(codec, data), data)
+
+        def held() -> int:
+            return threading.active_count() + len(os.listdir("/proc/self/fd"))
+
+        tracemalloc.start()
+        try:
+            use(_TIMES)
+            before, opened = tracemalloc.get_traced_memory()[0], held()
+            use(_TIMES)
+            grown, opened = tracemalloc.get_traced_memory()[0] - before, held() - opened
+        finally:
+            tracemalloc.stop()
+        assert grown < _TIMES * 100, f"{grown} bytes are kept of {_TIMES} objects"
+        assert opened < _TIMES // 4, f"{opened} descriptors and threads are kept of {_TIMES} objects"
+
     def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
         """The other process stands for the server before a restart, or another node."""
         data = bytes(number * number % 251 for number in range(50_000))
@@ -110,7 +143,7 @@ class PackingTests(CodecKit):
 
         def work(seed: int) -> None:
             data = random.Random(seed).randbytes(50 + 97 * seed) * 100  # noqa: S311  fixed content
-            for _ in range(25):
+            for _ in range(60):
                 parts = self.parts_of(codec, memoryview(data))
                 packed = b"".join(parts)
                 self.must_unpack(codec, packed, data, "while other threads pack and unpack")

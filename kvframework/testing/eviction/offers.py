@@ -41,7 +41,7 @@ class OfferTests(EvictionKit):
         keys = fresh_keys(40)
         for policy in policies:
             insert(policy, keys)
-        for batch in (keys[5:30], keys[::-3], [*keys[7:9], *keys[8:10]], keys[:1] * 5, []):
+        for batch in (keys[5:30], keys[::-3], [*keys[7:9], *keys[8:10]], keys[:1] * 5, [*keys[3:6], keys[3]], []):
             for key in batch:
                 one_by_one.on_access(key)
                 again.on_access(key)

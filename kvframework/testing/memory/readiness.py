@@ -19,8 +19,10 @@ class ReadinessTests(MemoryKit):
         """`start` returns before the first piece has been taken; the end reported for each piece is above the one
         before."""
         memory = make_memory(SIZES[size])
-        started, ends, threads = threading.Event(), [], set()
+        started = threading.Event()
+        ends: list[int] = []
         late: list[int] = []
+        threads: set[int] = set()
 
         def on_ready(end: int) -> None:
             if not late and not started.wait(self.patience_s):

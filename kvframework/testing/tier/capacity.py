@@ -9,6 +9,7 @@ import pytest
 
 from kvframework.api.tier import Tier
 from kvframework.errors import TierError
+from kvframework.testing.tier.concurrency import turns
 from kvframework.testing.tier.kit import DELETED, FAILED, MISSING, STORED, TierKit
 
 LARGEST = 64 << 20
@@ -160,7 +161,8 @@ class CapacityTests(TierKit):
         most: list[int] = []
 
         def work() -> None:
-            for key in self.fresh_keys(25):
+            for _ in turns(25):
+                (key,) = self.fresh_keys(1)
                 for size in (nbytes, 10):  # replaced
                     fillable.put([key], [[memoryview(bytes(size))]], deadline=self.soon())
                     most.append(self.used_of(fillable))

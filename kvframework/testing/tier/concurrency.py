@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,6 +18,19 @@ sized = pytest.mark.parametrize(("rounds", "size"), SIZES)
 
 # As many threads as a busy server has for one tier: loads, writes, and those that clear.
 THREADS = 12
+
+
+# Seconds for which a tier that is quick goes on, so that threads meet in the middle of its calls.
+LEAST_S = 0.7
+
+
+def turns(least: int) -> Iterator[int]:
+    """Return numbers: at least so many, and for at least `LEAST_S`."""
+    end = time.monotonic() + LEAST_S
+    for turn in itertools.count():
+        if turn >= least and time.monotonic() >= end:
+            return
+        yield turn
 
 
 class ConcurrencyTests(TierKit):
@@ -73,7 +88,7 @@ class ConcurrencyTests(TierKit):
             self.store(watched, key, b"\x09" * size)
 
         def write(byte: int) -> None:
-            for _ in range(rounds):
+            for _ in turns(rounds):
                 values = [bytes([byte]) * lengths[byte] for _ in keys]
                 assert watched.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
 
@@ -95,8 +110,8 @@ class ConcurrencyTests(TierKit):
         at = self.fresh_keys(1)  # the key that is being written
 
         def write() -> None:
-            for key in self.fresh_keys(rounds):
-                at[0] = key
+            for _ in turns(rounds):
+                (key,) = at[:] = self.fresh_keys(1)
                 self.store(watched, key, value)
                 assert watched.contains([key], deadline=self.soon()) == [FOUND]
 
@@ -114,7 +129,7 @@ class ConcurrencyTests(TierKit):
         keys, value = self.fresh_keys(3), b"\x07" * size
 
         def write() -> None:
-            for _ in range(rounds):
+            for _ in turns(rounds):
                 assert watched.put(keys, self.parts_of([value] * 3), deadline=self.soon()) == [STORED] * 3
                 assert watched.delete(keys, deadline=self.soon()) == [DELETED] * 3
 
@@ -147,8 +162,8 @@ class ConcurrencyTests(TierKit):
         self.store(watched, stored, b"first")
 
         def write() -> None:
-            for turn in range(150):
-                value = b"%d of 150" % turn
+            for turn in turns(150):
+                value = b"turn %d" % turn
                 self.store(watched, stored, value)
                 self.must_load(watched, stored, value, "a touch undid a put")
                 self.store(watched, deleted, value)
@@ -162,7 +177,8 @@ class ConcurrencyTests(TierKit):
 
     def test_every_value_of_concurrent_writers_is_kept(self, watched: Tier) -> None:
         def work(seed: int, kept: list[tuple[bytes, bytes]]) -> None:
-            for turn, key in enumerate(self.fresh_keys(30)):
+            for turn in turns(100):
+                (key,) = self.fresh_keys(1)
                 self.store(watched, key, b"%d.%d" % (seed, turn))
                 kept.append((key, b"%d.%d" % (seed, turn)))
 

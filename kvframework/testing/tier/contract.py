@@ -44,7 +44,7 @@ class ContractTests(TierKit):
         assert received == nbytes
         self.must_be([found], [value])
 
-    @pytest.mark.parametrize("value", _PECULIAR, ids=repr)
+    @pytest.mark.parametrize("value", _PECULIAR, ids=range(len(_PECULIAR)))
     def test_a_peculiar_value_comes_back(self, watched: Tier, value: bytes) -> None:
         (key,) = self.fresh_keys(1)
         self.store(watched, key, value)
@@ -97,6 +97,12 @@ class ContractTests(TierKit):
         self.store(watched, key, b"old value, and longer")
         self.store(watched, key, value)
         self.must_load(watched, key, value)
+
+    def test_what_was_replaced_by_as_many_bytes_is_replaced(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        for value in (b"one value", b"a new one", b"a new two"):
+            self.store(watched, key, value)
+            self.must_load(watched, key, value, "an older value of the same length")
 
     def test_keys_that_differ_in_one_bit_are_different(self, watched: Tier) -> None:
         for at in (0, 15, 16, 31, 32, 36, 40, PACKED_KEY_BYTES - 1):

@@ -40,11 +40,16 @@ for number in itertools.cycle({lengths!r}):
 class CrashTests(TierKit):
     """A value is visible whole or not at all, also to other processes and after a crash."""
 
-    def test_a_writer_that_is_killed_leaves_whole_values(self) -> None:
+    @pytest.fixture
+    def resolved(self) -> None:
+        """With `use`: the plugin is there, and takes the options."""
+        if self.use:
+            self.resolve()
+
+    def test_a_writer_that_is_killed_leaves_whole_values(self, resolved: None) -> None:
         """With `use`: another process makes the tier by its name and options."""
         if not (self.use and (self.persistent or self.is_shared)):
             pytest.skip("no value outlives a process, or the tier has no plugin's name")
-        self.resolve()
         chance = random.Random(5)  # noqa: S311  moments to kill at
         for _ in range(_KILLS):
             with subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:

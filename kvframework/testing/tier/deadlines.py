@@ -107,12 +107,12 @@ class DeadlineTests(TierKit):
         values = [b"%03d" % index * 3000 for index in range(len(keys))]
         watched.put(keys, self.parts_of(values), deadline=self.soon())
         other = [b"%03d" % index * 3000 for index in range(len(keys))]
-        for step in range(10):
+        for step in range(20):
             buffers = [bytearray(len(value)) for value in values]
             with contextlib.suppress(TierError):
-                watched.get_into(keys, self.parts_of(buffers), deadline=time.monotonic() + step / 5000)
+                watched.get_into(keys, self.parts_of(buffers), deadline=time.monotonic() + max(step - 12, 0) / 5000)
             self.must_load(watched, keys[step], values[step], "the answer of a late call, or none")
             with contextlib.suppress(TierError):
-                watched.put(keys, self.parts_of(other), deadline=time.monotonic() + step / 5000)
+                watched.put(keys, self.parts_of(other), deadline=time.monotonic() + max(step - 12, 0) / 5000)
             self.in_threads(lambda step=step: self.store(watched, keys[step], values[step]))  # type: ignore[misc]
             self.must_load(watched, keys[step], values[step], "a late put went on after it had ended")

@@ -19,12 +19,13 @@ from kvframework.testing import needs_pytest  # noqa: F401 - says what to instal
 from kvframework.testing.transport.content import Content
 from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
+from kvframework.testing.transport.memory import Memory
 from kvframework.testing.transport.order import Order
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 from kvframework.testing.transport.streams import Streams
 
 
-class TransportConformance(Content, Order, Streams, Faults, Life):
+class TransportConformance(Content, Memory, Order, Streams, Faults, Life):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 

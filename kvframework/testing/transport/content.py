@@ -10,6 +10,7 @@ from kvframework.errors import BadBlockIds, BadRange
 from kvframework.testing.transport.cases import CASES, CHUNK, PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S
+from kvframework.testing.transport.outcomes import must_miss, must_succeed
 
 NHD = PAGED["nhd"]
 
@@ -28,32 +29,32 @@ class Content(TransportKit):
         engine = make_engine(CASES[case])
         request = engine.request()
         stored = engine.store(request, engine.source())
-        assert stored.result(PATIENCE_S).ok
-        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
+        must_succeed(stored)
+        must_succeed(engine.load(request, engine.target()))
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        assert engine.differences() == []
+        engine.must_be_right()
 
     def test_another_instance_loads_what_was_stored(self, make_engine: MakeEngine, case: str) -> None:
         one, other = make_engine(CASES[case]), make_engine(CASES[case])
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S).ok
-        assert other.load(request, other.target()).result(PATIENCE_S).ok
+        must_succeed(one.store(request, one.source()))
+        must_succeed(other.load(request, other.target()))
         other.expect_loaded(one.model, one.source(), other.target())
-        assert other.differences() == []
-        assert one.differences() == [], "a store changes nothing"
+        other.must_be_right()
+        one.must_be_right("a store changes nothing")
 
     def test_skipped_tokens_are_not_written(self, make_engine: MakeEngine, case: str) -> None:
         groups = CASES[case]
         whole = max(group.block_size for group in groups) if any(group.opaque for group in groups) else 1
         engine = make_engine(groups)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        must_succeed(engine.store(request, engine.source()))
         # The longest first, so that no load finds its skipped tokens written already.
         for skip in (3 * CHUNK - 1, CHUNK + 6, CHUNK, 7, 1):
             skip -= skip % whole
-            assert engine.load(request, engine.target(), skip=skip).result(PATIENCE_S).ok
+            must_succeed(engine.load(request, engine.target(), skip=skip))
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
-            assert engine.differences() == [], f"{skip} tokens were skipped"
+            engine.must_be_right(f"{skip} tokens were skipped")
 
     def test_one_block_is_gathered_for_the_canary(self, make_engine: MakeEngine, case: str) -> None:
         """The canary receives the canonical bytes of a block, through the path that stores take."""
@@ -70,46 +71,46 @@ class Content(TransportKit):
 
         one = make_engine([replace(NHD[0], axes=("plane", "block", "token", "head", "dim"))])
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S).ok
+        must_succeed(one.store(request, one.source()))
         for axes in (("block", "head", "token", "dim"), ("layer", "block", "dim", "plane", "head", "token")):
             other = make_engine([replace(NHD[0], axes=axes)])
             assert other.registration.namespace == one.registration.namespace
-            assert other.load(request, other.target()).result(PATIENCE_S).ok
+            must_succeed(other.load(request, other.target()))
             other.expect_loaded(one.model, one.source(), other.target())
-            assert other.differences() == []
+            other.must_be_right()
 
     def test_only_missing_chunks_are_copied(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
         request = engine.request()
         middle = engine.source(CHUNK, 2 * CHUNK)
-        assert engine.store(request, middle, CHUNK, 2 * CHUNK).result(PATIENCE_S).ok
+        must_succeed(engine.store(request, middle, CHUNK, 2 * CHUNK))
         before = engine.snapshot()
         engine.overwrite()
         whole = engine.store(request, engine.source())
-        assert whole.result(PATIENCE_S).ok
+        must_succeed(whole)
         assert whole.result() == StoreOutcome(stored=2, present=1)
         after = engine.snapshot()
-        assert engine.load(request, engine.target()).result(PATIENCE_S).ok
+        must_succeed(engine.load(request, engine.target()))
         engine.expect_loaded(after, engine.source(), engine.target())
         engine.expect_loaded(before, middle, engine.target(CHUNK, 2 * CHUNK))
-        assert engine.differences() == []
+        engine.must_be_right()
 
     def test_a_part_of_what_is_stored_is_loaded(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        must_succeed(engine.store(request, engine.source()))
         end = 2 * CHUNK
-        assert engine.load(request, engine.target(CHUNK, end), CHUNK, end).result(PATIENCE_S).ok
+        must_succeed(engine.load(request, engine.target(CHUNK, end), CHUNK, end))
         engine.expect_loaded(engine.snapshot(), engine.source(CHUNK, end), engine.target(CHUNK, end))
-        assert engine.differences() == []
+        engine.must_be_right()
 
     def test_a_load_of_what_is_not_there_touches_nothing(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
         request = engine.request()
-        assert not engine.load(request, engine.target()).result(PATIENCE_S).ok
-        assert engine.store(request, engine.source(0, CHUNK), 0, CHUNK).result(PATIENCE_S).ok
-        assert not engine.load(request, engine.target()).result(PATIENCE_S).ok, "two chunks are missing"
-        assert engine.differences() == []
+        must_miss(engine.load(request, engine.target()))
+        must_succeed(engine.store(request, engine.source(0, CHUNK), 0, CHUNK))
+        must_miss(engine.load(request, engine.target()), "two chunks are missing")
+        engine.must_be_right()
 
     def test_blocks_that_a_window_gave_away_are_left_out(self, make_engine: MakeEngine) -> None:
         engine = make_engine(CASES["hybrid"])
@@ -118,7 +119,7 @@ class Content(TransportKit):
         ids[1] = [NO_BLOCK] * 5 + ids[1][5:]
         ids[2] = [NO_BLOCK] * 2 + ids[2][2:]
         stored = engine.store(request, ids)
-        assert stored.result(PATIENCE_S).ok
+        must_succeed(stored)
         assert stored.result() == StoreOutcome(stored=3 + 1 + 1 + 3)
 
     def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
@@ -142,7 +143,7 @@ class Content(TransportKit):
             with pytest.raises(BadRange):
                 engine.load(request, good, skip=skip)
         assert engine.hit(request) == 0
-        assert engine.differences() == []
+        engine.must_be_right()
 
     def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
         engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")]
@@ -159,4 +160,4 @@ class Content(TransportKit):
         assert all(load.result(PATIENCE_S) for load in loads)
         for engine in engines:
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-            assert engine.differences() == []
+            engine.must_be_right()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+import pytest
 
 from kvframework.api.futures import Future
 from kvframework.api.transport import BlockIds, LoadOutcome, StoreOutcome
@@ -30,6 +32,8 @@ def registry_for(rig: TransportRig) -> PluginRegistry:
 class KitEngine:
     """One instance: memory for `chunks` chunks twice over, with known content, behind a `WorkerAdapter`.
 
+    With `slab`, tensors of one shape and dtype are cut from one allocation.
+
     Blocks to store from and to load into are drawn from `seed`, so that ids are neither in order nor equal between
     groups. `model` is the expected content of the memory.
     """
@@ -44,6 +48,7 @@ class KitEngine:
         chunks: int = 3,
         seed: int = 0,
         model_name: str = "kit",
+        slab: bool = False,
     ) -> None:
         self.rig, self.client, self.groups, self.chunks = rig, client, groups, chunks
         tokens = chunks * CHUNK
@@ -51,8 +56,8 @@ class KitEngine:
         self.model = MemoryModel(groups, counts, seed)
         self._seed = seed
         self.tensors: dict[Name, Any] = {}
-        for name, shape in self.model.shapes.items():
-            self.tensors[name] = rig.empty(shape, groups[name[0]].dtype)
+        for name, tensor in self._allocated(slab):
+            self.tensors[name] = tensor
             rig.write(self.tensors[name], bytes(self.model.images[name]))
         opaque = any(group.opaque for group in groups)
         tables = [group.table(f"g{index}.*", index) for index, group in enumerate(groups)]
@@ -159,6 +164,12 @@ class KitEngine:
                 found.append(f"tensor {name}: {len(wrong)} of {len(expected)} bytes differ, first at {wrong[0]}")
         return found
 
+    def must_be_right(self, why: str = "a byte is wrong") -> None:
+        """Fail if the memory differs from the model."""
+        __tracebackhide__ = True
+        if found := self.differences():
+            pytest.fail(f"{why}: {'; '.join(found[:3])}")
+
     def close(self) -> None:
         self.worker.close()
 
@@ -172,6 +183,19 @@ class KitEngine:
             random.Random(seed + index).shuffle(ids)  # noqa: S311 - repeatable test data
             found.append(ids[(start + shift) // group.block_size : (self._end(end) + shift) // group.block_size])
         return found
+
+    def _allocated(self, slab: bool) -> Iterator[tuple[Name, Any]]:
+        if not slab:
+            for name, shape in self.model.shapes.items():
+                yield name, self.rig.empty(shape, self.groups[name[0]].dtype)
+            return
+        together: dict[tuple[str, tuple[int, ...]], list[Name]] = {}
+        for name, shape in self.model.shapes.items():
+            together.setdefault((self.groups[name[0]].dtype, shape), []).append(name)
+        for (dtype, shape), names in together.items():
+            # The last is before the first, so that addresses are not in the order of layers.
+            whole = self.rig.empty([len(names), *shape], dtype)
+            yield from zip(names[::-1], whole.unbind(0), strict=True)
 
     def _caches(self) -> Mapping[str, Any]:
         caches: dict[str, Any] = {}

@@ -25,6 +25,7 @@ from kvframework.testing.transport.node import (
     status_of,
     wait_until,
 )
+from kvframework.testing.transport.outcomes import must_miss, must_succeed
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 
 NHD = PAGED["nhd"]
@@ -48,26 +49,36 @@ class Life(TransportKit):
             assert engines[0].ask("store", 1) is True, "present"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
-        before, events = rig.open_elsewhere(), rig.events()
+        make_engine(NHD).close()  # the copier, which keeps its streams, runs from here on
+        before, events, streams = rig.open_elsewhere(), rig.events(), rig.streams()
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        for _ in range(3):
+            event = engine.overwrite(later=True)
+            must_succeed(engine.store(engine.request(), engine.source(), event=event))
+        must_succeed(engine.store(request, engine.source()))
+        must_succeed(engine.load(request, engine.target()))
         engine.close()
-        assert rig.open_elsewhere() == before, "unregistering is answered once the memory is closed"
-        assert rig.events() == events, "every event is closed and destroyed with its instance"
+        left = rig.open_elsewhere() - before
+        assert not left, f"{left} allocations are open: unregistering is answered once the memory is closed"
+        left = rig.events() - events
+        assert not left, f"{left} events are left: every event is closed and destroyed with its instance"
+        wait_until(
+            lambda: rig.streams() == streams, "the end of all streams of an instance that has ended", self.patience_s
+        )
 
     def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         """As an engine does that freed its memory and allocated other memory."""
         before = rig.open_elsewhere()
         one = make_engine(NHD)
         request = one.request()
-        assert one.store(request, one.source()).result(PATIENCE_S).ok
+        must_succeed(one.store(request, one.source()))
         stored = one.snapshot()
         one.close()
         other = make_engine(NHD)
-        assert other.load(request, other.target()).result(PATIENCE_S).ok
+        must_succeed(other.load(request, other.target()))
         other.expect_loaded(stored, one.source(), other.target())
-        assert other.differences() == []
+        other.must_be_right()
         other.close()
         assert rig.open_elsewhere() == before
 
@@ -101,8 +112,8 @@ class Life(TransportKit):
         wait_until(lambda: rig.open_elsewhere() == open_before, "the end of its mappings")
         request = bystander.request(seed)
         assert bystander.hit(request) == (0 if what == "store" else 3 * 16)
-        assert bystander.store(bystander.request(), bystander.source()).result(PATIENCE_S).ok
-        assert bystander.differences() == []
+        must_succeed(bystander.store(bystander.request(), bystander.source()))
+        bystander.must_be_right()
 
     def test_a_server_killed_in_mid_copy_is_a_miss(self, spec: RigSpec, rig: TransportRig) -> None:
         from kvframework.testing.transport.engine import KitEngine
@@ -114,7 +125,7 @@ class Life(TransportKit):
                 with client_of(rig, endpoint) as client:
                     engine = KitEngine(rig, client, 1, NHD, seed=1)
                     request = engine.request(1)
-                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+                    must_succeed(engine.store(request, engine.source()))
                     self._kill_in_mid_load(rig, server, engine)
                     server.close()
                     # The blocks may have any content now, but no copy writes to them any more.
@@ -123,13 +134,13 @@ class Life(TransportKit):
                     wait_until(
                         lambda: client.usable and _instances(client) == {1}, "the registration at the new server"
                     )
-                    assert engine.differences() == []
-                    assert not engine.load(request, engine.target()).result(PATIENCE_S).ok, "a new server is empty"
-                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+                    engine.must_be_right()
+                    must_miss(engine.load(request, engine.target()), "a new server is empty")
+                    must_succeed(engine.store(request, engine.source()))
                     stored = engine.snapshot()
-                    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
+                    must_succeed(engine.load(request, engine.target()))
                     engine.expect_loaded(stored, engine.source(), engine.target())
-                    assert engine.differences() == []
+                    engine.must_be_right()
                     engine.close()
             finally:
                 server.close()

@@ -18,6 +18,7 @@ import msgspec
 
 from kvframework.client import KVClient
 from kvframework.config import load_config
+from kvframework.devices import pinning
 from kvframework.server import Server
 from kvframework.testing.transport.cases import CHUNK
 from kvframework.testing.transport.engine import registry_for
@@ -46,9 +47,19 @@ def settings_for(rig: TransportRig, endpoint: str) -> list[str]:
 
 
 @contextmanager
+def small_slices() -> Iterator[None]:
+    """Have copiers that start meanwhile pin the arena in several slices, as those of real arenas do."""
+    before, pinning.SLICE_BYTES = pinning.SLICE_BYTES, 1 << 20
+    try:
+        yield
+    finally:
+        pinning.SLICE_BYTES = before
+
+
+@contextmanager
 def serving(rig: TransportRig) -> Iterator[Server]:
     """A real server on real sockets, in a thread."""
-    with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
+    with small_slices(), tempfile.TemporaryDirectory(prefix="kvf-") as directory:
         config = load_config(None, tuple(settings_for(rig, f"ipc://{directory}/s.sock")))
         server = Server(config, registry_for(rig))
         server.bind()

@@ -100,6 +100,15 @@ class TransportRig(ABC):
         """Return how many interprocess events of engines there are, here and open elsewhere; 0 if unknown."""
         return 0
 
+    def streams(self) -> int:
+        """Return how many streams there are that have to be destroyed, here and in other processes; 0 if unknown."""
+        return 0
+
+    def elsewhere(self) -> TransportRig:
+        """Return a rig of another device of the machine, in this process. Raises `NotImplementedError` where there is
+        none; the tests that need it are skipped."""
+        raise NotImplementedError("there is no other device")
+
     def close(self) -> None:
         """Free the rig's resources. Idempotent."""
         return

@@ -16,7 +16,8 @@ from kvframework.api.transport import LoadOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.kit import Entered, MakeEngine, TransportKit
-from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, wait_until
+from kvframework.testing.transport.node import ServerProgram, client_of, endpoint_in, wait_until
+from kvframework.testing.transport.outcomes import must_miss, must_succeed
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 
 NHD = PAGED["nhd"]
@@ -33,7 +34,7 @@ class Streams(TransportKit):
         stream = self._stream(rig, which)
         engine = make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        must_succeed(engine.store(request, engine.source()))
         with self.holding(rig) as held:
             future = engine.load(request, engine.target())
             wait_until(rig.held, "a copy that is held")
@@ -44,10 +45,30 @@ class Streams(TransportKit):
                 assert not any(_happened(reads)), "a read came before the load that its stream waits for"
                 time.sleep(0.005)
             held.leave()
-            assert future.result(PATIENCE_S).ok
+            must_succeed(future)
         self._goes_on(reads)
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         assert [read() for read in reads] == [bytes(engine.model.images[name]) for name in engine.tensors]
+
+    def test_what_is_no_stream_is_not_taken_for_the_current_one(
+        self, rig: TransportRig, make_engine: MakeEngine
+    ) -> None:
+        """Without a stream that can wait the engine's thread waits, which is safe."""
+        self._stream(rig, "its own")
+        engine = make_engine(NHD)
+        request = engine.request()
+        must_succeed(engine.store(request, engine.source()))
+        with self.holding(rig) as held:
+            future = engine.load(request, engine.target())
+            wait_until(rig.held, "a copy that is held")
+            waiting = threading.Thread(target=lambda: future.to_cuda_future().wait(object()), daemon=True)
+            waiting.start()
+            waiting.join(_A_WHILE_S)
+            returned = not waiting.is_alive()
+            held.leave()
+            waiting.join(self.patience_s)
+            assert not returned, "raise DeviceError for what is no stream: no stream of the engine waits now"
+            must_succeed(future)
 
     @pytest.mark.parametrize("how", ["is cancelled", "fails"])
     def test_a_stream_goes_on_after_a_load_that(self, rig: TransportRig, make_engine: MakeEngine, how: str) -> None:
@@ -56,7 +77,7 @@ class Streams(TransportKit):
         # The load waits for an event of other memory: nothing but the load precedes the read here.
         engine, other = make_engine(NHD), make_engine(NHD)
         request = engine.request()
-        assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+        must_succeed(engine.store(request, engine.source()))
         if how == "fails":
             self._fail_next_copy(rig)
         with self.entered(rig.holding_writes()) as held:
@@ -68,7 +89,7 @@ class Streams(TransportKit):
             if how == "is cancelled":
                 future.cancel()
             held.leave()
-            assert not future.result(PATIENCE_S).ok
+            must_miss(future)
         self._goes_on(reads)
 
     def test_a_stream_goes_on_when_its_server_is_killed(self, spec: RigSpec, rig: TransportRig) -> None:
@@ -80,14 +101,14 @@ class Streams(TransportKit):
                 with client_of(rig, endpoint) as client:
                     engine = KitEngine(rig, client, 1, NHD, seed=1)
                     request = engine.request(1)
-                    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+                    must_succeed(engine.store(request, engine.source()))
                     with self.holding(rig) as held:
                         future = engine.load(request, engine.target())
                         wait_until(rig.held, "a copy that is held")
                         self._wait(future, stream, held)
                         reads = _read_later(engine, stream)
                         server.process.send_signal(signal.SIGKILL)
-                        assert not future.result(PATIENCE_S).ok
+                        must_miss(future)
                         self._goes_on(reads)
                     engine.close()
             finally:

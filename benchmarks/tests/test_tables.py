@@ -1,0 +1,35 @@
+"""The tables of every bench on a terminal of 80 columns: nothing is cut off, nothing is left out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+from rich.console import Console, RenderableType
+
+from benchmarks.tests.test_plot import FIGURES, document
+from kvframework.cli.wide_table import WideTable
+from kvframework_bench.tables import tables
+
+
+def lines(renderable: RenderableType, width: int) -> list[str]:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@pytest.mark.parametrize("bench", sorted(FIGURES.keys() - {"host"}))  # its figures there are empty
+def test_a_terminal_of_80_columns_shows_every_figure(bench: str) -> None:
+    for table in tables(document(bench)):
+        narrow = lines(WideTable(table), 80)
+        assert max(map(len, narrow)) <= 80
+        assert "…" not in "".join(narrow)
+        shown, wide = (Counter(re.findall(r"[^\s─]+", "\n".join(each))) for each in (narrow, lines(table, 400)))
+        assert not wide - shown
+
+
+def test_a_table_that_fits_stays_one() -> None:
+    for table in tables(document("store")):
+        assert lines(WideTable(table), 400) == lines(table, 400)

@@ -1,0 +1,44 @@
+"""The ends of transfers, as the transport kit's tests expect them: with a sentence for any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvframework.api.futures import Future
+from kvframework.errors import DeadlineExceeded
+from kvframework.testing.transport.node import PATIENCE_S
+
+
+def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
+    """Fail unless the transfer ends well in time."""
+    __tracebackhide__ = True
+    outcome = _outcome(future, what)
+    if not outcome:
+        pytest.fail(f"{what} failed: {outcome}")
+
+
+def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
+    """Fail unless the transfer ends in time, as a miss."""
+    __tracebackhide__ = True
+    outcome = _outcome(future, "a transfer that is to miss")
+    if outcome:
+        pytest.fail(f"{why}: {outcome}")
+
+
+def must_be_under_way(future: Future[Any], why: str, for_s: float = 0.2) -> None:
+    """Fail if the transfer ends within `for_s` seconds."""
+    __tracebackhide__ = True
+    if future.wait(for_s):
+        pytest.fail(f"{why}: the transfer ended while its copy stood still")
+
+
+def _outcome(future: Future[Any], what: str) -> Any:
+    __tracebackhide__ = True
+    try:
+        return future.result(PATIENCE_S)
+    except DeadlineExceeded:
+        pytest.fail(f"{what} did not end within {PATIENCE_S:g} s")
+    except Exception as error:  # noqa: BLE001  a transfer's future never fails
+        pytest.fail(f"the future of {what} failed with {type(error).__name__}, instead of a miss: {error}")

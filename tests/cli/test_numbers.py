@@ -1,0 +1,58 @@
+"""The one form of numbers: readable, near, and never with an exponent."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.cli.numbers import short_number
+
+ROOT = Path(__file__).parents[2]
+# A format with `g` or `e`, which may write an exponent.
+EXPONENT = re.compile(r":[<>^+,]?\d*(?:\.\d+)?[geGE]\}")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1690.0, "1690"),
+        (1_234_567.8, "1234568"),
+        (12.34, "12.3"),
+        (9.996, "10"),
+        (0.523, "0.523"),
+        (1.2e-05, "0.000012"),
+        (100.0, "100"),
+        (0.0, "0"),
+        (-0.5, "-0.5"),
+        (1e-20, "0"),
+        (math.inf, "inf"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 6))
+def test_no_number_has_an_exponent(value: float, digits: int) -> None:
+    assert re.fullmatch(r"-?\d+(?:\.\d*[1-9])?", short_number(value, digits))
+
+
+@given(st.floats(min_value=1e-6, max_value=1e12), st.integers(2, 6))
+def test_a_number_is_near(value: float, digits: int) -> None:
+    assert float(short_number(value, digits)) == pytest.approx(value, rel=0.5 * 10.0 ** (1 - digits) + 1e-9)
+
+
+def test_commands_format_numbers_in_this_one_place() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("kvframework/cli", "benchmarks/kvframework_bench")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if EXPONENT.search(line)
+    ]
+    assert found == []

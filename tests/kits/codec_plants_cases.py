@@ -1,0 +1,248 @@
+"""More codecs that are wrong in one way each, a line a bug. Run by pytest outside of the repository; all must fail."""
+# ruff: noqa: ARG005, E501  the arguments of all bugs are the same, and each is one line
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from functools import reduce
+from operator import xor
+from typing import Any
+
+from codec_bug_cases import Planted
+
+from kvframework.api.codec import Codec
+
+MAGIC = b"KV01"
+HEAD = struct.Struct("<4sQI")
+
+
+class Framed(Codec):
+    """A correct codec: magic, the object's size, a checksum, and a body. Each of its steps can be replaced."""
+
+    name = "framed"
+    head = HEAD
+    sum: Callable[..., int] = staticmethod(zlib.crc32)
+    body: Callable[..., bytes] = staticmethod(lambda data: zlib.compress(data, 1))
+    room: Callable[..., object] = staticmethod(lambda size: None)
+    unbody: Callable[..., bytes]
+
+    def encode(self, data: memoryview) -> Any:
+        return [memoryview(self.head.pack(MAGIC, data.nbytes, self.sum(data))), memoryview(self.body(data))]
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        if packed.nbytes < self.head.size:
+            raise ValueError("no header")
+        magic, size, told = self.head.unpack(packed[: self.head.size])
+        self.room(size)
+        if magic != MAGIC or size != out.nbytes:
+            raise ValueError("another object")
+        data = self.unbody(packed[self.head.size :], size)
+        if len(data) != size or self.sum(data) != told:
+            raise ValueError("damaged")
+        out[:] = data
+
+    def unbody(self, body: Any, size: int) -> bytes:  # type: ignore[no-redef]
+        stream = zlib.decompressobj()
+        try:
+            data = stream.decompress(body, size + 1)
+        except zlib.error as error:
+            raise ValueError(str(error)) from error
+        if not stream.eof or stream.unused_data:
+            raise ValueError("no whole stream")
+        return data
+
+
+def bug(**changed: Any) -> type[Codec]:
+    return type(
+        "Bug", (Framed,), {k: staticmethod(v) if k in ("sum", "body", "room") else v for k, v in changed.items()}
+    )
+
+
+def raw(sum: Callable[..., int], **more: Any) -> type[Codec]:  # noqa: A002
+    """Bytes as they are, so that the checksum alone notices damage."""
+    return bug(sum=sum, body=bytes, unbody=lambda self, body, size: bytes(body), **more)
+
+
+def encode(work: Callable[..., Any], **more: Any) -> type[Codec]:
+    return bug(encode=lambda self, data: work(self, data, Framed.encode), **more)
+
+
+def decode(work: Callable[..., Any], **more: Any) -> type[Codec]:
+    return bug(decode_into=lambda self, packed, out: work(self, packed, out, Framed.decode_into), **more)
+
+
+def kept(self: Any, key: object, work: Callable[[], Any]) -> Any:
+    return (
+        self.__dict__.setdefault("known", {}).setdefault(key, work())
+        if key not in self.__dict__.get("known", {})
+        else self.known[key]
+    )
+
+
+def address(view: memoryview) -> int:
+    return 0 if view.readonly or not view.nbytes else ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def turned(view: Any, k: int) -> bytes:
+    return bytes(view[:k]) + bytes(view[k:])[::-1]
+
+
+def arena(view: memoryview) -> memoryview:
+    return memoryview(view.obj).cast("B")
+
+
+def raising(kind: type[Exception]) -> type[Codec]:
+    def work(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+        try:
+            right(self, packed, out)
+        except ValueError as error:
+            raise kind(str(error)) from error
+
+    return decode(work)
+
+
+def with_last_error(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    try:
+        right(self, packed, out)
+    except ValueError as error:
+        self.last = error
+        raise
+
+
+def runs(data: Any) -> bytes:
+    """Runs of equal bytes, whose length has one byte."""
+    out, data = bytearray(), bytes(data)
+    at = 0
+    while at < len(data):
+        end = at
+        while end < len(data) and data[end] == data[at] and end - at < 256:
+            end += 1
+        out += bytes([(end - at) & 0xFF, data[at]])
+        at = end
+    return bytes(out)
+
+
+def unruns(self: Any, body: Any, size: int) -> bytes:
+    return b"".join(bytes([body[at + 1]]) * body[at] for at in range(0, len(body) - 1, 2))
+
+
+def floats(data: Any) -> bytes:
+    """Through numbers of half precision."""
+    count = len(data) // 2
+    return struct.pack(f"<{count}e", *struct.unpack(f"<{count}e", data[: 2 * count])) + bytes(data[2 * count :])
+
+
+def words(self: Any, data: memoryview, right: Any) -> Any:
+    if data.nbytes % 4:
+        raise ValueError("no whole words")
+    return right(self, data)
+
+
+def threaded(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    self.size = out.nbytes
+    data = self.unbody(packed[HEAD.size :], out.nbytes)
+    if len(data) != self.size or HEAD.unpack(packed[: HEAD.size]) != (MAGIC, self.size, zlib.crc32(data)):
+        raise ValueError("damaged")
+    out[:] = data
+
+
+def pooled(self: Any, data: memoryview, right: Any) -> Any:
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+    return right(self, data)
+
+
+def listed(self: Any, data: memoryview, right: Any) -> Any:
+    parts = self.__dict__.setdefault("parts", [])
+    parts[:] = right(self, data)
+    return parts
+
+
+SUM = zlib.crc32
+# fmt: off
+BUGS = {
+    # what a checksum does not see
+    "SumsTheBeginning": raw(lambda data: SUM(data[: 1 << 16])),
+    "SumsTheEnds": raw(lambda data: SUM(data[-1000:], SUM(data[:1000]))),
+    "SumsEverySecondByte": raw(lambda data: SUM(bytes(data)[::2])),
+    "AddsUp": raw(lambda data: sum(bytes(data)) & 0xFFFF_FFFF),
+    "XorsBytes": raw(lambda data: reduce(xor, bytes(data), 0)),
+    "SumOf8Bits": raw(lambda data: SUM(data) & 0xFF),
+    "NoSum": raw(lambda data: 0),
+    "SumsTheLength": raw(lambda data: len(data)),
+    "ChecksNoSum": decode(lambda s, p, o, right: o.__setitem__(slice(None), s.unbody(p[16:], o.nbytes)[: o.nbytes]), body=bytes, unbody=lambda s, body, size: bytes(body)),
+    # what the packed bytes claim
+    "BelievesTheHeader": bug(room=lambda size: bytearray(size)),
+    "BelievesTheHeaderUpToALimit": bug(room=lambda size: bytearray(min(size, 1 << 24))),
+    "BelievesABigEndianHeader": bug(head=struct.Struct(">4sQI"), room=lambda size: bytearray(size)),
+    "ReservesTwentyTimesThePlace": decode(lambda s, p, o, right: (bytearray(20 << 20), right(s, p, o))),
+    # damage that is passed over
+    "DropsZerosBehind": decode(lambda s, p, o, right: right(s, memoryview(bytes(p).rstrip(b"\0") + b"\0" * 0) if bytes(p[-64:]).rstrip(b"\0") != bytes(p[-64:]) else p, o)),
+    "DropsALineEnd": decode(lambda s, p, o, right: right(s, p[:-1] if p.nbytes and p[-1] == 10 else p, o)),
+    "SearchesItsMagic": decode(lambda s, p, o, right: right(s, p[max(bytes(p).find(MAGIC), 0) :], o)),
+    "IgnoresAShortHeader": decode(lambda s, p, o, right: right(s, p, o) if p.nbytes >= 16 else None),
+    "FillsWithZeros": decode(lambda s, p, o, right: right(s, p, o) if p.nbytes >= 16 else o.__setitem__(slice(None), bytes(o.nbytes))),
+    "RaisesEofError": raising(EOFError),
+    "RaisesStructError": decode(lambda s, p, o, right: (HEAD.unpack(p[:16]), right(s, p, o))),
+    "RaisesIndexError": decode(lambda s, p, o, right: (p[15], right(s, p, o))),
+    "RaisesRuntimeError": raising(RuntimeError),
+    # what an object may be
+    "ItsOwnMagicIsPacked": encode(lambda s, data, right: [data] if bytes(data[:4]) == MAGIC else right(s, data)),
+    "RunsOf256": bug(body=runs, unbody=unruns),
+    "ThroughFloats": bug(body=lambda data: zlib.compress(floats(data), 1)),
+    "LosesAnOddByte": bug(body=lambda data: zlib.compress(bytes(data[: len(data) // 2 * 2]) + b"\0" * (len(data) % 2), 1)),
+    "LosesAWholeLastBlock": bug(body=lambda data: zlib.compress(bytes(data[: len(data) - 4096 * (not len(data) % 4096)]).ljust(len(data), b"\0"), 1)),
+    "LosesTheTailOfWords": bug(body=lambda data: zlib.compress(bytes(data[: len(data) // 8 * 8]).ljust(len(data), b"\0"), 1)),
+    "TakesWholeWordsOnly": encode(words),
+    "CannotPackNothing": encode(lambda s, data, right: right(s, data) if data.nbytes else [memoryview(b"")[0:1].cast("I")[0]]),
+    "LossyFromAMebibyteOn": bug(body=lambda data: zlib.compress(bytes(data) if len(data) < 1 << 20 else bytes(data[:-1]) + b"\0", 1), sum=lambda data: 0),
+    # addresses
+    "ReadsFromAlignedAddresses": encode(lambda s, data, right: right(s, data if data.readonly or not data.nbytes else arena(data)[(at := (address(data) - address(arena(data))) // 8 * 8) : at + data.nbytes])),
+    "TurnsFromAlignedAddressesOn": bug(encode=lambda s, data: [memoryview(HEAD.pack(MAGIC, data.nbytes, SUM(data))), memoryview(turned(data, -address(data) % 4))], decode_into=lambda s, p, o: _unturn(p, o)),
+    "WritesWholeWords": decode(lambda s, p, o, right: (right(s, p, o), _pad(o))),
+    "ClearsBeforeThePlace": decode(lambda s, p, o, right: (right(s, p, o), _before(o))),
+    # what is kept
+    "KeepsTheError": decode(with_last_error),
+    "KeepsAllPackedBytes": encode(lambda s, data, right: (s.__dict__.setdefault("all", []).append(parts := right(s, data)), parts)[1]),
+    "KeepsAThreadForEach": encode(pooled),
+    "RemembersByLength": encode(lambda s, data, right: kept(s, data.nbytes, lambda: right(s, data))),
+    "RemembersByBothEnds": encode(lambda s, data, right: kept(s, (data.nbytes, bytes(data[:64]), bytes(data[-64:])), lambda: right(s, data))),
+    "RemembersByAddress": encode(lambda s, data, right: kept(s, (address(data) or id(data), data.nbytes), lambda: right(s, data))),
+    "AnswersTheSameList": encode(listed),
+    "KeepsTheSizeInItself": decode(threaded),
+    # the form of the answer
+    "AnswersBytes": encode(lambda s, data, right: [bytes(part) for part in right(s, data)]),
+    "AnswersOneView": encode(lambda s, data, right: memoryview(b"".join(right(s, data)))),
+    "AnswersTwoDimensions": encode(lambda s, data, right: [part.cast("B", (1, part.nbytes)) for part in right(s, data)]),
+    "AnswersEverySecondByte": encode(lambda s, data, right: [memoryview(bytes(byte for each in right(s, data) for byte in bytes(each) for _ in "ab"))[::2]]),
+    "AnswersNone": encode(lambda s, data, right: None),
+    "WritesToTheObject": encode(lambda s, data, right: (right(s, data), None if data.readonly or not data.nbytes else data.__setitem__(0, data[0] ^ 1))[0]),
+}
+# fmt: on
+
+
+def _unturn(packed: memoryview, out: memoryview) -> None:
+    if packed.nbytes < 16 or HEAD.unpack(packed[:16])[:2] != (MAGIC, out.nbytes) or packed.nbytes != 16 + out.nbytes:
+        raise ValueError("another object")
+    data = turned(packed[16:], -address(out) % 4)
+    out[:] = data
+
+
+def _pad(out: memoryview) -> None:
+    whole, at = arena(out), address(out) - address(arena(out)) + out.nbytes
+    if 0 < at < len(whole) and at % 8:
+        whole[at] = 0
+
+
+def _before(out: memoryview) -> None:
+    whole, at = arena(out), address(out) - address(arena(out))
+    if at > 0:
+        whole[at - 1] = 0
+
+
+globals().update({f"Test{name}": type(f"Test{name}", (Planted,), {"Bug": kind}) for name, kind in BUGS.items()})
+globals()["TestRightFramedCodec"] = type("TestRightFramedCodec", (Planted,), {"Bug": Framed})
