@@ -16,6 +16,7 @@ _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",
     "kvframework new tier mystore --helper         its client library in a process of its own",
+    "kvframework new transport mydev --driver      an accelerator's, which the server drives",
 )
 
 
@@ -33,6 +34,9 @@ def new(
     helper: Annotated[
         bool, typer.Option("--helper", help="A tier in a helper process, which is killed when it freezes.")
     ] = False,
+    driver: Annotated[
+        bool, typer.Option("--driver", help="A transport of an accelerator, whose memory the server copies.")
+    ] = False,
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
 ) -> None:
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
@@ -42,7 +46,7 @@ def new(
     from kvframework.cli.console import stdout
     from kvframework.scaffold import choose_names, render, write_distribution
 
-    names = choose_names(kind, name, "helper" if helper else "")
+    names = choose_names(kind, name, *["helper"] * helper, *["driver"] * driver)
     folder = path if path is not None else Path(names.distribution)
     files = render(names)
     write_distribution(folder, files)

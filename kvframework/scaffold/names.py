@@ -11,8 +11,9 @@ from kvframework.registry import KINDS, discover
 from kvframework.registry.names import name_fault
 from kvframework.scaffold.errors import NameRefused
 
-# Kind and option of the templates beside the plain ones.
-VARIANTS = (("tier", "helper"),)
+# Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
+# the place of an earlier one's.
+VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,19 @@ class PluginNames:
         return f"{self.kind}.{self.name}"
 
     @property
+    def templates(self) -> tuple[str, ...]:
+        """The folders of its own templates, beside the shared ones."""
+        return VARIANTS[self.kind, self.variant] if self.variant else (self.kind,)
+
+    @property
     def test_extras(self) -> str:
         """The extras of kvframework that its tests need: the kits, and torch where KV is made of tensors."""
         return "testing,torch" if self.kind in ("layout", "transport") else "testing"
 
 
-def choose_names(kind: str, name: str, variant: str = "") -> PluginNames:
-    """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
+def choose_names(kind: str, name: str, *variants: str) -> PluginNames:
+    """The names of a new plugin; of `variants` no kind has two. Raises `NameRefused`. Blocking: reads the metadata of
+    what is installed."""
     if kind not in KINDS:
         raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
     if fault := name_fault(kind, name):
@@ -61,13 +68,15 @@ def choose_names(kind: str, name: str, variant: str = "") -> PluginNames:
             available=fault.available,
             hint=f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store",
         )
-    if variant and (kind, variant) not in VARIANTS:
-        raise NameRefused(
-            f"a {kind} has no variant {variant!r}",
-            where=f"--{variant}",
-            available=", ".join(f"{each} --{option}" for each, option in VARIANTS),
-        )
-    names = PluginNames(kind, name, variant)
+    for variant in variants:
+        if (kind, variant) not in VARIANTS:
+            raise NameRefused(
+                f"the kind {kind} has no --{variant}",
+                where=f"--{variant}",
+                available=", ".join(f"{each} --{option}" for each, option in VARIANTS),
+                hint=f"leave --{variant} out",
+            )
+    names = PluginNames(kind, name, *variants)
     for offer in discover():
         if (offer.kind, offer.name) == (kind, name):
             raise NameRefused(

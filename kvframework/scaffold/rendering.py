@@ -1,7 +1,7 @@
 """Rendering of templates as the files of one plugin. Pure, except that it reads this package's data.
 
 A template is the real file of a plugin called `newname`; only those words are replaced. For a file that both the shared
-templates and a kind have, the kind's part follows the shared one. A variant's file stands in the place of its kind's.
+templates and a kind have, the kind's part follows the shared one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def render(names: PluginNames) -> dict[str, str]:
     words = _words(names)
     files: dict[str, str] = {}
     templates = _templates("shared")
-    own = _templates(names.kind) | (_templates(f"{names.kind}-{names.variant}") if names.variant else {})
+    own = {path: text for part in names.templates for path, text in _templates(part).items()}
     for path, text in own.items():
         templates[path] = templates.get(path, "") + text
     for path, text in templates.items():

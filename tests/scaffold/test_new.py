@@ -17,6 +17,7 @@ from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import requirement
 from kvframework.registry import KINDS
 from kvframework.scaffold import (
+    VARIANTS,
     FolderExists,
     NameRefused,
     PluginNames,
@@ -27,6 +28,8 @@ from kvframework.scaffold import (
 )
 from tests.cli.command import COMMAND, environment
 from tests.registry.fake_distributions import install
+
+RENDERED = [*((kind, "") for kind in KINDS), *VARIANTS]
 
 
 def new(folder: Path, *arguments: str, site: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -68,9 +71,9 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_word_of_the_templates_is_left(kind: str) -> None:
-    names = PluginNames(kind, "my_store")
+@pytest.mark.parametrize(("kind", "variant"), RENDERED)
+def test_no_word_of_the_templates_is_left(kind: str, variant: str) -> None:
+    names = PluginNames(kind, "my_store", variant)
     files = render(names)
     for path, text in files.items():
         assert not re.search(
@@ -120,12 +123,13 @@ def test_a_codecs_longest_name_is_that_of_a_values_header() -> None:
     assert choose_names("tier", "x" * 32).name == "x" * 32
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_class_hides_one_that_its_module_imports(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "variant"), RENDERED)
+def test_no_class_hides_one_that_its_module_imports(kind: str, variant: str) -> None:
     """`hasher.key` would make a `KeyHasher` that is a subclass of itself."""
-    for name in [word for word in keyword.kwlist if word.islower()] + ["key", "eviction", "device", "kv", "no", "copy"]:
+    names = ["key", "eviction", "device", "kv", "no", "copy", "transfer"]
+    for name in [word for word in keyword.kwlist if word.islower()] + names:
         with contextlib.suppress(NameRefused):
-            for path, text in render(PluginNames(kind, name)).items():
+            for path, text in render(PluginNames(kind, name, variant)).items():
                 if path.endswith(".py"):
                     _check_module(ast.parse(text), path)
 
@@ -236,9 +240,36 @@ def test_a_tier_in_a_helper_process_differs_in_what_it_must(tmp_path: Path) -> N
     assert changed == {"kvf_mine/__init__.py", "README.md"}
 
 
-def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path) -> None:
-    done = new(tmp_path, "codec", "mine", "--helper")
+def test_a_transport_is_driven_by_the_engine_or_by_the_server(tmp_path: Path) -> None:
+    assert new(tmp_path, "transport", "mine").returncode == 0
+    assert new(tmp_path, "transport", "mine", "--driver", "--path", "driver").returncode == 0
+    plain, driver = (
+        {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+        for folder in (tmp_path / "kvf-mine", tmp_path / "driver")
+    )
+    assert plain - driver == {"kvf_mine/context.py", "kvf_mine/blocks.py"}
+    assert driver - plain == {
+        "kvf_mine/engine.py",
+        "kvf_mine/copier.py",
+        "kvf_mine/runtime.py",
+        "kvf_mine/options.py",
+        "tests/mine_rig.py",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [("codec", "--helper"), ("transport", "--helper"), ("tier", "--driver"), ("memory", "--driver")]
+)
+def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path, kind: str, option: str) -> None:
+    done = new(tmp_path, kind, "mine", option)
     assert done.returncode == 2
-    assert "a codec has no variant 'helper'" in done.stderr
-    assert "tier --helper" in done.stderr
+    assert f"{option}: the kind {kind} has no {option}" in done.stderr
+    assert "available: tier --helper, transport --driver" in done.stderr
+    assert f"hint: leave {option} out" in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_two_variants_at_once_are_refused() -> None:
+    for kind, wrong in (("tier", "driver"), ("transport", "helper")):
+        with pytest.raises(NameRefused, match=f"the kind {kind} has no --{wrong}"):
+            choose_names(kind, "mine", "helper", "driver")

@@ -22,8 +22,11 @@ from kvframework.scaffold import VARIANTS, PluginNames, render, write_distributi
 from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.
-CHOSEN = {"transport": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share or a_stream"]}
-TORCH = {"layout"}
+CHOSEN = {
+    "transport": ["-k", "comes_back or skipped_tokens or canary or its_event or engine_processes_share"],
+    "transport-driver": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share or a_stream"],
+}
+TORCH = {"layout", "transport"}
 RENDERED = [*KINDS, *(f"{kind}-{variant}" for kind, variant in VARIANTS)]
 
 
