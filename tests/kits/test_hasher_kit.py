@@ -423,6 +423,11 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
         "test_a_chunk_without_tokens_is_refused[-1]",
         "chunks of -1 tokens is taken",
     ),
+    "keeps the digest for an instant": (
+        type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}),
+        "test_threads_do_not_disturb_each_other_at_any_step",
+        "threads disturb each other",
+    ),
     "keeps the parent in itself": (
         KeepsTheParentInItself,
         "test_threads_do_not_disturb_each_other[50]",

@@ -12,6 +12,7 @@ import pytest
 from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 from kvframework.testing.hasher.kit import HasherKit, MakeHasher, mixed, must_equal, packed
+from kvframework.testing.together import stepped
 
 _CHUNK = 16
 _ELSEWHERE = """
@@ -82,7 +83,7 @@ class ServingTests(HasherKit):
             for at in (0, 2 * _CHUNK, 5 * _CHUNK - 1, 0):
                 memory[4 * at] ^= 1
                 found = hasher.chunk_digests(forms[form], _CHUNK, **more)  # type: ignore[arg-type]
-                fresh = make_hasher().chunk_digests(bytes(memory), _CHUNK, **more)  # type: ignore[arg-type]
+                fresh = make_hasher().chunk_digests(bytes(memory), _CHUNK, **more)
                 must_equal(found, fresh, f"token {at} was written over in the same {form}: not what a new hasher gives")
 
     @pytest.mark.parametrize("nbytes", [1, 5, 31, 33, 40, 64])
@@ -153,6 +154,18 @@ class ServingTests(HasherKit):
                 must_equal(hasher.chunk_digests(requests[index], chunk), alone[index], "threads disturb each other")
 
         self.in_threads(*(lambda index=index: work(index) for index in range(4)))
+
+    def test_threads_do_not_disturb_each_other_at_any_step(self, hasher: KeyHasher) -> None:
+        """Threads change between all instructions of a call, so that no time is too short to be in the way."""
+        requests = [packed(mixed((2 + seed) * _CHUNK)[seed:]) for seed in range(3)]
+        alone = [hasher.chunk_digests(tokens, _CHUNK) for tokens in requests]
+
+        def work(index: int) -> None:
+            for _ in range(10):
+                found = stepped(lambda: hasher.chunk_digests(requests[index], _CHUNK))
+                must_equal(found, alone[index], "threads disturb each other")
+
+        self.in_threads(*(lambda index=index: work(index) for index in range(3)))
 
 
 def _must_refuse(hasher: KeyHasher, tokens: bytes, chunk: int, parent: bytes, what: str) -> None:
