@@ -197,11 +197,15 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
 if os.geteuid() == 0:
     del CASES[low_port]  # root may use every port
 
-# Imports the server once, and is it once for each file, in a child of its own.
+# Imports the server and its plugins once, and is it once for each file, in a child of its own.
 SERVE = """
 import os, signal, sys
 import kvframework.cli.serve, kvframework.server
 from kvframework.cli.main import main
+from kvframework.config import load_config
+from kvframework.preflight import refusals
+from kvframework.registry import PluginRegistry
+list(refusals(load_config(None), PluginRegistry(), running=True))
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:
