@@ -15,6 +15,7 @@ KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec",
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",
+    "kvframework new tier mystore --helper         its client library in a process of its own",
 )
 
 
@@ -29,6 +30,9 @@ def _complete(incomplete: str) -> list[str]:
 def new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.", autocompletion=_complete)],
     name: Annotated[str, typer.Argument(metavar="NAME", help='What a TOML calls it: use = "NAME".')],
+    helper: Annotated[
+        bool, typer.Option("--helper", help="A tier in a helper process, which is killed when it freezes.")
+    ] = False,
     path: Annotated[Path | None, typer.Option("--path", help="The folder to make. Without it ./kvf-NAME.")] = None,
 ) -> None:
     """Write a new plugin: a distribution that works as it is, with its tests, as a start for your own."""
@@ -38,7 +42,7 @@ def new(
     from kvframework.cli.console import stdout
     from kvframework.scaffold import choose_names, render, write_distribution
 
-    names = choose_names(kind, name)
+    names = choose_names(kind, name, "helper" if helper else "")
     folder = path if path is not None else Path(names.distribution)
     files = render(names)
     write_distribution(folder, files)

@@ -12,7 +12,6 @@ import importlib
 import logging
 import mmap
 import os
-import signal
 import socket
 from typing import Any
 
@@ -24,10 +23,10 @@ from kvframework.devices.copier import Copier
 from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError
 from kvframework.logs.form import LogForm, configure_logging, end_logging
+from kvframework.parent_death import end_with_parent
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 # The form for a server that sends none, such as one in a test.
 _LOG = LogForm("warning", "human")
 
@@ -35,7 +34,7 @@ _LOG = LogForm("warning", "human")
 def main(arguments: list[str]) -> int:
     """Run the copier. `arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit
     status."""
-    _end_with_parent()
+    end_with_parent()
     # The lowest free number: `select` takes none above 1023.
     sock = socket.socket(fileno=os.dup(int(arguments[0])))
     os.close(int(arguments[0]))
@@ -99,12 +98,3 @@ def _named(name: str) -> Any:
 
 def _size(kind: type, value: object) -> object:
     return ByteSize.parse(value) if kind is ByteSize else value
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process as soon as the supervisor's thread has ended for any reason."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

@@ -11,33 +11,6 @@ from dataclasses import dataclass
 
 from kvframework.errors import KVFrameworkError
 
-FIRST_S, LONGEST_S = 0.1, 10.0
-# After a life of this length, a process's end starts a new backoff.
-HEALTHY_S = 30.0
-
-
-class Backoff:
-    """The delay before the next start, from every start and end on one clock."""
-
-    def __init__(self) -> None:
-        self._wait_s = 0.0
-        self._started = 0.0
-        self._ended = 0.0
-
-    def started(self, now: float) -> None:
-        self._started = now
-
-    def ended(self, now: float) -> None:
-        """Note that the process ended by itself or had to be killed."""
-        healthy = now - self._started >= HEALTHY_S
-        self._wait_s = FIRST_S if healthy or not self._wait_s else min(self._wait_s * 2, LONGEST_S)
-        self._ended = now
-
-    def left(self, now: float) -> float:
-        """Return the seconds until the next start may be, 0 if it may be now."""
-        return max(self._ended + self._wait_s - now, 0.0)
-
-
 STOP_S = 1.0
 _RECEIVE = 1 << 18
 # The paths of this process and no others: with -m the working directory would be the first.

@@ -37,8 +37,9 @@ from kvframework.devices.messages import (
     framed,
     from_copier,
 )
-from kvframework.devices.spawned import Backoff, SpawnedCopier
+from kvframework.devices.spawned import SpawnedCopier
 from kvframework.errors import DeviceLost, KVFrameworkError
+from kvframework.restart_backoff import Backoff
 
 log = logging.getLogger(__name__)
 

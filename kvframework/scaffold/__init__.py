@@ -5,11 +5,12 @@ that no tool takes them for code of this package.
 """
 
 from kvframework.scaffold.errors import FolderExists, NameRefused, ScaffoldError
-from kvframework.scaffold.names import PluginNames, choose_names
+from kvframework.scaffold.names import VARIANTS, PluginNames, choose_names
 from kvframework.scaffold.rendering import render
 from kvframework.scaffold.writing import write_distribution
 
 __all__ = [
+    "VARIANTS",
     "FolderExists",
     "NameRefused",
     "PluginNames",

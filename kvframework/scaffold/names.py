@@ -11,13 +11,18 @@ from kvframework.registry import KINDS, discover
 from kvframework.registry.names import name_fault
 from kvframework.scaffold.errors import NameRefused
 
+# Kind and option of the templates beside the plain ones.
+VARIANTS = (("tier", "helper"),)
+
 
 @dataclass(frozen=True)
 class PluginNames:
-    """`name` is the plugin's name in a TOML: `use = "my_store"`. The others follow from it."""
+    """`name` is the plugin's name in a TOML: `use = "my_store"`. The others follow from it. `variant` is one of
+    `VARIANTS`, "" for the plain plugin of its kind."""
 
     kind: str
     name: str
+    variant: str = ""
 
     @property
     def distribution(self) -> str:
@@ -45,7 +50,7 @@ class PluginNames:
         return "testing,torch" if self.kind in ("layout", "transport") else "testing"
 
 
-def choose_names(kind: str, name: str) -> PluginNames:
+def choose_names(kind: str, name: str, variant: str = "") -> PluginNames:
     """The names of a new plugin. Raises `NameRefused`. Blocking: reads the metadata of what is installed."""
     if kind not in KINDS:
         raise NameRefused(f"there is no kind {kind!r}", where="KIND", available=", ".join(KINDS))
@@ -56,7 +61,13 @@ def choose_names(kind: str, name: str) -> PluginNames:
             available=fault.available,
             hint=f"did you mean {fault.nearest}?" if fault.nearest else "choose one such as my_store",
         )
-    names = PluginNames(kind, name)
+    if variant and (kind, variant) not in VARIANTS:
+        raise NameRefused(
+            f"a {kind} has no variant {variant!r}",
+            where=f"--{variant}",
+            available=", ".join(f"{each} --{option}" for each, option in VARIANTS),
+        )
+    names = PluginNames(kind, name, variant)
     for offer in discover():
         if (offer.kind, offer.name) == (kind, name):
             raise NameRefused(

@@ -1,7 +1,7 @@
 """Rendering of templates as the files of one plugin. Pure, except that it reads this package's data.
 
 A template is the real file of a plugin called `newname`; only those words are replaced. For a file that both the shared
-templates and a kind have, the kind's part follows the shared one.
+templates and a kind have, the kind's part follows the shared one. A variant's file stands in the place of its kind's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ def render(names: PluginNames) -> dict[str, str]:
     that would give a class of the plugin the name of one that it imports."""
     words = _words(names)
     files: dict[str, str] = {}
-    for part in ("shared", names.kind):
-        for path, template in _walk(resources.files(__package__) / "templates" / part):
-            text, path = template.read_text(encoding="utf-8"), _replaced(path, words)
-            _check_classes(text, names)
-            files[path] = files.get(path, "") + _replaced(text, words)
+    templates = _templates("shared")
+    own = _templates(names.kind) | (_templates(f"{names.kind}-{names.variant}") if names.variant else {})
+    for path, text in own.items():
+        templates[path] = templates.get(path, "") + text
+    for path, text in templates.items():
+        _check_classes(text, names)
+        files[_replaced(path, words)] = _replaced(text, words)
     return files
+
+
+def _templates(part: str) -> dict[str, str]:
+    folder = resources.files(__package__) / "templates" / part
+    return {path: template.read_text(encoding="utf-8") for path, template in _walk(folder)}
 
 
 def _check_classes(template: str, names: PluginNames) -> None:

@@ -100,10 +100,12 @@ class Overdue:
             __tracebackhide__ = True
             self._ended.setdefault(case, item.name)
             others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-            raise DoesNotEnd(
+            told = (
                 f"{item.nodeid}: {step} still runs after {limit_s:g} s (`limit_s`): a call does not end, see the"
                 f" traceback. Other threads: {stacks(others) or 'none'}"
             )
+            # pytest goes on with the other fixtures after an outcome of its own only.
+            raise DoesNotEnd(told) if step == "call" else pytest.fail.Exception(told)
 
         mine = threading.current_thread() is threading.main_thread() and not 0 < others_s <= limit_s
         if mine:

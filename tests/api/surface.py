@@ -31,13 +31,13 @@ MODULES = (
     "kvframework.client",
     "kvframework.devices.copy_plans",
     "kvframework.testing",
-    "kvframework.testing.accelerator",
-    "kvframework.testing.accelerator.rig",
     "kvframework.testing.faults",
     "kvframework.testing.layout",
     "kvframework.testing.tier",
     "kvframework.testing.transport",
 )
+# What an author may import besides, to develop against: it may change with any minor release.
+SIMULATOR = ("kvframework.testing.accelerator", "kvframework.testing.accelerator.rig")
 METHOD = re.compile(r"  (?!.*fixture )(\w+ )*\w+\.\w+\(")
 SPECIAL = {"__init__", "__call__", "__int__", "__len__"}
 FLAGS = {
@@ -61,14 +61,14 @@ def surface() -> str:
     names = {module: public(module) for module in MODULES}
     known = {definition for each in names.values() for definition in each.values()}
     lines = [f"# The public surface of plugin API {'.'.join(map(str, API_VERSION))}. Renew with {RENEW}"]
-    told: set[Definition] = set()
+    shown: set[Definition] = set()
     for module, defined in names.items():
         lines += ["", f"[{module}]"]
-        again = sorted(name for name in defined if defined[name] in told)
+        again = sorted(name for name in defined if defined[name] in shown)
         lines += [f"as above: {', '.join(again)}"] if again else []
         for name in sorted(defined.keys() - again):
             lines += described(name, defined[name], known)
-        told |= set(defined.values())
+        shown |= set(defined.values())
     return "\n".join(lines) + "\n"
 
 

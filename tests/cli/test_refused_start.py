@@ -127,6 +127,14 @@ def no_folder(bench: Bench) -> str:
     return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/file/l2"\n')
 
 
+def redis_port(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "redis://127.0.0.1:eighteen/0"\n')
+
+
+def redis_scheme(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "127.0.0.1:18379"\n')
+
+
 def huge(bench: Bench) -> str:
     return bench.toml(capacity="900TiB")
 
@@ -184,6 +192,8 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
     one_folder: ("config.field", "is the store of [[l2]] #1 already"),
     foreign_folder: ("config.field", "holds files that are not the tier's"),
     no_folder: ("config.field", "Not a directory"),
+    redis_port: ("config.field", "redis-py does not understand url"),
+    redis_scheme: ("config.field", "redis-py does not understand url"),
     huge: ("storage.arena", "does not fit into memory"),
     held: ("config.endpoint", "another server holds this endpoint, process 4711"),
     long_path: ("config.endpoint", "the socket's path has"),
@@ -310,15 +320,31 @@ def test_every_refusal_is_named_not_only_the_first(bench: Bench) -> None:
     ]
 
 
-def test_the_server_of_the_same_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, other = tmp_path / "kvf.toml", tmp_path / "other.toml"
+def test_a_server_that_runs_keeps_no_new_file_from_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other, wrong = (tmp_path / name for name in ("kvf.toml", "other.toml", "wrong.toml"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    text = SMALL.format(capacity="16MiB") + f'insecure = true\ntcp = "{address}"\n'
     for each in (file, other):
-        each.write_text(SMALL.format(capacity="16MiB"))
+        each.write_text(text)
+    wrong.write_text(text.replace("127.0.0.1", "192.0.2.1") + '[[l2]]\nuse = "filesystem"\npaht = "/x"\n')
     monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(file))
     with ServerProcess() as server:
         at = ("--set", f"server.endpoint={server.endpoint}")
-        assert run("config", "check", str(file), *at).stderr == ""
-        assert run("doctor", "--config", str(file), *at).returncode == 0
-        held = f"another server holds this endpoint, process {server.pid}"
-        assert held in run("config", "check", str(other), *at).stderr
-        assert held in run_process("serve", "--config", str(file), *at).stderr
+        runs = f"a server (process {server.pid}, configuration {file}) runs there; this configuration takes effect"
+        for each in (file, other):
+            checked = run("config", "check", str(each), *at)
+            assert (checked.returncode, checked.stderr) == (0, "")
+            assert f"{server.endpoint}: {runs}" in checked.stdout
+        doctor = run("doctor", "--config", str(other), *at, "--json")
+        findings = {each["id"]: each for each in json.loads(doctor.stdout)["findings"]}
+        assert doctor.returncode == 0
+        assert runs in findings["socket.server"]["fact"]
+        refused = run("config", "check", str(wrong), *at)
+        assert refused.returncode == 2
+        assert [line.split()[1] for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
+            "[config.field]",
+            "[config.endpoint]",
+        ]
+        for each in (file, other):
+            held = f"another server holds this endpoint, process {server.pid}"
+            assert held in run_process("serve", "--config", str(each), *at).stderr

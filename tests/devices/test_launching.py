@@ -19,9 +19,9 @@ from kvframework.api.driver import CopyBatch
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.pinning import Pinning
-from kvframework.devices.spawned import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
+from kvframework.restart_backoff import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from tests.devices.test_planning import DESC, LAYOUT
 from tests.support.waiting import wait_until
 

@@ -24,7 +24,17 @@ def test_its_layout_package_and_toml_fit_together(site: Path, tmp_path: Path) ->
 @pytest.mark.torch
 def test_its_layout_passes_its_proof(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    layout, proof = blocks(GUIDE, "python")
+    layout, proof, _, _ = blocks(GUIDE, "python")
     install(tmp_path, "kvf-pair", entry_points(blocks(GUIDE, "toml")[0]), {"kvf_pair": layout})
     (tmp_path / "test_pair.py").write_text(proof)
     assert prove(tmp_path) >= 10
+
+
+@pytest.mark.torch
+def test_its_two_special_memories_pass_their_proof(tmp_path: Path) -> None:
+    """x-packed keys, and K and V of different strides."""
+    pytest.importorskip("torch")
+    _, _, apart, proof = blocks(GUIDE, "python")
+    (tmp_path / "kvf_apart.py").write_text(apart)
+    (tmp_path / "test_special.py").write_text(proof)
+    assert prove(tmp_path) >= 20

@@ -39,7 +39,7 @@ def test_a_correct_network_tier_passes(results: Results) -> None:
         needs_more = re.search(
             "the tier has no (scan|usage|touch)|give `(ttl|capacity)_options`|no plugin's name", result.text
         )
-        assert result.outcomes == ({"skipped"} if needs_more else {"passed"}), (test, result.text)
+        assert result.outcomes <= ({"passed", "skipped"} if needs_more else {"passed"}), (test, result.text)
 
 
 @pytest.mark.parametrize("bug", KILLED_BY)

@@ -116,6 +116,7 @@ def two_steps(s: Any, key: bytes, parts: Any) -> Outcome:
         else s.store.values[key].data[: len(value)].ljust(len(value), b"\0"),
         0.0,
     )
+    time.sleep(0)
     s.store.values[key] = Value(value, time.time())
     return STORED
 
@@ -123,6 +124,7 @@ def two_steps(s: Any, key: bytes, parts: Any) -> Outcome:
 def out_of_step(s: Any, key: bytes, parts: Any) -> Outcome:
     value = b"".join(parts)
     s.more[key] = len(value)
+    time.sleep(0)
     s.store.values[key] = Value(value, time.time())
     return STORED
 
@@ -141,6 +143,7 @@ def in_pieces(s: Any, key: bytes, parts: Any) -> Outcome:
     value = b"".join(parts)
     for end in (len(value) // 2, len(value)):
         s.store.values[key] = Value(value[:end], time.time())
+        time.sleep(0)
     return STORED
 
 

@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from kvframework.registry import KINDS
-from kvframework.scaffold import PluginNames, render, write_distribution
+from kvframework.scaffold import VARIANTS, PluginNames, render, write_distribution
 
 # Lines grow with the name, so the shortest and the longest that there can be.
+RENDERED = [*((kind, "") for kind in KINDS), *VARIANTS]
 NAMES = ["x", "a_name_that_is_as_long_as_it_can"]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=len)
 def test_ruff_finds_nothing(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ruff", reason="ruff not installed")
-    for kind in KINDS:
-        write_distribution(tmp_path / kind, render(PluginNames(kind, name)))
+    for kind, variant in RENDERED:
+        write_distribution(tmp_path / f"{kind}-{variant}", render(PluginNames(kind, name, variant)))
     for arguments in (["check"], ["format", "--check"]):
         run(tmp_path, "ruff", *arguments, "--no-cache", ".")
 
@@ -29,13 +30,13 @@ def test_mypy_finds_nothing(tmp_path: Path) -> None:
     """All kinds at once, since kvframework's own types take longest; the settings are those that say most."""
     pytest.importorskip("mypy", reason="mypy not installed")
     sources: list[Path] = []
-    for kind in KINDS:
-        names, project = PluginNames(kind, f"mine_{kind}"), tmp_path / kind
+    for kind, variant in RENDERED:
+        names, project = PluginNames(kind, f"mine_{kind}{variant}", variant), tmp_path / f"{kind}-{variant}"
         write_distribution(project, render(names))
         sources.append(project / names.module)
         for test in (project / "tests").iterdir():
-            sources.append(test.rename(tmp_path / f"{test.stem}_{kind}.py"))
-    settings = ("--config-file", str(tmp_path / "layout" / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"))
+            sources.append(test.rename(tmp_path / f"{test.stem}_{kind}{variant}.py"))
+    settings = ("--config-file", str(tmp_path / "layout-" / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"))
     searched = os.pathsep.join(str(source.parent) for source in sources if source.is_dir())
     run(tmp_path, "mypy", *settings, *map(str, sources), MYPYPATH=searched)
 

@@ -224,3 +224,21 @@ def test_tox_and_ci_find_kvframework_without_an_index() -> None:
         assert f"pip wheel --no-deps --wheel-dir wheels {requirement()}" in files[path]
     assert 'pip wheel --no-deps --wheel-dir wheels "$KVFRAMEWORK"' in files[".github/workflows/test.yml"]
     assert "wheels/" in files[".gitignore"]
+
+
+def test_a_tier_in_a_helper_process_differs_in_what_it_must(tmp_path: Path) -> None:
+    assert new(tmp_path, "tier", "mine", "--helper").returncode == 0
+    plain, helped = render(PluginNames("tier", "mine")), render(PluginNames("tier", "mine", "helper"))
+    folder = tmp_path / "kvf-mine"
+    assert {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()} == helped.keys()
+    assert helped.keys() - plain.keys() == {"tests/test_freeze.py"}
+    changed = {path for path in plain if plain[path] != helped[path]}
+    assert changed == {"kvf_mine/__init__.py", "README.md"}
+
+
+def test_a_variant_that_the_kind_lacks_is_refused(tmp_path: Path) -> None:
+    done = new(tmp_path, "codec", "mine", "--helper")
+    assert done.returncode == 2
+    assert "a codec has no variant 'helper'" in done.stderr
+    assert "tier --helper" in done.stderr
+    assert os.listdir(tmp_path) == []

@@ -18,16 +18,17 @@ import pytest
 from kvframework.config import load_config, toml_value
 from kvframework.registry import KINDS, PluginRegistry, check_config
 from kvframework.registry.options import describe_options
-from kvframework.scaffold import PluginNames, render, write_distribution
+from kvframework.scaffold import VARIANTS, PluginNames, render, write_distribution
 from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.
 CHOSEN = {"transport": ["-k", "comes_back_in_other_blocks and nhd or engine_processes_share or a_stream"]}
 TORCH = {"layout"}
+RENDERED = [*KINDS, *(f"{kind}-{variant}" for kind, variant in VARIANTS)]
 
 
 class Rendered(NamedTuple):
-    """A project of each kind, and the folder where all of them are installed."""
+    """A project of each kind and variant, and the folder where all of them are installed."""
 
     projects: dict[str, Path]
     names: dict[str, PluginNames]
@@ -38,6 +39,7 @@ class Rendered(NamedTuple):
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     folder = tmp_path_factory.mktemp("rendered")
     names = {kind: PluginNames(kind, f"new_{kind}") for kind in KINDS}
+    names |= {f"{kind}-{variant}": PluginNames(kind, f"new_{kind}_{variant}", variant) for kind, variant in VARIANTS}
     projects = {kind: folder / each.distribution for kind, each in names.items()}
     for kind, project in projects.items():
         write_distribution(project, render(names[kind]))
@@ -47,7 +49,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
     return Rendered(projects, names, folder / "site")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.torch] * (kind in TORCH)) for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.torch] * (kind in TORCH)) for kind in RENDERED])
 def test_it_passes_its_own_tests(rendered: Rendered, kind: str) -> None:
     done = run_own_tests(rendered.projects[kind], rendered.site, "-q", *CHOSEN.get(kind, []))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,12 +75,12 @@ def test_all_are_listed_as_available(rendered: Rendered) -> None:
         assert (row["status"], row["reason"]) == ("available", "")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RENDERED)
 def test_its_readme_tells_the_options_as_they_are(
     rendered: Rendered, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(rendered.site))
-    _, provider = PluginRegistry().describe(kind, rendered.names[kind].name)
+    _, provider = PluginRegistry().describe(rendered.names[kind].kind, rendered.names[kind].name)
     assert provider is not None
     readme = (rendered.projects[kind] / "README.md").read_text()
     told = re.findall(r"^\| `(\w+)` \| ([^|]+) \| `([^|]+)` \| ([^|]+) \|$", readme, re.MULTILINE)
@@ -86,7 +88,7 @@ def test_its_readme_tells_the_options_as_they_are(
     assert told == [(option.name, option.type, toml_value(option.default), option.description) for option in options]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RENDERED)
 def test_its_readmes_toml_is_a_configuration(
     rendered: Rendered, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,8 @@ def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[st
     for axis in range(tensors_of({last: held})[0].dim()):
 
         def cut(tensor: torch.Tensor, axis: int = axis) -> torch.Tensor:
-            return tensor.narrow(axis, 0, tensor.shape[axis] - 1)
+            # Values may have fewer axes than x-packed keys.
+            return tensor.narrow(axis, 0, tensor.shape[axis] - 1) if axis < tensor.dim() else tensor
 
         if len(caches) > 1:
             yield f"the last layer is shorter along its axis {axis}", {**caches, last: each(held, cut)}

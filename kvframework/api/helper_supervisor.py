@@ -1,0 +1,240 @@
+"""A tier's helper process on the server's side: its start at the first call, its connections, its end.
+
+One thread starts the process, watches it, and kills it where a call has not ended long after its deadline. Callers only
+take connections and give them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+from kvframework.errors import TierError
+from kvframework.restart_backoff import Backoff
+
+log = logging.getLogger(__name__)
+
+# Seconds behind its deadline after which a call that the helper has not ended counts as frozen.
+FROZEN_S = 1.0
+_STOP_S = 1.0
+_DRAINED = 1 << 18
+_LENGTH = struct.Struct("<I")
+# The paths of this process and no others: with -m the working directory would be the first.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; from kvframework.api.helper_process import main; main(sys.argv[1:2])"
+)
+
+
+class HelperSupervisor:
+    """One helper process at a time. `made` is the pickled function that makes the tier there.
+    Thread-safe."""
+
+    def __init__(self, name: str, made: bytes) -> None:
+        self._name = name
+        self._made = made
+        self._state = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+        self._closed = self._wanted = False
+        self._control: socket.socket | None = None
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        # Connections of calls that ended without an answer, and when they count as frozen.
+        self._given_up: dict[socket.socket, float] = {}
+        self._backoff = Backoff()
+        self.pid: int | None = None
+        self.last_error = ""
+
+    def check_open(self, where: str) -> None:
+        """Raises `TierError` after `close`."""
+        if self._closed:
+            raise TierError("the tier is closed", where=where)
+
+    def connect(self, deadline: float) -> socket.socket:
+        """Returns a connection for one call; starts the process if there is none. Blocks until it runs. Raises
+        `OSError`."""
+        with self._state:
+            if self._thread is None and not self._closed:
+                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = threading.Thread(target=self._run, name=f"kvf-helper-{self._name}", daemon=True)
+                self._thread.start()
+            while self._control is None:
+                if self._closed:
+                    raise ConnectionError("closed")
+                self._wanted = True
+                self._notify()
+                if not self._state.wait(deadline - time.monotonic()):
+                    raise ConnectionError("there is no helper process")
+            if self._idle:
+                sock = self._idle.pop()
+            else:
+                sock, theirs = socket.socketpair()
+                with theirs:
+                    try:
+                        socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+                    except BaseException:
+                        sock.close()
+                        raise
+            self._busy.add(sock)
+            return sock
+
+    def give_back(self, sock: socket.socket) -> None:
+        """Takes back the connection of a call that was answered."""
+        with self._state:
+            if sock in self._busy and not self._closed:
+                self._busy.discard(sock)
+                self._idle.append(sock)
+            else:
+                sock.close()
+
+    def give_up(self, sock: socket.socket, deadline: float) -> None:
+        """Takes back the connection of a call that was not answered."""
+        with self._state:
+            if sock not in self._busy or self._closed:
+                sock.close()
+                return
+            self._busy.discard(sock)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            sock.setblocking(False)
+            self._given_up[sock] = deadline + FROZEN_S
+            self._notify()
+
+    def close(self) -> None:
+        """Ends the process and the calls in flight. Idempotent."""
+        with self._state:
+            self._closed = True
+            for sock in self._busy:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            self._state.notify_all()
+            self._notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _notify(self) -> None:
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    # the supervisor's thread
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._closed:
+            left = self._backoff.left(time.monotonic())
+            if self._wanted and not left:
+                self._one_process()
+            else:
+                poller.poll(left * 1000 + 1 if self._wanted else None)
+                self._drain_wake()
+        with self._state:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _one_process(self) -> None:
+        self._wanted = False
+        self._backoff.started(time.monotonic())
+        ours, theirs = socket.socketpair()
+        reason = ""
+        try:
+            with theirs:
+                popen = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+        except Exception as error:  # noqa: BLE001  the thread has to go on: callers wait for it
+            ours.close()
+            self._ended(f"the helper process cannot be started: {error}")
+            return
+        try:
+            ours.settimeout(_STOP_S)
+            ours.sendall(_LENGTH.pack(len(self._made)) + self._made)
+            ours.setblocking(False)
+            with self._state:
+                self._control, self.pid = ours, popen.pid
+                self._state.notify_all()
+            reason = self._watch(popen)
+        except OSError as error:
+            reason = f"the helper process ended: {error}"
+        finally:
+            with self._state:
+                self._control = self.pid = None
+            ours.close()
+            if reason:
+                popen.kill()
+            try:
+                popen.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                popen.wait()
+            self._forget()
+        if reason:
+            self._ended(reason)
+
+    def _watch(self, popen: subprocess.Popen[bytes]) -> str:
+        """Watch the process until it must end; return the reason, "" after `close`."""
+        pidfd = os.pidfd_open(popen.pid)
+        try:
+            while True:
+                poller = select.poll()
+                poller.register(self._wake, select.POLLIN)
+                poller.register(pidfd, select.POLLIN)
+                with self._state:
+                    given_up = dict(self._given_up)
+                for sock in given_up:
+                    poller.register(sock, select.POLLIN)
+                due = min(given_up.values(), default=None)
+                happened = dict(poller.poll(None if due is None else max(due - time.monotonic(), 0) * 1000 + 1))
+                self._drain_wake()
+                if self._closed:
+                    return ""
+                if pidfd in happened:
+                    return f"the helper process ended with status {popen.wait()}"
+                for sock, its_due in given_up.items():
+                    if sock.fileno() in happened and _is_over(sock):
+                        with self._state:
+                            del self._given_up[sock]
+                        sock.close()
+                    elif time.monotonic() >= its_due:
+                        return f"the helper process was killed: a call went on for {FROZEN_S:g} s after its deadline"
+        finally:
+            os.close(pidfd)
+
+    def _ended(self, reason: str) -> None:
+        self._backoff.ended(time.monotonic())
+        self.last_error = reason
+        log.error("tier %s: %s", self._name, reason)
+
+    def _forget(self) -> None:
+        """Close the connections of a process that has ended; those in use are closed by their callers."""
+        with self._state:
+            for sock in (*self._idle, *self._given_up):
+                sock.close()
+            self._idle.clear()
+            self._given_up.clear()
+            self._busy.clear()
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+
+def _is_over(sock: socket.socket) -> bool:
+    """Whether the helper has ended the call and its connection. Drops what it still answers."""
+    try:
+        return not sock.recv(_DRAINED)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
