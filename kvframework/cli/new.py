@@ -15,8 +15,8 @@ KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec",
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",
-    "kvframework new tier mystore --helper         its client library in a process of its own",
-    "kvframework new transport mydev --driver      an accelerator's, which the server drives",
+    "kvframework new tier mystore --helper         in a process of its own",
+    "kvframework new transport mydev --driver      of an accelerator",
 )
 
 
