@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.errors import KVFrameworkError
+from kvframework.client import KVClient, RequestHashes, WorkerAdapter
+from kvframework.errors import KVFrameworkError, ServerGone
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 4, 128, 16, 2, 8
 
@@ -26,14 +26,15 @@ class Engine:
 
     def answer(self, prompt: list[int]) -> None:
         blocks = random.sample(range(BLOCKS), -(-len(prompt) // BLOCK))  # an engine's allocator gives any free ones
-        hit = self.cache.load(prompt, blocks) if self.cache.works else 0
+        cached = self.cache.works()
+        hit = self.cache.load(prompt, blocks) if cached else 0
         for at in range(hit, len(prompt)):
             for layer, tensor in enumerate(self.kv.values()):
                 tensor[:, blocks[at // BLOCK], at % BLOCK] = float((prompt[at] * (at + 1) + layer) % 251)
         seen = [tensor[:, blocks].flatten(1, 2)[:, : len(prompt)] for tensor in self.kv.values()]  # planes, tokens, ...
         print(f"loaded {hit} of {len(prompt)} tokens, the next token is {sum(int(kv.sum()) for kv in seen) % 1000}")
-        if self.cache.works:
-            self.cache.store(blocks)
+        if cached:
+            self.cache.store(blocks, hit)
 
 
 class Cache:
@@ -48,38 +49,47 @@ class Cache:
             revision="weights-2026-11",  # with the name: all that makes KV differ
             layout_options={"axes": ["plane", "block", "token", "head", "dim"]},
         )
-        self.works = True
+        self.kv = kv
+        self.refused = False
+        self.register()
+
+    def register(self) -> None:
         try:
-            registered = self.worker.register_kv_caches(kv, block_size=BLOCK)
+            registered = self.worker.register_kv_caches(self.kv, block_size=BLOCK)
         except KVFrameworkError as error:  # no server, or a reason that it names
             print(f"runs without a cache: {error}")
-            self.works = False
+            self.refused = not isinstance(error, ServerGone)
             return
         self.chunk = registered.desc.chunk_tokens
-        self.scheduler = SchedulerAdapter(
-            self.client, model_name="my-model", namespace=registered.namespace, chunk_tokens=self.chunk
-        )
+        self.scheduler = self.worker.scheduler()
+
+    def works(self) -> bool:
+        if self.worker.registration is None and self.client.usable and not self.refused:
+            self.register()  # there was no server at the start, and there is one now
+        return self.worker.registration is not None
 
     def load(self, prompt: list[int], blocks: list[int]) -> int:
         """Fill the first blocks; return how many tokens of the prompt they hold. The last token is always computed."""
         self.request = RequestHashes(self.client.hasher, self.chunk, request_id=secrets.token_hex(8))
         self.request.extend(prompt)
         found = self.scheduler.lookup(self.request, 0, len(prompt) - 1)
-        found = self.scheduler.wait(found, 2.0)  # seconds for L2; afterwards the hits are those in L1
-        hit = found.hit_tokens
-        if hit:
-            self.worker.submit_retrieve(self.request, 0, hit, [blocks[: hit // BLOCK]])
+        try:
+            found = self.scheduler.wait(found, 2.0)  # seconds for L2; afterwards the hits are those in L1
+            hit = found.hit_tokens
+            if not hit:
+                return 0
+            future = self.worker.submit_retrieve(self.request, 0, hit, [blocks[: hit // BLOCK]])
             while self.request.request_id not in self.worker.get_finished()[1]:
                 time.sleep(0.001)  # an engine runs a step of other requests here
-        failed = self.worker.take_failed_blocks()
-        self.scheduler.free(found)
-        return 0 if failed else hit
+            return hit if future.exception() is None and future.result().ok else 0
+        finally:
+            self.scheduler.free(found)
 
-    def store(self, blocks: list[int]) -> None:
-        """Store the whole chunks that the server lacks. The blocks must not change until `get_finished` names them."""
+    def store(self, blocks: list[int], hit: int) -> None:
+        """Store the whole chunks behind the hit. The blocks must not change until `get_finished` names them."""
         end = self.request.hashed_tokens
-        if end:
-            future = self.worker.submit_store(self.request, 0, end, [blocks[: end // BLOCK]])
+        if end > hit:
+            future = self.worker.submit_store(self.request, hit, end, [blocks[hit // BLOCK : end // BLOCK]])
             while self.request.request_id not in self.worker.get_finished()[0]:
                 time.sleep(0.001)
             print(f"the store's outcome: {future.exception() or future.result()}")

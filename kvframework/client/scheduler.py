@@ -15,6 +15,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
+from kvframework.client.transfers import checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
@@ -62,7 +63,8 @@ class SchedulerAdapter:
 
     def lookup(self, request: RequestHashes, start: int = 0, end: int | None = None) -> LookupResult:
         """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
-        to a chunk, `start` must be a multiple of it."""
+        to a chunk. Raises `BadRange` unless `start` is a multiple of it."""
+        start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
         if last <= start:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
 from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
-from kvframework.errors import BadRange, ProtocolError
+from kvframework.errors import BadBlockIds, BadRange, ProtocolError
 from kvframework.wire.transfer_blocks import checked_blocks
 
 if TYPE_CHECKING:
@@ -19,13 +19,28 @@ if TYPE_CHECKING:
 _offset = attrgetter("offset")
 
 
-def checked_tokens(registration: Registration, start: int, end: int) -> tuple[int, int]:
+def checked_tokens(registration: Registration, request_id: str, start: int, end: int) -> tuple[int, int]:
     """Return the ends of tokens `[start, end)` as ints. Raises `BadRange` unless they are whole chunks."""
     chunk = registration.desc.chunk_tokens
     first, last = _as_int(start, "start"), _as_int(end, "end")
     if not 0 <= first < last or first % chunk or last % chunk:
-        raise BadRange(f"tokens {first} to {last}", available=f"whole chunks of {chunk} tokens")
+        raise BadRange(
+            f"tokens {first} to {last}", where=f"request {request_id!r}", available=f"whole chunks of {chunk} tokens"
+        )
     return first, last
+
+
+def checked_start(request_id: str, start: int, chunk_tokens: int) -> int:
+    """Return the start of a lookup as an int. Raises `BadRange` unless it is a chunk's first token."""
+    first = _as_int(start, "start")
+    if first < 0 or first % chunk_tokens:
+        raise BadRange(
+            f"start is {first}",
+            where=f"request {request_id!r}",
+            available=f"multiples of {chunk_tokens} tokens",
+            hint="round down to a chunk, and skip what the engine has with skip_first_n_tokens",
+        )
+    return first
 
 
 def checked_skip(registration: Registration, tokens: int, skip_tokens: int) -> int:
@@ -47,14 +62,15 @@ def checked_transfer(
     storing: bool,
 ) -> Transfer:
     """Return the transfer of the key's tokens, which are whole chunks. Raises `BadBlockIds`."""
-    blocks = checked_blocks(
-        registration.layout,
-        registration.desc.chunk_tokens,
-        key.end - key.start,
-        block_ids,
-        storing=storing,
-        bounded=False,
-    )
+    chunk = registration.desc.chunk_tokens
+    try:
+        blocks = checked_blocks(
+            registration.layout, chunk, key.end - key.start, block_ids, storing=storing, bounded=False
+        )
+    except BadBlockIds as error:
+        of = f"request {key.request_id!r}, tokens {key.start} to {key.end}"
+        error.where = f"{of}, {error.where}" if error.where else of
+        raise
     return Transfer(key, registration, kv_caches, block_ids, blocks, event)
 
 

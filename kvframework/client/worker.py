@@ -1,7 +1,8 @@
 """The worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
 Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/client_deadlines.py`), except
-in `register_kv_caches` and `close`; a transfer whose answers take longer continues without it.
+in `register_kv_caches` and `close`; a transfer whose answers take longer continues without it. A transport may copy in
+the calling thread, as `cpu_gather` does in shared memory; that takes as long as the bytes do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registrat
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration.instance import Instance, InstanceIdentity
+from kvframework.client.scheduler import SchedulerAdapter
 from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
@@ -102,6 +104,18 @@ class WorkerAdapter:
         """The current registration; None before `register_kv_caches` and after `close`."""
         return self._instance.registration if self._instance else None
 
+    def scheduler(self) -> SchedulerAdapter:
+        """Return the lookups for all ranks of this instance's model, in this process and through its client. Raises
+        `NotRegistered` before `register_kv_caches`."""
+        registered = self._registered()
+        return SchedulerAdapter(
+            self._client,
+            model_name=self.identity.model_name,
+            namespace=registered.namespace,
+            chunk_tokens=registered.desc.chunk_tokens,
+            world_size=self.identity.world_size,
+        )
+
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
         """Return the cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
         identity = self.identity
@@ -178,8 +192,8 @@ class WorkerAdapter:
         return future
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the request ids whose stores, and those whose retrieves, have all ended since the last call. Never
-        blocks.
+        """Return the request ids whose stores, and those whose retrieves, have all ended since the last call: of those
+        submitted so far, so a request that submits more is named again. Never blocks.
 
         `take_failed_blocks` has the failed loads.
         """
@@ -231,7 +245,7 @@ class WorkerAdapter:
         *,
         storing: bool,
     ) -> Transfer:
-        start, end = checked_tokens(instance.registration, start, end)
+        start, end = checked_tokens(instance.registration, request.request_id, start, end)
         return checked_transfer(
             instance.registration,
             self.key(request, start, end),

@@ -73,7 +73,6 @@ KINDS = {
     "STORE_CPU_CHUNKS": "store_s",
     "STORE": "transfer_s",
     "RETRIEVE": "transfer_s",
-    "UNREGISTER_KV_CACHE": "transfer_s",
 }
 SCALED = (
     "engine_s",

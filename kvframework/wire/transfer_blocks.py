@@ -21,7 +21,8 @@ def checked_blocks(
 
     `bounded`: a layer group whose number of blocks is unknown has none; otherwise any id is accepted there. Raises
     `BadBlockIds` for another number of lists or ids than the tokens need, and for a touched id that is no block. Ids of
-    untouched blocks are not checked.
+    untouched blocks are not checked. A store that names a touched block twice is refused, too: one block holds one part
+    of a prompt.
     """
     if len(block_ids) != len(layout.groups):
         raise BadBlockIds(
@@ -35,6 +36,9 @@ def checked_blocks(
         touched = touched_blocks(group, chunk_tokens, own, storing=storing)
         if bounded or layout.blocks_of(index):
             check_bound(layout, index, touched.highest)
+        held = touched.ids[touched.first :]
+        if storing and len(set(held)) < len(held):
+            raise BadBlockIds("a block stands twice in one store", where=_place(index), available="each block once")
         result.append(touched)
     return tuple(result)
 
@@ -43,7 +47,8 @@ def check_bound(layout: KVLayout, group: int, highest: int) -> None:
     """Raise `BadBlockIds` unless the layer group has the block `highest` (-1: no block)."""
     blocks = layout.blocks_of(group)
     if highest >= blocks:
-        raise BadBlockIds(f"block id {highest}", where=_place(group), available=f"0 to {blocks - 1}")
+        fact = "NO_BLOCK where the transfer needs a block" if highest == NO_BLOCK else f"block id {highest}"
+        raise BadBlockIds(fact, where=_place(group), available=f"0 to {blocks - 1}")
 
 
 def touched_blocks(group: LayerGroup, chunk_tokens: int, ids: Sequence[int], *, storing: bool) -> GroupBlocks:

@@ -10,6 +10,7 @@ import torch
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
 from kvframework.api.transport import EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
+from kvframework.errors import Cancelled
 
 
 def store_in_arena(
@@ -23,7 +24,10 @@ def store_in_arena(
             with torch.inference_mode():
                 moves.gather(plan.arena, plan.ranges)
             yield from unless_cancelled()
-        committed: StoreOutcome = yield plan.commit()
+        try:
+            committed: StoreOutcome = yield plan.commit()
+        except Cancelled as error:
+            return plan.outcome + StoreOutcome(unknown=len(plan.ranges), error=error.code)
         return committed
 
 

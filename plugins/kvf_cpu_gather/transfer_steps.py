@@ -2,7 +2,7 @@
 thread of its own. Engine side.
 
 A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
-memory between two yields only: while it waits, it can be cancelled at once.
+memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def planned(sent: Future[P]) -> Steps[P]:
     back: by the link, or here if the answer came before the cancel."""
     try:
         plan: P = yield sent
-    except GeneratorExit:
+    except (Cancelled, GeneratorExit):
         sent.cancel()
         sent.add_done_callback(_abort)
         raise
@@ -109,6 +109,14 @@ class Course(Generic[R]):
         return self._steps.throw(error) if error is not None else self._steps.send(awaited.result(0))
 
     def _end(self, result: R | None, error: BaseException | None) -> None:
+        if isinstance(error, Cancelled):
+            # A store that was sent in part knows what of it was answered.
+            try:
+                self._steps.throw(error)
+            except StopIteration as end:
+                result, error = end.value, None
+            except Exception as raised:  # noqa: BLE001 - most often the error itself
+                _forget_frames(raised)
         with contextlib.suppress(Exception):
             self._steps.close()  # gives back all that it has reserved
         outcome = self._ended(result, error)

@@ -17,7 +17,7 @@ from kvf_cpu_gather.wire_batches import Batch, Window, batches
 from kvf_cpu_gather.wire_staging import Staging
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
-from kvframework.errors import DeadlineExceeded, KVFrameworkError
+from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 
 class _Sent(NamedTuple):
@@ -40,7 +40,8 @@ class WirePath:
 
     def store(self, transfer: Transfer, moves: Moves, event: torch.Event | None) -> Steps[StoreOutcome]:
         """Send the objects that the server lacks; stops at the first object for which the server has no room, or once
-        it does not answer; objects that it has confirmed stay stored. Raises `KVFrameworkError`."""
+        it does not answer or the store is cancelled; what it has confirmed by then counts. Raises
+        `KVFrameworkError`."""
         missing = yield self._link.missing_chunks(transfer)
         firsts = transfer.first_chunks
         wanted = [
@@ -52,20 +53,19 @@ class WirePath:
         if event is not None and wanted:
             event.synchronize()
         window: Window[_Sent] = Window()
-        for batch in batches(wanted):
-            while not window.has_room(batch.nbytes):
-                outcome = yield from self._answered(outcome, unsent, window)
-                if outcome.unknown:
-                    return outcome
-            if outcome.dropped:
-                break
-            sent = yield from self._send(transfer, moves, batch)
-            window.add(sent, batch.nbytes)
-            unsent -= len(batch.places)
-        while window:
-            outcome = yield from self._answered(outcome, unsent, window)
-            if outcome.unknown:
-                return outcome
+        try:
+            for batch in batches(wanted):
+                while not window.has_room(batch.nbytes):
+                    outcome += yield from self._answered(window)
+                if outcome.dropped:
+                    break
+                sent = yield from self._send(transfer, moves, batch)
+                window.add(sent, batch.nbytes)
+                unsent -= len(batch.places)
+            while window:
+                outcome += yield from self._answered(window)
+        except (Cancelled, DeadlineExceeded) as error:
+            return outcome + _so_far(window, unsent, error)
         return outcome + StoreOutcome(dropped=unsent)
 
     def load(self, transfer: Transfer, moves: Moves, event: torch.Event | None, skip_tokens: int) -> Steps[LoadOutcome]:
@@ -103,7 +103,7 @@ class WirePath:
             )
         try:
             yield from unless_cancelled()
-        except GeneratorExit:
+        except (Cancelled, GeneratorExit):
             self._staging.give_back(staged)
             raise
         buffers = [
@@ -112,16 +112,20 @@ class WirePath:
         objects = [place.chunk * groups + place.group for place in batch.places]
         return _Sent(self._link.store_chunks(transfer, objects, buffers), staged, len(objects))
 
-    def _answered(self, outcome: StoreOutcome, unsent: int, window: Window[_Sent]) -> Steps[StoreOutcome]:
-        """Return `outcome` with the server's answer to the oldest batch."""
-        sent = window.take_oldest()
-        try:
-            answered: StoreOutcome = yield sent.answer
-        except DeadlineExceeded as error:
-            under_way = sent.objects + sum(each.objects for each in window)
-            return outcome + StoreOutcome(unknown=under_way, dropped=unsent, error=error.code)
-        self._staging.give_back(sent.staged)
-        return outcome + answered
+    def _answered(self, window: Window[_Sent]) -> Steps[StoreOutcome]:
+        """Return the server's answer to the oldest batch, which leaves the window."""
+        answered: StoreOutcome = yield next(iter(window)).answer
+        self._staging.give_back(window.take_oldest().staged)
+        return answered
+
+
+def _so_far(window: Window[_Sent], unsent: int, error: KVFrameworkError) -> StoreOutcome:
+    """Return the outcome of batches whose answers the store no longer waits for: each that is here counts."""
+    outcome = StoreOutcome(dropped=unsent, error=error.code)
+    for sent in window:
+        answered = sent.answer.query() and sent.answer.exception() is None
+        outcome += sent.answer.result(0) if answered else StoreOutcome(unknown=sent.objects)
+    return outcome
 
 
 def _received(moves: Moves, window: Window[_Asked], skip_tokens: int) -> Steps[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,3 +225,43 @@ def test_a_load_of_what_was_never_stored_is_not_called_evicted(
     assert not loaded.result(20)
     assert "not all objects are in L1" in caplog.text
     assert "evicted" not in caplog.text
+
+
+@pytest.mark.parametrize("start", [100, -256, 1.5, None])
+def test_a_lookup_from_within_a_chunk_is_the_engines_mistake(client: KVClient, start: Any) -> None:
+    engine = Engine(client)
+    with pytest.raises(errors.BadRange, match="start"):
+        engine.scheduler.lookup(engine.request(list(range(512))), start)
+    engine.worker.close()
+
+
+def test_a_workers_scheduler_asks_for_all_ranks(client: KVClient) -> None:
+    """A hit is what both ranks have, and the world size is the registered one."""
+    ranks = [Engine(client, 70 + rank, world_size=2, rank=rank) for rank in range(2)]
+    scheduler, blocks = ranks[1].worker.scheduler(), [list(range(16))]
+    hits = []
+    for engine in ranks:
+        request = engine.request([7, *range(255)])
+        assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
+        found = scheduler.lookup(request)
+        hits.append(found.hit_tokens)
+        scheduler.free(found)
+    assert hits == [0, 256]
+    for engine in ranks:
+        engine.worker.close()
+    with pytest.raises(errors.NotRegistered):
+        ranks[0].worker.scheduler()
+
+
+def test_a_store_whose_request_has_ended_says_so(client: KVClient) -> None:
+    """Its lease ended with the request, in the midst of the copy."""
+    engine = Engine(client)
+    request = engine.request([9, *range(255)])
+
+    class Ends:
+        def synchronize(self) -> None:
+            engine.scheduler.end_request(request.request_id)
+
+    stored = engine.worker.submit_store(request, 0, 256, [list(range(16))], event=Ends())  # type: ignore[arg-type]
+    assert stored.result(30) == StoreOutcome(dropped=1, error=errors.LeaseUnknown.code)
+    engine.worker.close()

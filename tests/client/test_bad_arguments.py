@@ -177,3 +177,17 @@ def test_after_close_a_failed_load_names_the_blocks_of_its_submit(engine: Engine
     assert not future.result(0).ok
     engine.worker.get_finished()
     assert engine.worker.take_failed_blocks() == [set(IDS)]
+
+
+def test_a_block_twice_in_one_store_is_refused(engine: Engine) -> None:
+    """The bytes of one block would be stored under two digests, of which one at least would lie."""
+    store, load = submits(engine, ids=[[*IDS[:-1], IDS[0]]])
+    with pytest.raises(BadBlockIds, match=r"tokens 0 to 512.*layer group 0.*twice"):
+        store()
+    assert load().query(), "a load writes only the engine's own blocks"
+
+
+def test_what_is_no_block_is_named(engine: Engine) -> None:
+    for submit in submits(engine, ids=[[NO_BLOCK, *IDS[1:]]]):
+        with pytest.raises(BadBlockIds, match=r"request 'r', tokens 0 to 512, layer group 0.*NO_BLOCK"):
+            submit()

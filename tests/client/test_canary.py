@@ -138,3 +138,40 @@ def test_patterns_are_finite_and_nowhere_alike(dtype: str) -> None:
     assert torch.isfinite(values.to(torch.float64)).all()
     rows = values.view(torch.uint8).reshape(2 * 2 * 16 * 4, -1)
     assert len({bytes(row.tolist()) for row in rows}) == len(rows)
+
+
+class Fails(View):
+    """A view with one mistake of its author."""
+
+    def __init__(self, kv: dict[str, torch.Tensor], mistake: str) -> None:
+        super().__init__(kv)
+        self._mistake = mistake
+        if mistake == "no spare block":
+            self.spare_blocks = ()  # type: ignore[assignment]
+
+    def read(self, group: int, layer: int, plane: int, block: int) -> torch.Tensor:
+        if self._mistake == "read raises":
+            raise IndexError("index 20 is out of bounds")
+        found = super().read(group, layer, plane, block)
+        return found[0] if self._mistake == "another shape" else found.double() if "dtype" in self._mistake else found
+
+    def write(self, group: int, layer: int, plane: int, block: int, values: torch.Tensor) -> None:
+        if self._mistake == "write raises":
+            raise RuntimeError("shape mismatch")
+        if self._mistake != "write does nothing":
+            super().write(group, layer, plane, block, values)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["no spare block", "read raises", "write raises", "another shape", "another dtype", "write does nothing"],
+)
+def test_a_mistake_of_the_view_is_refused_by_name(server: ServerProcess, client: KVClient, mistake: str) -> None:
+    kv = memory()
+    before = {name: tensor.clone() for name, tensor in kv.items()}
+    with pytest.raises(BadLayout, match="the engine's view"):
+        register(client, kv, Fails(kv, mistake), NHD)
+    with server.client() as watcher:
+        assert watcher.status()["instances"] == []
+    for name, tensor in kv.items():
+        assert torch.equal(tensor, before[name])

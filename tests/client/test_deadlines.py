@@ -189,3 +189,15 @@ def test_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
             KVClient("ipc:///nowhere/s", deadline_scale=wrong)  # type: ignore[arg-type]
         assert refused.value.available == "0.1 to 100"
         assert "twice as long" in refused.value.hint
+
+
+def test_a_stuck_server_holds_up_a_close_only_as_long_as_a_setup(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine copies by itself: nothing of the server can be in its memory."""
+    monkeypatch.setenv(SCALE_VARIABLE, "0.5")
+    with engine_of(server, "closes") as engine, stopped(server):
+        began = time.monotonic()
+        engine.worker.close()
+        assert time.monotonic() - began < 15
+    assert "memory may be in use" not in caplog.text

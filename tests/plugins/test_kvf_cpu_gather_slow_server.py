@@ -216,3 +216,28 @@ def test_courses_of_one_instance_do_not_wait_for_each_other():
         each.set_result(number % 2 == 0)
         assert futures[number].result(PATIENCE_S) is (number % 2 == 0)
     courses.close()
+
+
+def test_a_store_cancelled_before_its_commit_was_answered_is_unknown():
+    engine = Engine()
+    engine.link.slow = {"commit_store"}
+    stored = engine.store()
+    stored.cancel()
+    assert stored.result(0) == StoreOutcome(unknown=2, error=Cancelled.code)
+    answer(engine)
+    engine.transport.close()
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_store_cancelled_over_the_wire_counts_what_was_answered(monkeypatch, answered):
+    """Two batches are sent; one of them, the first or the second, has its answer."""
+    monkeypatch.setattr("kvf_cpu_gather.wire_batches.BATCH_OBJECTS", 1)
+    link, sent = WireLink(Engine().desc), []
+    monkeypatch.setattr(link, "store_chunks", lambda *_: sent.append(Promise()) or sent[-1])
+    engine = Engine(path="wire", link=link)
+    stored = engine.store()
+    wait_until(lambda: len(sent) == 2, PATIENCE_S, "both batches")
+    sent[answered].set_result(StoreOutcome(stored=1))
+    stored.cancel()
+    assert stored.result(PATIENCE_S) == StoreOutcome(stored=1, unknown=1, error=Cancelled.code)
+    engine.transport.close()

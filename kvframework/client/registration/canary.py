@@ -4,13 +4,14 @@ stored. Engine side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvframework.api.canary import EngineView
 from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors
 from kvframework.api.transport import TransferContext
-from kvframework.errors import BadLayout
+from kvframework.errors import BadLayout, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,19 @@ def check_by_writing(
     """
     import torch
 
+    if len(view.spare_blocks) != len(layout.groups):
+        raise BadLayout(
+            f"the engine's view has {len(view.spare_blocks)} spare blocks",
+            available=f"{len(layout.groups)}, one per layer group",
+        )
     with torch.inference_mode():
         before = [_read(view, index, group) for index, group in enumerate(layout.groups)]
         try:
             for index, group in enumerate(layout.groups):
-                _write(view, index, group, pattern(index, group, before[index][0][0].device))
+                written = pattern(index, group, before[index][0][0].device)
+                _write(view, index, group, written)
+                if not torch.equal(_as_bytes(_read(view, index, group)), _as_bytes(written)):
+                    raise BadLayout("the engine's view does not read what it wrote", where=_at(view, index))
             _compare(transfer, kv_caches, layout, view)
         finally:
             for index, group in enumerate(layout.groups):
@@ -83,15 +92,14 @@ def _compare(
 
     gathered = transfer.gather_block(kv_caches, view.spare_blocks)
     for index, (group, raw) in enumerate(zip(layout.groups, gathered, strict=True)):
-        expected = torch.stack([torch.stack(plane) for plane in _read(view, index, group)]).cpu()
-        expected = expected.contiguous().view(torch.uint8)
+        expected = _as_bytes(_read(view, index, group))
         if len(raw) != expected.numel():
             raise BadLayout(f"the transport gathered {len(raw)} bytes", available=f"{expected.numel()} bytes a block")
         found = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(expected.shape)
         if not torch.equal(found, expected):
             raise BadLayout(
                 f"the declared layout is not the engine's: {_difference(found, expected)}",
-                where=f"layer group {index}, block {view.spare_blocks[index]}",
+                where=_at(view, index),
                 available="axes in the order in which the engine's attention uses them",
                 hint="correct the axes (or strides) in the layout's options",
             )
@@ -127,15 +135,52 @@ def _place(index: torch.Tensor) -> str:
     return f"plane {plane}, layer {layer}, token {slot}, head {head}"
 
 
+def _at(view: EngineView, index: int) -> str:
+    return f"layer group {index}, block {view.spare_blocks[index]}"
+
+
+def _as_bytes(values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Return `[plane][layer]` tensors as bytes in host memory, `[planes, layers, slots, heads, dim * dtype]`."""
+    import torch
+
+    return torch.stack([torch.stack(list(plane)) for plane in values]).cpu().contiguous().view(torch.uint8)
+
+
 def _read(view: EngineView, index: int, group: LayerGroup) -> list[list[torch.Tensor]]:
-    block = view.spare_blocks[index]
-    return [
-        [view.read(index, layer, plane, block) for layer in range(group.num_layers)] for plane in range(group.planes)
-    ]
+    """Raises `BadLayout` for an error of the view, another shape or another dtype."""
+    shape, dtype, block = (group.slots, group.heads, group.head_dim), f"torch.{group.dtype}", view.spare_blocks[index]
+    found = []
+    for plane in range(group.planes):
+        with _named(view, index):
+            found.append([view.read(index, layer, plane, block) for layer in range(group.num_layers)])
+        for values in found[-1]:
+            if (tuple(values.shape), str(values.dtype)) != (shape, dtype):
+                raise BadLayout(
+                    f"the engine's view reads {list(values.shape)} of {values.dtype}",
+                    where=_at(view, index),
+                    available=f"{list(shape)} (slots per block, heads, head_dim) of {dtype}",
+                )
+    return found
 
 
 def _write(view: EngineView, index: int, group: LayerGroup, values: Sequence[Sequence[torch.Tensor]]) -> None:
     block = view.spare_blocks[index]
-    for plane in range(group.planes):
-        for layer in range(group.num_layers):
-            view.write(index, layer, plane, block, values[plane][layer])
+    with _named(view, index):
+        for plane in range(group.planes):
+            for layer in range(group.num_layers):
+                view.write(index, layer, plane, block, values[plane][layer])
+
+
+@contextlib.contextmanager
+def _named(view: EngineView, index: int) -> Iterator[None]:
+    """Raise `BadLayout` for any error of the engine's own code."""
+    try:
+        yield
+    except KVFrameworkError:
+        raise
+    except Exception as error:
+        raise BadLayout(
+            f"the engine's view failed: {type(error).__name__}: {error}",
+            where=_at(view, index),
+            hint="correct the read or write of the EngineView",
+        ) from error

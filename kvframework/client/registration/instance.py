@@ -102,7 +102,8 @@ class Instance:
 
     def close(self) -> None:
         """Unregister, if the server is there. Waits for copies under way: afterwards the server has none of the tensors
-        mapped, and they may be freed. A server that cannot confirm this in time is logged."""
+        mapped, and they may be freed. A server that cannot confirm this in time is logged. Waits for its answer
+        `setup_s`, where it maps the engine's memory `transfer_s`."""
         self._closed.set()
         self._client.forget(self._register_again)
         if self._again is not None:
@@ -207,15 +208,20 @@ class Instance:
     def _unregister(self) -> None:
         try:
             if self._client.usable or self._exports:
-                payload = m.Unregister(self._identity.instance_id)
-                # The answer follows the copies under way; a silent server may be in the midst of one.
-                self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=self._exports)
+                deadlines = self._client.deadlines
+                self._client.request(
+                    "UNREGISTER_KV_CACHE",
+                    m.Unregister(self._identity.instance_id),
+                    m.Empty,
+                    urgent=self._exports,
+                    # The answer follows the server's own copies; a silent server may be in the midst of one.
+                    timeout=deadlines.transfer_s if self._exports else deadlines.setup_s,
+                )
         except ServerGone:
             pass  # and its mappings ended with it
         except KVFrameworkError as error:
-            log.warning(
-                "instance %d could not unregister, its memory may be in use: %s", self._identity.instance_id, error
-            )
+            doubt = ", its memory may be in use" if self._exports else ""
+            log.warning("instance %d could not unregister%s: %s", self._identity.instance_id, doubt, error)
         finally:
             # Only now: until the server has closed its mappings it may refer to the transport's resources.
             self.transfer.close()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
-from kvframework.errors import TransportMismatch
+from kvframework.errors import LeaseUnknown, TransportMismatch
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
@@ -77,7 +77,8 @@ class EngineDrivenTransfers:
     def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
         published = self._storage.commit(payload.lease, owner=client.session_id)
-        return m.Committed(StoreOutcome(stored=published, dropped=promised - published))
+        lapsed = promised - published
+        return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
         return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
