@@ -145,6 +145,7 @@ class CacheService(CacheServices):
         self._losses.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
+        who = (client.name, client.pid)
         amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
         if self.stopping:
             log.info(
@@ -154,7 +155,7 @@ class CacheService(CacheServices):
                 *amounts,
             )
         else:
-            log.info("client %s (process %d) has ended, and with it %s, %s and %s", client.name, client.pid, *amounts)
+            log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
 
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
