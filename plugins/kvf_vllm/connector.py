@@ -101,7 +101,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if role == KVConnectorRole.SCHEDULER:
             self._start("the scheduler's side", self._start_scheduler)
 
-    # vLLM asks these two before it makes a connector, the first one while it reads its configuration if it uses full CUDA
+    # vLLM asks these two before it makes a connector, the first one while it reads its configuration, for full CUDA
     # graphs: a wrong option ends the start there.
 
     @classmethod

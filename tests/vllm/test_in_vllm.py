@@ -68,10 +68,10 @@ def test_a_wrong_option_is_refused_before_a_connector_is_made() -> None:
     from kvframework.errors import ConfigFieldError
 
     wrong = {"kvframework.laod": "sync"}
-    with pytest.raises(ConfigFieldError, match="there is no option kvframework.laod"):
+    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
         KvFrameworkConnector.requires_piecewise_for_cudagraph(wrong)
     transfer = SimpleNamespace(kv_connector="KvFrameworkConnector", kv_connector_extra_config=wrong)
-    with pytest.raises(ConfigFieldError, match="there is no option kvframework.laod"):
+    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
         KvFrameworkConnector.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
 
 
