@@ -14,6 +14,7 @@ from rich.text import Text
 from kvframework.api.options import ByteSize
 from kvframework.cli.numbers import short_number
 from kvframework.errors import KVFrameworkError
+from kvframework.logs.amounts import counted
 from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble
 
@@ -61,8 +62,9 @@ def _head(document: Document) -> list[str]:
         ),
         (
             f"L1 {ByteSize(l1['used_bytes'])} of {ByteSize(l1['capacity_bytes'])} "
-            f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {l1['objects']} objects, {l1['pins']} pins, "
-            f"{l1.get('write_leases', 0)} stores under way, {l1['evictions']} evictions, "
+            f"({l1['used_bytes'] / l1['capacity_bytes']:.0%}), {counted(l1['objects'], 'objects')}, "
+            f"{counted(l1['pins'], 'pins')}, "
+            f"{l1.get('write_leases', 0)} stores under way, {counted(l1['evictions'], 'evictions')}, "
             f"fragmentation {l1['fragmentation']:.0%}"
         ),
     ]
@@ -70,7 +72,7 @@ def _head(document: Document) -> list[str]:
         lines.append(f"L1 quarantine {ByteSize(l1['quarantined_bytes'])}: of writers that were late and still live")
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
-        lines.append(f"{lookups['lookups']} lookups, hit {share:.0%} of {lookups['asked_tokens']} tokens")
+        lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
     return lines
 
 

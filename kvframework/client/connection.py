@@ -30,6 +30,10 @@ from kvframework.wire.handshake import offer
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
+_START_HINT = (
+    "start one with: kvframework serve; where it runs already, compare the user and XDG_RUNTIME_DIR of both sides, or "
+    "name the endpoint on both"
+)
 
 
 class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
@@ -133,7 +137,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         raise ServerGone(
             f"no server answers at {self.endpoint}",
             available=f"last try: {error.fact if isinstance(error, KVFrameworkError) else error}" if error else "",
-            hint=getattr(error, "hint", "") or "start one with: kvframework serve",
+            hint=getattr(error, "hint", "") or _START_HINT,
         )
 
     def when_up(self, callback: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvframework.api.options import ByteSize
+from kvframework.logs.amounts import counted
 from kvframework.logs.limit import one_line
 from kvframework.wire.client_deadlines import HINT
 
@@ -173,17 +174,13 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def _lost(recent: Mapping[str, Any]) -> str:
-    calls = " and ".join(_of(recent[kind], kind) for kind in LOSSES if recent[kind])
+    calls = " and ".join(counted(recent[kind], kind) for kind in LOSSES if recent[kind])
     codes = ", ".join(f"[{code}] {count}" for code, count in recent["codes"].items())
     who = f"{recent['client'][:128]!r} (process {recent['pid']})"
     advice = f"; {HINT}" if "run.deadline" in recent["codes"] else "; see its log"
     return (
         f"{who} lost {calls} ({ByteSize(recent['bytes'])}), the last one {recent['ago_s']:.0f} s ago: {codes}{advice}"
     )
-
-
-def _of(amount: int, kind: str) -> str:
-    return f"{amount} {kind if amount != 1 else kind.removesuffix('s')}"
 
 
 def _counters(document: Document) -> Iterator[tuple[str, int]]:

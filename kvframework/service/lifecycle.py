@@ -27,6 +27,7 @@ from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig
 from kvframework.errors import NotRegistered, RequestError
+from kvframework.logs.amounts import counted
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
@@ -52,7 +53,8 @@ STORAGE_END_S = 0.75
 
 
 class CacheService(CacheServices):
-    """The whole server without its sockets. Owns `storage` and closes it."""
+    """The whole server without its sockets. Owns `storage` and closes it. `stopping`: sessions end with the server,
+    not with their clients; set from any thread."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class CacheService(CacheServices):
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
     ) -> None:
+        self.stopping = False
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self.contexts: Contexts = {}
@@ -137,20 +140,24 @@ class CacheService(CacheServices):
         )
 
     def end_session(self, client: ClientInfo) -> None:
-        """End the instances, tickets, pins and reservations of a client that has ended."""
+        """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
-        if instances or tickets or leases:
+        if not (instances or tickets or leases):
+            return
+        who = (client.name, client.pid)
+        amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
+        if self.stopping:
             log.info(
-                "client %s (process %d) has ended, and with it %d instances, %d tickets and %d leases",
+                "session of %s (process %d) closed, as the server stops: %s, %s and %s",
                 client.name,
                 client.pid,
-                instances,
-                tickets,
-                leases,
+                *amounts,
             )
+        else:
+            log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
 
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""

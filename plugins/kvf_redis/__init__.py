@@ -26,6 +26,12 @@ def _create(options: RedisOptions, context: TableContext) -> Tier:
     return open_tier(options, where=context.where)
 
 
+def _check(options: RedisOptions, context: TableContext) -> None:
+    from kvf_redis.settings import read_settings
+
+    read_settings(options, where=context.where)
+
+
 def _diagnose(options: RedisOptions, context: TableContext, deadline: float) -> list[Finding]:
     from kvf_redis.advice import diagnose
 
@@ -43,6 +49,7 @@ def kvf_tiers() -> list[TierProvider[RedisOptions]]:
             shared=True,
             probe=_probe,
             create=_create,
+            check=_check,
             diagnose=_diagnose,
         )
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from kvf_redis.addresses import Place
@@ -42,7 +43,9 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
         fact = f"{name} is older than Redis 4" if version else "its user may not read INFO"
         advice = "use Redis 4 or newer" if version else "allow +info to the user, for this check only"
         return [*findings, Finding("redis.version", "fail" if version else "warn", fact, advice)]
-    return [*findings, *_room(facts), *_policy(facts, options), _log(facts), _threads(connector, place, deadline)]
+    asked = partial(_setting, connector, place, deadline)
+    written = _writes(facts, asked("save") or "")
+    return [*findings, *_room(facts), *_policy(facts, options), written, _threads(asked("io-threads"))]
 
 
 def _first_answer(options: RedisOptions, settings: Settings, where: str, deadline: float) -> tuple[Place | None, float]:
@@ -97,7 +100,8 @@ def _policy(facts: dict[str, str], options: RedisOptions) -> Iterator[Finding]:
         yield Finding("redis.policy", "ok", f"{policy}: it makes room when it is full")
 
 
-def _log(facts: dict[str, str]) -> Finding:
+def _writes(facts: dict[str, str], save: str) -> Finding:
+    """Whether it writes to a disk what is only a cache."""
     if facts.get("aof_enabled") == "1":
         return Finding(
             "redis.persistence",
@@ -105,18 +109,25 @@ def _log(facts: dict[str, str]) -> Finding:
             "appendonly is on: every value is written to a disk as well",
             'a server that is only a cache needs appendonly no and save ""',
         )
-    return Finding("redis.persistence", "ok", "appendonly is off")
+    if save:
+        fact = f"save is '{save}': the server forks and writes the cache to a disk"
+        return Finding("redis.persistence", "warn", fact, "CONFIG SET save '', and save \"\" in redis.conf")
+    return Finding("redis.persistence", "ok", "appendonly and save are off")
 
 
-def _threads(connector: Connector, place: Place | None, deadline: float) -> Finding:
-    try:
-        threads = connector.ask(place, "CONFIG", "GET", "io-threads", read=_second, deadline=deadline)
-    except TierError:
-        return Finding("redis.io-threads", "ok", "not known: CONFIG is refused, which the tier itself does not need")
+def _threads(threads: str | None) -> Finding:
     if threads is None:
-        return Finding("redis.io-threads", "ok", "not known to this version")
-    many = "" if threads != "1" else "io-threads in redis.conf lets it move more bytes, where it has cores to spare"
-    return Finding("redis.io-threads", "ok", f"io-threads is {threads}", many)
+        return Finding("redis.io-threads", "ok", "not known to this version, or CONFIG is refused: the tier needs none")
+    many = "" if threads != "1" else ": more of them move more bytes, where the server has cores to spare"
+    return Finding("redis.io-threads", "ok", f"io-threads is {threads}{many}")
+
+
+def _setting(connector: Connector, place: Place | None, deadline: float, name: str) -> str | None:
+    """The value of a setting; None if the server knows none of that name, or refuses CONFIG."""
+    try:
+        return connector.ask(place, "CONFIG", "GET", name, read=_second, deadline=deadline)
+    except TierError:
+        return None
 
 
 def _second(reply: Any) -> str | None:

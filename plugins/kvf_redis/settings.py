@@ -36,7 +36,9 @@ _NOT_OURS = frozenset(
 )
 _TLS_NAMES = {"tls_ca": "ssl_ca_certs", "tls_cert": "ssl_certfile", "tls_key": "ssl_keyfile"}
 _PORT, _SENTINEL_PORT = 6379, 26379
-_URL_HINT = "percent-encode a password in it, or name an environment variable in password_env"
+_URL_HINT = (
+    "write redis://HOST:PORT/DB; percent-encode a password in it, or name an environment variable in password_env"
+)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.proof import prove_planes
 from kvf_vllm.published import published
-from kvf_vllm.registration import register
+from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
 from kvf_vllm.supported import check_version
@@ -100,6 +100,20 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._instance: AttachedInstance | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._start("the scheduler's side", self._start_scheduler)
+
+    # vLLM asks these two before it makes a connector, the first one while it reads its configuration, for full CUDA
+    # graphs: a wrong option ends the start there.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        parse_options(extra_config)
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        if vllm_config.kv_transfer_config.kv_connector == NAME:
+            parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return None
 
     def _start_scheduler(self) -> None:
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config

@@ -87,6 +87,7 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the loads; synchronous ones are over when this returns."""
         for op in plan.loads:
+            started = self._clock()
             # A load without digests stands for one that the scheduler could not plan, see
             # `SchedulerSide.allocated_in_vain`.
             future = (
@@ -94,7 +95,7 @@ class WorkerSide:
                 if op.digests
                 else Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             )
-            self._loading[op.request_id] = (op, future, self._clock())
+            self._loading[op.request_id] = (op, future, started)
         if not self._is_async:
             for _, future, _ in self._loading.values():
                 self._wait(future)
@@ -108,12 +109,13 @@ class WorkerSide:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
                 self._report.ended[op.number] += 1
                 continue
+            started = self._clock()
             future = (
                 self._submitted(partial(self._instance.store, op), _not_stored)
                 if self._stores
                 else Future.resolved(StoreOutcome())
             )
-            self._storing[op.number] = (op, future, self._clock())
+            self._storing[op.number] = (op, future, started)
         self._settle_stores()
 
     def finished_loads(self) -> tuple[set[str], set[str]]:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.gated_transport import GatedPlugin
 from tests.server.in_process import serving
+from tests.support.wire_client import WireClient
 
 
 def test_an_arena_that_a_copy_still_uses_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,3 +30,14 @@ def test_a_transport_that_cannot_close_does_not_keep_storage_open(caplog: pytest
         pass
     assert "closing transport gated failed" in caplog.text
     assert caplog.records[-1].message == "stopped"
+
+
+def test_a_client_that_lives_is_not_said_to_have_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with serving() as server:
+        client = WireClient(server.endpoint, timeout=20)
+        client.register(instance_id=50)
+    client.close()
+    (line,) = (each.message for each in caplog.records if "1 instance" in each.message)
+    assert line.startswith("session of ")
+    assert "closed, as the server stops: 1 instance, 0 tickets and " in line

@@ -63,6 +63,18 @@ def test_the_multi_connector_finds_the_class_of_statistics_by_its_name() -> None
     assert stats.reduce() == {"KvFrameworkConnector": {"hit_tokens": 3}}
 
 
+def test_a_wrong_option_is_refused_before_a_connector_is_made() -> None:
+    from kvf_vllm.connector import KvFrameworkConnector
+    from kvframework.errors import ConfigFieldError
+
+    wrong = {"kvframework.laod": "sync"}
+    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
+        KvFrameworkConnector.requires_piecewise_for_cudagraph(wrong)
+    transfer = SimpleNamespace(kv_connector="KvFrameworkConnector", kv_connector_extra_config=wrong)
+    with pytest.raises(ConfigFieldError, match=r"there is no option kvframework\.laod"):
+        KvFrameworkConnector.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
+
+
 def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 

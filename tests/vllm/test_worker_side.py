@@ -12,7 +12,7 @@ from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome
 from kvframework.errors import BadBlockIds
-from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance
+from tests.vllm.stand_ins import BLOCK, SERVED, Clock, FakeInstance
 
 LOAD = LoadOp("a", 0, 16, 4, b"d" * 64, "", [[1, 2, 3, 4]])
 
@@ -39,6 +39,20 @@ def test_a_load_between_steps_is_told_once_it_has_ended() -> None:
     assert worker.finished_loads() == (set(), set())
     assert worker.take_failed_blocks() == set()
     assert worker.tally.counts == {"loaded_bytes": 12, "loaded_tokens": 12}
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_transfer_that_is_done_when_it_is_submitted_is_timed(what: str) -> None:
+    clock = Clock()
+
+    def copied() -> Future[LoadOutcome]:
+        clock.now += 0.25
+        return Future.resolved(LoadOutcome(True))
+
+    worker = WorkerSide(FakeInstance(copied), block_size=BLOCK, clock=clock)
+    worker.load(StepPlan(loads=[LOAD] if what == "load" else []))
+    worker.store(StepPlan(stores=[store()] if what == "store" else []))
+    assert worker.tally.take()["seconds"] == {what: [0.25]}
 
 
 def test_a_failed_load_names_the_blocks_that_it_was_to_fill() -> None:
