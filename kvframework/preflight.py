@@ -6,17 +6,18 @@ changed, so the start may still fail: another process may take the port in betwe
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
 from kvframework.config import Config, PluginTable, default_endpoint, parse_endpoint
-from kvframework.config.layers import DEFAULT_SOURCE
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import EndpointFiles
@@ -28,8 +29,8 @@ _ANSWER_S = 1.0
 
 def refusals(config: Config, registry: PluginRegistry, *, running: bool = False) -> Iterator[KVFrameworkError]:
     """Yield every error with which a server of this configuration would refuse to start: of each table, then of all
-    together. With `running` a server of this configuration runs: what it holds does not count. Blocking: imports
-    plugins."""
+    together. With `running`, what a server of this user holds at the endpoint does not count: see `running_server`.
+    Blocking: imports plugins."""
     for table, descriptor in named_tables(config):
         try:
             provider, options = resolve_table(registry, table, descriptor)
@@ -48,7 +49,8 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
         lambda: _check_keys(config),
     ]
     if not running:
-        checks += [lambda: _check_endpoint(config), lambda: _check_ports(config)]
+        checks.append(lambda: _check_endpoint(config))
+    checks.append(lambda: _check_ports(config, running=running))
     for check in checks:
         try:
             check()
@@ -56,25 +58,37 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
             yield error
 
 
-def is_running(config: Config) -> bool:
-    """True if a server that was started with this configuration's file answers at its local endpoint. Blocks for a
-    second at most."""
+class RunningServer(NamedTuple):
+    """This user's own server at the endpoint of a configuration, and the source of its own configuration: what it
+    holds is free once it has ended, so it keeps only a second one from starting."""
+
+    pid: int
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"a server (process {self.pid}, configuration {self.source}) runs there; this configuration takes effect "
+            "when that one has ended"
+        )
+
+
+def running_server(config: Config) -> RunningServer | None:
+    """Ask for the server of this user that answers at the local endpoint. Blocks for a second at most."""
     endpoint = config.server.endpoint or default_endpoint()
-    if not endpoint.startswith("ipc://") or not os.path.exists(endpoint.removeprefix("ipc://")):
-        return False
+    if not endpoint.startswith("ipc://"):
+        return None
     from kvframework.client.connection import KVClient  # a server that starts needs no client
 
     try:
+        if os.stat(endpoint.removeprefix("ipc://")).st_uid != os.geteuid():
+            return None
         with KVClient(endpoint, name="preflight", connect_timeout_s=_ANSWER_S) as client:
             _ = client.hello
             reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=_ANSWER_S)
         server = msgspec.json.decode(reply.document)["server"]
-        if config.source == server["config"] == DEFAULT_SOURCE:
-            return True
-        directory = os.readlink(f"/proc/{server['pid']}/cwd")
+        return RunningServer(server["pid"], server["config"])
     except (KVFrameworkError, OSError, KeyError):
-        return False
-    return os.path.realpath(os.path.join(directory, server["config"])) == os.path.realpath(config.source)
+        return None
 
 
 def _check_stores(config: Config, registry: PluginRegistry) -> None:
@@ -110,16 +124,17 @@ def _check_endpoint(config: Config) -> None:
         EndpointFiles(endpoint).check()
 
 
-def _check_ports(config: Config) -> None:
+def _check_ports(config: Config, *, running: bool) -> None:
     addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
     if len(set(addresses)) < len(addresses):
         raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave one of them out")
     for address in addresses:
-        _check_port(address)
+        _check_port(address, running=running)
 
 
-def _check_port(address: str) -> None:
-    """Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed."""
+def _check_port(address: str, *, running: bool) -> None:
+    """Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed. A taken port may be
+    that of the running server."""
     parsed = parse_endpoint(address)
     interfaces = {name for _, name in socket.if_nameindex()}
     host = "" if parsed.host == "*" or parsed.host in interfaces else parsed.host
@@ -130,6 +145,8 @@ def _check_port(address: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
     except OSError as error:
+        if running and error.errno == errno.EADDRINUSE:
+            return
         hint = "name an address of this machine and a port that is free"
         if isinstance(error, PermissionError):
             hint = "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one"

@@ -252,12 +252,15 @@ def kvf_key_hashers() -> list[HasherProvider]:  # type: ignore[type-arg,empty-bo
 
         import hashlib
         from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, HasherProvider, KeyHasher, hookimpl
+        from kvframework.errors import RequestError
 
         class Blake2b(KeyHasher):
             name = "blake2b"
             fingerprint = "blake2b-256/1"
 
             def chunk_digests(self, tokens, chunk_tokens, *, parent=b"", extras=None):
+                if len(parent) not in (0, DIGEST_BYTES) or chunk_tokens < 1:
+                    raise RequestError(f"a parent of {len(parent)} bytes, chunks of {chunk_tokens} tokens")
                 view, step, digests = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES, []
                 digest = parent or bytes(DIGEST_BYTES)
                 for index in range(view.nbytes // step):

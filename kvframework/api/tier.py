@@ -54,11 +54,12 @@ class TierUsage:
 
 @dataclass(frozen=True)
 class TierEntry:
-    """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds."""
+    """One value that `scan` found. `used_at` is the time of its last store or touch, in Unix seconds; None: the store
+    does not keep it, so a tier that knows its capacity may not answer it."""
 
     key: PackedKey
     nbytes: int
-    used_at: float
+    used_at: float | None
 
 
 class Tier(ABC):

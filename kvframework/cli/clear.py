@@ -39,7 +39,9 @@ def clear(
     from kvframework.cli.console import print_document, print_text
     from kvframework.cli.status_source import quiet_connection, server_endpoint
     from kvframework.client import KVClient
+    from kvframework.errors import VersionMismatch
     from kvframework.wire import messages as m
+    from kvframework.wire.handshake import CLEAR_MODEL
 
     quiet_connection()
     with KVClient(server_endpoint(endpoint, config), name="clear") as client:
@@ -47,6 +49,12 @@ def clear(
         if not yes:
             document = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0).document
             typer.confirm(_question(msgspec.json.decode(document), l2=l2, model=model), abort=True, err=True)
+        if model and CLEAR_MODEL not in client.hello.features:
+            raise VersionMismatch(
+                "this server is older: it clears all models or none",
+                where=client.endpoint,
+                hint="install this release beside the server, or clear all without --model",
+            )
         cleared = client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
     if as_json:
         print_document(msgspec.structs.asdict(cleared))

@@ -29,23 +29,26 @@ def check(
     """Check a configuration: whether a server would start with it here and now.
 
     That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
-    ports. What a server of the same file holds does not count. Run it as the server's user. The exit status is 2 if
-    there is an error.
+    ports. What a server of yours that runs at this endpoint holds does not count, so that a new file can be checked
+    before the restart; it is named. Run it as the server's user. The exit status is 2 if there is an error.
     """
     from rich.text import Text
 
     from kvframework.cli.console import print_error, print_text
-    from kvframework.config import load_config
-    from kvframework.preflight import is_running, refusals
+    from kvframework.config import default_endpoint, load_config
+    from kvframework.preflight import refusals, running_server
     from kvframework.registry import PluginRegistry
 
     config = load_config(file, overrides or ())
-    errors = list(refusals(config, PluginRegistry(), running=is_running(config)))
+    running = running_server(config)
+    errors = list(refusals(config, PluginRegistry(), running=running is not None))
     for error in errors[:-1]:
         print_error(error)
     for error in errors[-1:]:
         raise error
     print_text(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
+    if running is not None:
+        print_text(f"{config.server.endpoint or default_endpoint()}: {running}")
 
 
 @_app.command(

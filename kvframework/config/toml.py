@@ -17,6 +17,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# The largest file that is read: no configuration has this many bytes, and a device has no end.
+MOST_BYTES = 1 << 20
+
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
     """Parses a TOML text. Raises `ConfigFileError` with the line, its text, a caret at the mistake and a hint."""
@@ -35,7 +38,13 @@ def read_toml(path: Path) -> dict[str, object]:
     """Reads a TOML file. Blocking. Raises `ConfigFileError` if the file is missing, unreadable, not UTF-8 or no
     TOML."""
     try:
-        text = path.read_bytes().decode()
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigFileError(
+                f"it has more than {MOST_BYTES >> 20} MiB", where=str(path), hint="name the configuration's TOML file"
+            )
+        text = content.decode()
     except OSError as error:
         raise ConfigFileError(
             f"cannot be read: {error.strerror or error}", where=str(path), hint="check --config and KVFRAMEWORK_CONFIG"

@@ -13,8 +13,11 @@ _TOKEN = re.compile(
     r'#[^\n]*|"""(?:\\.|.)*?"""|\'\'\'.*?\'\'\'|(?<!")"(?:\\.|[^"\\\n])*"(?!")|\'[^\'\n]*\'|[][{}]', re.DOTALL
 )
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^]#]*?)\s*(\]?\]?)\s*(?:#.*)?$")
-_CREDENTIALS = re.compile(r"(?<=://)[^@/\s\"']*@")
-_SECRET_KEY = re.compile(r"^[^=]*(?:password|secret|token|salt)[^=]*=\s*", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"(?<=://).*@")
+# The rest of such a line is not shown: where the key ends may be what is wrong in it.
+_SECRET_KEY = re.compile(
+    r"^.*?(?:passw|secret|token|salt|credential|api.?key)[\w-]*[\"']?(?:\s*[=:]\s*|\s+)", re.IGNORECASE
+)
 _WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 _NULLS = ("none", "null", "nil")
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a"
@@ -57,7 +60,7 @@ def _meant(text: str, offset: int, fact: str) -> tuple[int, str]:
     if fact.startswith(("Cannot declare", "Cannot redefine", "Cannot mutate")):
         return start, _declared_twice(text, start, line)
     if fact.startswith(("Cannot overwrite", "Duplicate")):
-        if _HEADER.match(line):
+        if _HEADER.match(line[:_MOST_SHOWN]):
             return start, _declared_twice(text, start, line)
         return start, _set_twice(text, start, line)
     if fact.startswith(("Unterminated", "Illegal character '\\n'", "Illegal character '\\r'", "Expected \"'")):
@@ -71,7 +74,7 @@ def _meant(text: str, offset: int, fact: str) -> tuple[int, str]:
     if opened and (not rest.strip() or fact.startswith("Unclosed array") or next_statement):
         hint = "the array that begins here is not closed: commas between its values, ] at its end"
         return opened[0 if next_statement else -1], hint
-    header = _HEADER.match(line)
+    header = _HEADER.match(line[:_MOST_SHOWN])
     if fact.startswith("Expected ']") and header:
         closing = header[1].replace("[", "]")
         return offset, f"close the table's name: {header[1]}{header[2]}{closing}"
@@ -179,6 +182,7 @@ def _excerpt(text: str, offset: int, number: int) -> str:
     shown = _masked(line)
     skipped = max(len(before) - _MOST_SHOWN // 2, 0) if len(shown) > _MOST_SHOWN else 0
     shown = shown[skipped : skipped + _MOST_SHOWN].replace("\t", " ")
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
     caret = min(len(before) - skipped, len(shown))
     return f"{number} | {shown}\n{' ' * len(str(number))} | {' ' * caret}^"
 

@@ -16,7 +16,7 @@ from kvframework.config import Config, load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
 from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError
-from kvframework.preflight import is_running
+from kvframework.preflight import running_server
 
 # The longest wait for a check.
 CHECK_S = 5.0
@@ -64,8 +64,9 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     if config is None:
         return
     endpoint = sockets.endpoint_of(config)
-    yield "socket", partial(sockets.socket_findings, endpoint)
-    serving = is_running(config)
+    running = running_server(config)
+    yield "socket", partial(sockets.socket_findings, endpoint, running)
+    serving = running is not None
     yield "config", partial(plugins.common_findings, config, serving=serving, deadline_s=CHECK_S)
     for table in plugins.configured(config):
         yield "plugin", partial(plugins.table_findings, table, serving=serving, deadline_s=CHECK_S)

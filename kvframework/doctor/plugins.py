@@ -50,7 +50,7 @@ def configured(config: Config) -> list[Subject]:
 
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
-    """The refusals that are not of one table. `serving`: a server of this configuration runs."""
+    """The refusals that are not of one table. `serving`: a server of this user runs at the endpoint."""
     request = msgspec.msgpack.encode((config, serving))
     ran = run_isolated("kvframework.doctor.preflight_process", request, deadline_s=deadline_s)
     found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
@@ -60,8 +60,8 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
 
 
 def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Iterator[Finding]:
-    """The findings for one table. `serving`: a server runs with this configuration and has its memory, so the memory
-    plugin is not asked for more."""
+    """The findings for one table. `serving`: a server of this user runs at the endpoint and holds memory, so the
+    memory plugin is not asked for more."""
     where = subject.table.where
     held = subject.kind == "memory" and serving
     timed = msgspec.structs.replace(subject, held=held, diagnose_s=0.0 if held else deadline_s - _TO_END_S)

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvframework.api.findings import Finding
 from kvframework.config import Config, check_directory, default_endpoint, parse_endpoint
 from kvframework.errors import EndpointError
+from kvframework.preflight import RunningServer
 
 _CONNECT_S = 1.0
 
@@ -19,7 +20,7 @@ def endpoint_of(config: Config) -> str:
     return config.server.endpoint or default_endpoint()
 
 
-def socket_findings(endpoint: str) -> Iterator[Finding]:
+def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iterator[Finding]:
     """The state of a usable socket; `kvframework.preflight` refuses any other."""
     try:
         parsed = parse_endpoint(endpoint)
@@ -39,7 +40,8 @@ def socket_findings(endpoint: str) -> Iterator[Finding]:
         f"is private: {stat.filemode(path.parent.stat().st_mode)}" if there else "does not exist; the server makes it"
     )
     yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
-    yield Finding("socket.server", "ok", f"{'a' if is_served(endpoint) else 'no'} server listens there now")
+    listens = f"{'a' if is_served(endpoint) else 'no'} server listens there now"
+    yield Finding("socket.server", "ok", listens if running is None else str(running))
 
 
 def is_served(endpoint: str) -> bool:

@@ -40,6 +40,7 @@ from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfe
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
+from kvframework.wire.handshake import FEATURES
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
+            features=FEATURES,
         )
 
     def end_session(self, client: ClientInfo) -> None:

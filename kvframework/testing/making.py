@@ -86,7 +86,7 @@ class NamedKit(Kit):
             timeout=60,
             check=False,
         )
-        assert run.returncode == 0, run.stderr.decode(errors="replace")
+        assert run.returncode == 0, run.stderr.decode(errors="replace") or f"the process ended with {run.returncode}"
         return run.stdout
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:

@@ -6,13 +6,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, TypeVar
 
 import pytest
 
 from kvframework.testing.overdue import stacks
 
+T = TypeVar("T")
+
 # Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
 _SWITCH_S = 1e-6
+
+# Steps of a call between which threads change. A call of more goes on without.
+_STEPS = 2000
+
+
+def stepped(work: Callable[[], T]) -> T:
+    """Return what `work` returns. Between its steps, instructions of Python, other threads get their turn: what a call
+    keeps in its object for an instant is seen by the others."""
+    left = _STEPS
+
+    def step(frame: FrameType, event: str, _arg: object) -> Callable[..., Any] | None:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            time.sleep(0)
+        return step if left > 0 else None
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        return work()
+    finally:
+        sys.settrace(before)
 
 
 def together(works: Sequence[Callable[[], object]], within_s: float) -> None:

@@ -7,6 +7,9 @@ from kvframework.errors import VersionMismatch
 from kvframework.wire.messages import PROTOCOL_VERSION, Hello
 
 MIN_VERSION = 1
+# Fields that change what a request does: a client sends one only to a server that says that it reads it.
+CLEAR_MODEL = "clear.model"
+FEATURES = (CLEAR_MODEL,)
 
 
 def offer(client: str, pid: int) -> Hello:

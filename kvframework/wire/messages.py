@@ -56,7 +56,8 @@ class Hello(Message, frozen=True):
 
 class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
-    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server."""
+    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
+    this server understands, and an older one of the same protocol version would ignore."""
 
     version: int
     boot_id: bytes
@@ -66,6 +67,7 @@ class HelloReply(Message, frozen=True):
     hasher_fingerprint: str
     transports: Names
     liveness: str = ""
+    features: Names = ()
 
 
 class Goodbye(Message, frozen=True):

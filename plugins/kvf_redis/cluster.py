@@ -52,6 +52,18 @@ class Cluster(Router):
     def run(self, commands: Sequence[Command], deadline: float) -> None:
         self._run(commands, {}, deadline)
 
+    def servers(self, deadline: float) -> Sequence[Place | None]:
+        return self._current(deadline).masters()
+
+    def run_at(self, server: Place | None, command: Command, deadline: float) -> None:
+        assert server is not None
+        failure = self._carry_one(server, [command], deadline)
+        if failure is None and command.error:
+            failure = answered_error(command, self._where)
+        if failure is not None:
+            self._stale = True
+            raise failure
+
     def ping(self, deadline: float) -> None:
         pings: dict[Command, Place] = {Ping(): master for master in self._current(deadline).masters()}
         self._run(list(pings), pings, deadline)

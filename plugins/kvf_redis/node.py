@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Oversized, Ping
 from kvf_redis.connect import NoAnswer
 from kvf_redis.pipeline import fly
@@ -35,6 +36,14 @@ class Router(ABC):
 
         Commands to one key are carried out in their order. Raises `TierError` if none of them could be.
         """
+
+    @abstractmethod
+    def servers(self, deadline: float) -> Sequence[Place | None]:
+        """The servers that hold keys now, without replicas. Raises `TierError`."""
+
+    @abstractmethod
+    def run_at(self, server: Place | None, command: Command, deadline: float) -> None:
+        """Carries out a command on one of the `servers`, on no other. Raises `TierError` if that cannot be."""
 
     @abstractmethod
     def ping(self, deadline: float) -> None:
@@ -114,6 +123,12 @@ class OneNode(Router):
             failure = next((answered_error(each, self._where) for each in commands if each.error), None)
         if failure is not None:
             raise failure
+
+    def servers(self, deadline: float) -> Sequence[Place | None]:
+        return (None,)
+
+    def run_at(self, server: Place | None, command: Command, deadline: float) -> None:
+        self.run([command], deadline)
 
     def ping(self, deadline: float) -> None:
         self.run([Ping()], deadline)

@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Reply(NamedTuple):
-    """One reply line: `number` belongs to ":" and "$" (-1: nil), `text` to "+" and "-"."""
+    """One reply line: `number` belongs to ":", "$" and "*" (-1: nil), `text` to "+" and "-"."""
 
     kind: str
     number: int = 0
@@ -62,7 +62,7 @@ def parse_line(line: bytes) -> Reply:
     kind, rest = line[:1], line[1:]
     if kind in (b"+", b"-"):
         return Reply(kind.decode(), text=_shown(rest[:200].decode("ascii", "backslashreplace")))
-    if kind in (b":", b"$") and _NUMBER.fullmatch(rest):
+    if kind in (b":", b"$", b"*") and _NUMBER.fullmatch(rest):
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)

@@ -10,13 +10,14 @@ from itertools import islice
 from kvf_redis.borrowed_views import Borrowed
 from kvf_redis.cluster import Cluster
 from kvf_redis.commands import Command, Count, Tail
+from kvf_redis.listing import list_values
 from kvf_redis.node import Node, OneNode, Router, rebuilt
 from kvf_redis.options import LEAST_VALUE_BYTES, RedisOptions
 from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import read_settings
 from kvf_redis.values import Reading, Writing, other_pieces, piece_ttl
-from kvframework.api.tier import Outcome, PackedKey, Tier
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 
 _AT_ONCE = 4096
@@ -93,8 +94,13 @@ class RedisTier(Tier):
             self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
             return [each.first.outcome for each in writings]
 
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        """Every value under the prefix. When it was used is not known. Measuring a value counts as a use for the
+        server's own LRU."""
+        return list_values(self._router, self._prefix, deadline)
+
     def capabilities(self) -> frozenset[str]:
-        """`touch`, if values have a TTL."""
+        """`scan`, and `touch` if values have a TTL."""
         return super().capabilities() if self._ttl_s else super().capabilities() - {"touch"}
 
     def ping(self, *, deadline: float) -> None:

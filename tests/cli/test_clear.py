@@ -12,6 +12,7 @@ import pytest
 
 from kvframework.wire import messages as m
 from tests.cli.command import run
+from tests.server.in_process import serving
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -122,6 +123,20 @@ def test_an_unknown_model_is_named_with_the_near_one(server: ServerProcess) -> N
     assert "available: other, tiny" in done.stderr
 
 
+def test_an_older_server_that_would_clear_every_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no field that it does not know."""
+    monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
+    with serving() as older, WireClient(older.endpoint) as client:
+        client.store(key_for(client.register(), TOKENS), b"a")
+        done = run("clear", "--yes", "--model", "tiny", "--endpoint", older.endpoint)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "[protocol.version]" in done.stderr
+        assert "clears all models or none" in done.stderr
+        assert client.status()["l1"]["objects"] == CHUNKS
+        assert run("clear", "--yes", "--endpoint", older.endpoint).returncode == 0
+        assert client.status()["l1"]["objects"] == 0
+
+
 def test_it_asks_first(server: ServerProcess) -> None:
     models = fill(server)
     with mock.patch("sys.stdin", io.StringIO("n\n")):
@@ -141,20 +156,22 @@ def test_it_asks_first(server: ServerProcess) -> None:
 
 
 @pytest.mark.redis
-def test_redis_loses_what_l1_held_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_redis_loses_all_of_this_prefix_and_nothing_else(tmp_path: Path) -> None:
     with (
         RedisServer(tmp_path) as redis,
-        ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}") as server,
+        redis.client() as store,
+        ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.max_value_bytes=64KiB") as server,
     ):
+        store.set("kvf:of somebody else", b"stays")
+        store.set(b"foreign:" + bytes(72), b"stays")
         models = fill(server)
+        server.kill9()
+        server.start()
         cleared = clear(server, "--l2", "--model", "other")
-        assert (cleared["objects"], cleared["l2_objects"], cleared["unlisted"]) == (CHUNKS, CHUNKS, ["redis"])
+        assert (cleared["objects"], cleared["l2_objects"], cleared["unlisted"]) == (0, CHUNKS, [])
         assert hits(server, models) == {"tiny": len(TOKENS), "other": 0}
         server.kill9()
         server.start()
-        done = run("clear", "--l2", "--yes", "--endpoint", server.endpoint)
-        assert done.stdout.splitlines()[1:] == [
-            "L2: deleted 0 values, 0 B",
-            "redis cannot list its values: those that L1 did not hold stay there until they expire",
-        ]
-        assert hits(server, models) == {"tiny": len(TOKENS), "other": 0}
+        assert clear(server, "--l2")["l2_objects"] == CHUNKS
+        assert hits(server, models) == {"tiny": 0, "other": 0}
+        assert {store.get("kvf:of somebody else"), store.get(b"foreign:" + bytes(72))} == {b"stays"}

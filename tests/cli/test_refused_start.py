@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import socket
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
 from kvframework.cli.keys import CLIENTS, SERVER
-from tests.cli.command import run, run_process
+from kvframework.inspection.isolated import Ran
+from tests.cli.command import environment, run, run_process
 from tests.support.server_process import ServerProcess
 
 SMALL = 'transport = []\nlayout = []\n[l1]\nuse = "pinned"\ncapacity = "{capacity}"\n[server]\n'
@@ -118,6 +127,14 @@ def no_folder(bench: Bench) -> str:
     return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/file/l2"\n')
 
 
+def redis_port(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "redis://127.0.0.1:eighteen/0"\n')
+
+
+def redis_scheme(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "127.0.0.1:18379"\n')
+
+
 def huge(bench: Bench) -> str:
     return bench.toml(capacity="900TiB")
 
@@ -159,8 +176,6 @@ def one_port(bench: Bench) -> str:
 
 
 def low_port(bench: Bench) -> str:
-    if os.geteuid() == 0:
-        pytest.skip("root may use every port")
     return bench.toml('insecure = true\ntcp = "tcp://127.0.0.1:83"\n')
 
 
@@ -177,6 +192,8 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
     one_folder: ("config.field", "is the store of [[l2]] #1 already"),
     foreign_folder: ("config.field", "holds files that are not the tier's"),
     no_folder: ("config.field", "Not a directory"),
+    redis_port: ("config.field", "redis-py does not understand url"),
+    redis_scheme: ("config.field", "redis-py does not understand url"),
     huge: ("storage.arena", "does not fit into memory"),
     held: ("config.endpoint", "another server holds this endpoint, process 4711"),
     long_path: ("config.endpoint", "the socket's path has"),
@@ -187,26 +204,104 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
     one_port: ("config.endpoint", "endpoint and tcp are the same"),
     low_port: ("config.endpoint", "cannot listen: Permission denied"),
 }
+if os.geteuid() == 0:
+    del CASES[low_port]  # root may use every port
+
+# Imports the server and its plugins once, and is it once for each file, in a child of its own.
+SERVE = """
+import os, signal, sys
+import kvframework.cli.serve, kvframework.server
+from kvframework.cli.main import main
+from kvframework.config import load_config
+from kvframework.preflight import refusals
+from kvframework.registry import PluginRegistry
+list(refusals(load_config(None), PluginRegistry(), running=True))
+for path in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{path}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = ["kvframework", "serve", "--config", path]
+        main()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+ONE_AT_ONCE = threading.Lock()
+
+
+def run_here(module: str, request: bytes, *, deadline_s: float) -> Ran:
+    """What `run_isolated` answers, without a process: what the doctor finds is the point here."""
+    with (
+        ONE_AT_ONCE,
+        tempfile.TemporaryFile() as report,
+        mock.patch.object(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(request))),
+        mock.patch.object(sys, "argv", [module, str(report.fileno())]),
+    ):
+        importlib.import_module(module).main()
+        return Ran(os.pread(report.fileno(), 1 << 20, 0).splitlines(), "", "")
+
+
+class Refused(NamedTuple):
+    """A case after `serve` refused it: what lay in its directory before, and what the process said."""
+
+    bench: Bench
+    file: Path
+    before: list[Path]
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Refused]]:
+    """All cases: their places are held until the last test has ended."""
+    with ExitStack() as stack:
+        made: dict[str, tuple[Bench, Path, list[Path]]] = {}
+        for case in CASES:
+            path = tmp_path_factory.mktemp("case")
+            path.chmod(0o700)
+            bench, file = Bench(path, stack), tmp_path_factory.mktemp("toml") / "kvf.toml"
+            file.write_text(case(bench))
+            made[case.__name__] = bench, file, sorted(path.rglob("*"))
+        files = [str(file) for _, file, _ in made.values()]
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE, *files],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=240,
+            check=True,
+        )
+        codes = map(int, done.stdout.split())
+        yield {
+            name: Refused(*each, code, *(Path(f"{each[1]}.{end}").read_text() for end in ("out", "err")))
+            for (name, each), code in zip(made.items(), codes, strict=True)
+        }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_three_refuse_with_the_same_text(case: Callable[[Bench], str], bench: Bench) -> None:
-    file = bench.path / "kvf.toml"
-    file.write_text(case(bench))
-    before = sorted(bench.path.rglob("*"))
-    served, checked = run_process("serve", "--config", str(file)), run("config", "check", str(file))
+def test_the_three_refuse_with_the_same_text(
+    case: Callable[[Bench], str], refused: dict[str, Refused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvframework.doctor.plugins.run_isolated", run_here)
+    served = refused[case.__name__]
+    file = served.file
+    checked = run("config", "check", str(file))
     code, fact = CASES[case]
-    assert (served.returncode, served.stdout) == (checked.returncode, checked.stdout) == (2, "")
-    assert served.stderr.startswith(f"error: [{code}] ")
-    assert fact in served.stderr
-    assert without_room(checked.stderr) == without_room(served.stderr)
+    assert (served.code, served.out) == (checked.returncode, checked.stdout) == (2, "")
+    assert served.err.startswith(f"error: [{code}] ")
+    assert fact in served.err
+    assert without_room(checked.stderr) == without_room(served.err)
     doctor = run("doctor", "--config", str(file), "--json")
     failed = [each for each in json.loads(doctor.stdout)["findings"] if each["level"] == "fail"]
     assert (doctor.returncode, [each["id"] for each in failed]) == (1, [code])
     said = failed[0]
-    assert f"[{code}] {said['where']}: {said['fact']}\n" in served.stderr
-    assert said["advice"] in served.stderr
-    assert sorted(bench.path.rglob("*")) == before
+    assert f"[{code}] {said['where']}: {said['fact']}\n" in served.err
+    assert said["advice"] in served.err
+    assert sorted(served.bench.path.rglob("*")) == served.before
 
 
 def without_room(text: str) -> str:
@@ -225,15 +320,31 @@ def test_every_refusal_is_named_not_only_the_first(bench: Bench) -> None:
     ]
 
 
-def test_the_server_of_the_same_file_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, other = tmp_path / "kvf.toml", tmp_path / "other.toml"
+def test_a_server_that_runs_keeps_no_new_file_from_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other, wrong = (tmp_path / name for name in ("kvf.toml", "other.toml", "wrong.toml"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    text = SMALL.format(capacity="16MiB") + f'insecure = true\ntcp = "{address}"\n'
     for each in (file, other):
-        each.write_text(SMALL.format(capacity="16MiB"))
+        each.write_text(text)
+    wrong.write_text(text.replace("127.0.0.1", "192.0.2.1") + '[[l2]]\nuse = "filesystem"\npaht = "/x"\n')
     monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(file))
     with ServerProcess() as server:
         at = ("--set", f"server.endpoint={server.endpoint}")
-        assert run("config", "check", str(file), *at).stderr == ""
-        assert run("doctor", "--config", str(file), *at).returncode == 0
-        held = f"another server holds this endpoint, process {server.pid}"
-        assert held in run("config", "check", str(other), *at).stderr
-        assert held in run_process("serve", "--config", str(file), *at).stderr
+        runs = f"a server (process {server.pid}, configuration {file}) runs there; this configuration takes effect"
+        for each in (file, other):
+            checked = run("config", "check", str(each), *at)
+            assert (checked.returncode, checked.stderr) == (0, "")
+            assert f"{server.endpoint}: {runs}" in checked.stdout
+        doctor = run("doctor", "--config", str(other), *at, "--json")
+        findings = {each["id"]: each for each in json.loads(doctor.stdout)["findings"]}
+        assert doctor.returncode == 0
+        assert runs in findings["socket.server"]["fact"]
+        refused = run("config", "check", str(wrong), *at)
+        assert refused.returncode == 2
+        assert [line.split()[1] for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
+            "[config.field]",
+            "[config.endpoint]",
+        ]
+        for each in (file, other):
+            held = f"another server holds this endpoint, process {server.pid}"
+            assert held in run_process("serve", "--config", str(each), *at).stderr

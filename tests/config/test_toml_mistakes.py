@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.config.toml import parse_toml
+from kvframework.config.toml import parse_toml, read_toml
 from kvframework.config.toml_mistakes import explain
 from kvframework.errors import ConfigFileError
 
@@ -92,12 +94,43 @@ def test_a_mistake_has_its_line_its_place_and_its_hint(name: str) -> None:
         assert shown[caret.index("^") :].startswith(at)
 
 
-@pytest.mark.parametrize("line", ["url = redis://kv:hunter2@cache", "password = hunter2", "auth_token = 'hunter2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "url = redis://kv:hunter2@cache",
+        'url = "redis://kv:8/hunter2@cache" x',
+        'url = redis://kv:8"hunter2@cache',
+        "password = hunter2",
+        "auth_token = 'hunter2",
+        'password: "hunter2"',
+        'password "hunter2"',
+        'passwd = "hunter2" x',
+        'x = {password = "hunter2" y = 1}',
+        'use = "redis", password = "hunter2"',
+        "api_key = hunter2",
+    ],
+)
 def test_secrets_of_a_wrong_line_are_masked(line: str) -> None:
     with pytest.raises(ConfigFileError) as caught:
         parse_toml(line, where="kvf.toml")
     assert "hunter2" not in str(caught.value)
     assert "***" in str(caught.value)
+
+
+def test_no_line_of_a_file_commands_the_terminal() -> None:
+    with pytest.raises(ConfigFileError) as caught:
+        parse_toml("a = \x1b]0;owned\x07\x9b2J", where="kvf.toml")
+    assert all(letter.isprintable() or letter == "\n" for letter in str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "large.toml"])
+def test_what_is_too_large_for_a_configuration_is_not_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "large.toml":
+        with path.open("wb") as file:
+            file.truncate(100 << 20)
+    with pytest.raises(ConfigFileError, match="more than 1 MiB"):
+        read_toml(path)
 
 
 def test_a_long_line_is_cut_around_the_place() -> None:

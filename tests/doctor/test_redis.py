@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.tables import ask, levels
+from tests.doctor.tables import WHERE, ask, levels
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
 from tests.support.redis_server import RedisServer
 
@@ -33,7 +33,8 @@ def test_one_that_is_set_up_as_a_cache_is_ok(tmp_path: Path) -> None:
     assert levels(found) == ALL_OK
     assert f"127.0.0.1:{server.port} answers in" in found["redis.reachable"].fact
     assert "64.0 MiB" in found["redis.maxmemory"].fact
-    assert found["redis.io-threads"].fact == "io-threads is 1"
+    assert found["redis.io-threads"].fact.startswith("io-threads is 1: ")
+    assert {each.advice for each in found.values()} == {""}
 
 
 def test_one_as_it_comes_is_warned_of(tmp_path: Path) -> None:
@@ -113,5 +114,23 @@ def test_of_a_group_the_master_is_asked(tmp_path: Path) -> None:
 
 def test_options_that_contradict_each_other_are_a_finding() -> None:
     found = ask("redis", url="redis://127.0.0.1", master_name="x")
-    assert levels(found) == {"plugin.usable": "ok", "plugin.diagnose": "fail"}
-    assert "topology" in found["plugin.diagnose"].advice
+    assert levels(found) == {"config.field": "fail"}
+    assert "topology" in found["config.field"].advice
+
+
+def test_a_url_that_serve_refuses_is_the_same_finding() -> None:
+    found = ask("redis", url="redis://127.0.0.1:eighteen/0")
+    assert levels(found) == {"config.field": "fail"}
+    assert found["config.field"].where == f"{WHERE}.url"
+    assert found["config.field"].advice.startswith("write redis://HOST:PORT/DB; percent-encode a password in it")
+
+
+def test_one_that_writes_snapshots_is_warned_of(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, options=SOUND) as server, server.client() as client:
+        client.config_set("save", "3600 1 300 100")
+        found = ask("redis", url=server.url)
+    assert levels(found) == ALL_OK | {"redis.persistence": "warn"}
+    assert found["redis.persistence"].fact == (
+        "save is '3600 1 300 100': the server forks and writes the cache to a disk"
+    )
+    assert found["redis.persistence"].advice.startswith("CONFIG SET save ''")

@@ -150,6 +150,24 @@ def threaded(self: Any, packed: memoryview, out: memoryview, right: Any) -> None
     out[:] = data
 
 
+def for_an_instant(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    place = bytearray(out.nbytes)
+    right(self, packed, memoryview(place))
+    self.data = place
+    out[:] = self.data
+
+
+class InPlace(Framed):
+    """Importable, so that another process can make it."""
+
+    def encode(self, data: memoryview) -> Any:
+        original = bytes(data)
+        if not data.readonly and len(data):
+            data[:] = bytes(255 - each for each in original)
+            data[:] = original
+        return super().encode(data)
+
+
 def pooled(self: Any, data: memoryview, right: Any) -> Any:
     thread = threading.Thread(target=threading.Event().wait, daemon=True)
     thread.start()
@@ -213,6 +231,8 @@ BUGS = {
     "RemembersByBothEnds": encode(lambda s, data, right: kept(s, (data.nbytes, bytes(data[:64]), bytes(data[-64:])), lambda: right(s, data))),
     "RemembersByAddress": encode(lambda s, data, right: kept(s, (address(data) or id(data), data.nbytes), lambda: right(s, data))),
     "AnswersTheSameList": encode(listed),
+    "KeepsTheBytesForAnInstant": decode(for_an_instant),
+    "PacksInPlaceAndRestores": InPlace,
     "KeepsTheSizeInItself": decode(threaded),
     # the form of the answer
     "AnswersBytes": encode(lambda s, data, right: [bytes(part) for part in right(s, data)]),

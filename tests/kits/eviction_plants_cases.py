@@ -207,6 +207,8 @@ BUGS = {
     "SizesOf32Bits": bug(lambda: array("I", [0]), on_insert=also(lambda s, key, n: s.more.__setitem__(0, n))),
     # many at once
     "ManyForgetsTheLast": bug(on_access_many=lambda s, right, keys: right(keys[:-1])),
+    "ManyTakesTheFirstThousand": bug(on_access_many=lambda s, right, keys: right(keys[:1024])),
+    "ManyTakesEach8191": bug(on_access_many=lambda s, right, keys: right(keys[:8191])),
     "ManyBackwards": bug(on_access_many=lambda s, right, keys: right(keys[::-1])),
     "ManyEachOnce": bug(on_access_many=lambda s, right, keys: right(sorted(set(keys), key=keys.index))),
     "ManyIsNothing": bug(on_access_many=lambda s, right, keys: None),
@@ -228,6 +230,8 @@ BUGS = {
     "KeepsStaleUsesInItsHeap": bug(on_insert=also(lambda s, key, n: s.more.append((time.time(), key))), on_access=also(lambda s, key: heapq.heappush(s.more, (time.time(), key)))),
     "KeepsEachWalk": bug(victims=lambda s, right: (s.more.append(iter(s.order)), right())[1]),
     "KeepsAllGhosts": bug(dict, on_remove=also(lambda s, key: s.more.update({key: 1}))),
+    "KeepsGhostsOfTheUnused": bug(dict, on_insert=also(lambda s, key, n: s.more.update({key: 0})), on_access=also(lambda s, key: s.more.pop(key, None)), on_access_many=also(lambda s, keys: [s.more.pop(k, None) for k in keys])),
+    "KeepsGhostsOfTheUsed": bug(dict, on_access=also(lambda s, key: s.more.update({key: s.more.get(key, 0) + 1})), on_remove=also(lambda s, key: s.more.get(key, 0) < 2 and s.more.pop(key, None))),
     "KeepsTheSizesOfAll": bug(dict, on_insert=also(lambda s, key, n: s.more.update({key: n}))),
     # threads
     "HoldsALockOverYield": bug(threading.Lock, victims=lambda s, right: under(s.more, right()), on_insert=before(lambda s, key, n: s.more.acquire() and s.more.release())),

@@ -239,6 +239,15 @@ def _never_taken_last(self: Right, start: int, end: int) -> None:
         Right.take(self, start, end)
 
 
+def _from_the_end(self: Right, start: int, end: int) -> None:
+    os.posix_fallocate(self.fd, self.capacity - end, end - start)
+
+
+def _not_joined(self: Right) -> None:
+    self._thread = None
+    Right.close(self)
+
+
 def _closed_by_force(self: Right) -> None:
     number = self.fd
     Right.close(self)
@@ -346,6 +355,7 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "reported before it is taken": (memory(work=_reported_first), REPORTED, "bytes are resident"),
     "the last piece is not taken": (memory(take=_never_taken_last), REPORTED, "bytes are resident"),
     "nothing is taken": (memory(take=lambda self, start, end: None), REPORTED, "while 0 bytes are resident"),
+    "its end first": (memory(take=_from_the_end), REPORTED, "are not resident"),
     "clears what is in use": (memory(take=_cleared), STAYS, "changed since"),
     "clears at the end": (memory(work=_cleared_at_the_end), STAYS, "changed since"),
     "two workers": (TwoWorkers, STAYS, "earlier call is under way"),
@@ -356,6 +366,7 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     ),
     "not closed without a start": (memory(close=_not_without_a_start), UNSTARTED, "before the start leaves behind"),
     "goes on after close": (ClosesLate, MIDST, "on_ready is called after close"),
+    "does not wait for its thread": (memory(close=_not_joined), MIDST, "returns before thread"),
     "keeps the mapping": (memory(close=_mapping_kept), DONE, ", mapping "),
     "keeps a descriptor": (memory(close=_fd_kept), UNSTARTED, "leaves behind: descriptor"),
     "keeps its name": (Named, DONE, "leaves /dev/shm/"),

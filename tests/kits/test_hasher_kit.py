@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvframework.errors import RequestError
 from kvframework.testing import HasherConformance
 from kvframework.testing.hasher import MakeHasher
 from tests.kits.by_hand import must_fail
@@ -31,11 +32,16 @@ class Right(KeyHasher):
     root = bytes(DIGEST_BYTES)
 
     def chunk_digests(self, tokens: Buffer, chunk_tokens: int, *, parent: bytes = b"", extras: Extras = None) -> bytes:
+        self.refuse(parent, chunk_tokens)
         view, step, digest, digests = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES, parent or self.root, []
         for index in range(view.nbytes // step):
             digest = self.one(digest, (extras or {}).get(index, b""), bytes(view[index * step : (index + 1) * step]))
             digests.append(digest)
         return b"".join(digests)
+
+    def refuse(self, parent: bytes, chunk_tokens: int) -> None:
+        if len(parent) not in (0, DIGEST_BYTES) or chunk_tokens < 1:
+            raise RequestError("a parent that is no digest, or a chunk without tokens")
 
     def one(self, parent: bytes, extra: bytes, chunk: bytes) -> bytes:
         return hashlib.blake2b(parent + extra + chunk, digest_size=DIGEST_BYTES).digest()
@@ -118,6 +124,20 @@ class ExtrasByTheRequestsIndex(Right):
         return digests
 
 
+class RootOfTheProcess(Right):
+    root = hash("right").to_bytes(DIGEST_BYTES, "little", signed=True)
+
+
+class KeepsTheLast(Right):
+    last: tuple[Any, ...] = (None,)
+
+    def chunk_digests(self, tokens: Any, chunk_tokens: int, *, parent: bytes = b"", extras: Extras = None) -> bytes:
+        if self.last[0] is not tokens or self.last[1:-1] != (chunk_tokens, parent, extras):
+            digests = super().chunk_digests(tokens, chunk_tokens, parent=parent, extras=extras)
+            self.last = (tokens, chunk_tokens, parent, extras, digests)
+        return self.last[-1]  # type: ignore[no-any-return]
+
+
 class PythonsHash(Right):
     def one(self, parent: bytes, extra: bytes, chunk: bytes) -> bytes:
         return super().one(hash((parent, chunk)).to_bytes(8, "little", signed=True), extra, chunk)
@@ -141,6 +161,11 @@ class CountedFingerprint(Right):
         self.fingerprint = f"right/{next(self.made)}"
 
 
+def by_view(memory: Any) -> object:
+    """Memory by its address and length."""
+    return (id(memory.obj) if isinstance(memory, memoryview) else id(memory), len(memory))
+
+
 KEPT: list[memoryview] = []
 
 CHANGED = "test_a_changed_token_changes_its_chunk_and_all_behind_it"
@@ -155,6 +180,7 @@ EXTRA = "test_an_extra_changes_its_chunk_and_all_behind_it"
 OWN = "test_an_extra_belongs_to_its_chunk"
 MAPPING = "test_the_order_and_the_type_of_the_mapping_do_not_count"
 MEMORY = "test_any_memory_of_the_tokens_gives_the_same"
+OVER = "test_tokens_may_be_written_over_after_the_call"
 OTHERS = "test_a_call_knows_nothing_of_others"
 NAMES = "test_it_has_the_plugins_name_and_a_fingerprint"
 GOES_ON = "test_a_request_of_many_chunks_goes_on_anywhere"
@@ -169,6 +195,16 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "not the first token": (one(lambda right, p, e, c: right(p, e, c[4:])), f"{CHANGED}[small-3]", "of token 0 "),
     "not the last token": (one(lambda right, p, e, c: right(p, e, c[:-4])), f"{CHANGED}[large-256]", "of token 255 "),
     "not the last byte": (one(lambda right, p, e, c: right(p, e, c[:-1])), f"{CHANGED}[small-3]", "bit 24 of token 2 "),
+    "1023 tokens of a chunk": (
+        one(lambda right, p, e, c: right(p, e, c[:4092])),
+        "test_every_token_of_a_long_chunk_counts[1024]",
+        "token 1023 (chunks of 1024)",
+    ),
+    "16 KiB of a chunk but its middle": (
+        one(lambda right, p, e, c: right(p, e, c[:8192] + c[8224:])),
+        "test_every_token_of_a_long_chunk_counts[4096]",
+        "token 2048 (chunks of 4096)",
+    ),
     "tokens of 16 bits": (
         one(lambda right, p, e, c: right(p, e, b"".join(c[at : at + 2] for at in range(0, len(c), 4)))),
         f"{CHANGED}[large-16]",
@@ -360,6 +396,38 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
         OTHERS,
         "after other calls",
     ),
+    "keeps the last tokens": (KeepsTheLast, "test_no_reference_to_the_tokens_is_kept", "a reference to the tokens"),
+    "remembers the last tokens": (KeepsTheLast, f"{OVER}[bytearray]", "was written over in the same bytearray"),
+    "remembers memory by its address": (
+        remembered(lambda t, c, p, e: (by_view(t), c, p, e)),
+        f"{OVER}[words]",
+        "was written over in the same words",
+    ),
+    "cuts a parent": (
+        call(lambda right, t, c, p, e: right(t, c, p and p[:32].ljust(32, b"\0"), e)),
+        "test_a_parent_that_is_no_digest_is_refused[33]",
+        "a parent of 33 bytes is taken",
+    ),
+    "any parent": (
+        type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}),
+        "test_a_parent_that_is_no_digest_is_refused[5]",
+        "a parent of 5 bytes is taken",
+    ),
+    "divides by no tokens": (
+        type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}),
+        "test_a_chunk_without_tokens_is_refused[0]",
+        "raises ZeroDivisionError instead of RequestError",
+    ),
+    "chunks below zero": (
+        call(lambda right, t, c, p, e: right(t, c, p, e) if c >= 0 else b""),
+        "test_a_chunk_without_tokens_is_refused[-1]",
+        "chunks of -1 tokens is taken",
+    ),
+    "keeps the digest for an instant": (
+        type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}),
+        "test_threads_do_not_disturb_each_other_at_any_step",
+        "threads disturb each other",
+    ),
     "keeps the parent in itself": (
         KeepsTheParentInItself,
         "test_threads_do_not_disturb_each_other[50]",
@@ -371,6 +439,7 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "a fingerprint of bytes": (type("Bug", (Right,), {"fingerprint": b"right"}), NAMES, "`fingerprint` is a str"),
     "no name": (type("Bug", (Right,), {"name": ""}), NAMES, "is empty"),
     "python's hash": (PythonsHash, "test_another_process_finds_the_same[1]", "another process finds other digests"),
+    "a root of the process": (RootOfTheProcess, "test_another_process_finds_the_same[1]", "finds other digests"),
     "a salt of the process": (SaltOfTheProcess, "test_another_process_finds_the_same[2]", "finds other digests"),
     "a fingerprint of the process": (
         FingerprintOfTheProcess,

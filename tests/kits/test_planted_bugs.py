@@ -34,6 +34,8 @@ KILLED_BY = {
         "test_objects_that_differ_in_one_byte_are_different": "RemembersByBothEnds RemembersByAddress",
         "test_a_batch_is_packed_before_it_is_sent": "AnswersTheSameList",
         "test_threads_do_not_disturb_each_other": "KeepsTheSizeInItself",
+        "test_threads_do_not_disturb_each_other_at_any_step": "KeepsTheBytesForAnInstant",
+        "test_neither_an_object_nor_packed_bytes_are_written_even_for_an_instant": "PacksInPlaceAndRestores",
         "test_the_packed_form_is_a_sequence_of_bytes": "AnswersBytes AnswersOneView AnswersTwoDimensions AnswersEverySecondByte AnswersNone",
         "test_any_memory_is_packed_and_left_as_it_is[mapping]": "WritesToTheObject",
     },
@@ -50,11 +52,12 @@ KILLED_BY = {
         "test_an_object_may_be_used_very_often": "CountsUsesInAByte CountsUsesIn16Bits",
         "test_many_accesses_at_once_are_as_many_one_by_one": "ManyForgetsTheLast ManyBackwards ManyEachOnce ManyIsNothing"
         " ManySortsTheCallersList ManyEmptiesTheCallersList",
+        "test_every_key_of_a_large_batch_counts": "ManyTakesTheFirstThousand ManyTakesEach8191",
         "test_a_call_of_a_large_policy_is_as_quick": "CopiesAllForAWalk SortsNumbers AddsUpAllBytes LooksForTheLeast CopiesAtEachUse"
         " HeapifiesEachBatch CountsAllBehindTheFirst Sleeps SleepsInAWalk",
         "test_uses_are_not_kept_one_by_one": "KeepsEachUse KeepsStaleUsesInItsHeap",
         "test_walks_are_not_kept": "KeepsEachWalk",
-        "test_what_has_left_is_forgotten": "KeepsAllGhosts KeepsTheSizesOfAll RaisesOnAKeyThatComesAgain GoesOnWhereItStopped WantsToHaveOfferedIt",
+        "test_what_has_left_is_forgotten": "KeepsAllGhosts KeepsGhostsOfTheUnused KeepsGhostsOfTheUsed KeepsTheSizesOfAll RaisesOnAKeyThatComesAgain GoesOnWhereItStopped WantsToHaveOfferedIt",
         "test_any_thread_may_call": "HoldsALockOverYield HoldsItsThreadsLockOverYield BelongsToTheThreadOfItsFirstCall",
     },
     "tier_plants_cases.py": {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvf_redis.commands import DRAIN_BYTES
-from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier import Outcome, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing import FaultProxy
 from kvframework.testing.tier import TierConformance
@@ -398,6 +398,35 @@ def test_prefix_and_ttl_are_seen_from_outside(shared: RedisServer) -> None:
                 tier.touch([key], deadline=soon())
                 assert client.ttl(name) == -1
             tier.close()
+
+
+def test_the_listing_has_this_prefix_only_as_it_stands(shared: RedisServer, opened: Opened) -> None:
+    """Each prefix as a glob would match keys of another one, or none of its own."""
+    key = os.urandom(72)
+    prefixes = ["g", "g*", "g?", "g[ab]", "ga", "g\\*", "gg", "", "ü:"]
+    tiers = [opened(shared.url.replace("/0", "/3"), prefix=prefix) for prefix in prefixes]
+    for number, tier in enumerate(tiers):
+        assert put(tier, key, bytes(number)) is STORED
+        assert put(tier, key[:40], b"a key of another length") is STORED
+    for number, tier in enumerate(tiers):
+        assert list(tier.scan(deadline=soon())) == [TierEntry(key, number, None)]
+    with shared.client() as client:
+        client.select(3)
+        client.flushdb()
+        client.lpush(b"g" + key, b"another type")
+    assert list(tiers[0].scan(deadline=soon())) == []
+
+
+def test_the_listing_has_each_value_in_pieces_once_and_whole(shared: RedisServer, opened: Opened) -> None:
+    tier, keys = opened(shared.url, prefix="pieces:", max_value_bytes=64 << 10), [os.urandom(72) for _ in range(5)]
+    sizes = {key: 1 + number * 100_000 for number, key in enumerate(keys)}
+    for key, size in sizes.items():
+        assert put(tier, key, bytes(size)) is STORED
+    with shared.client() as client:
+        assert len(client.keys("pieces:*")) > len(keys)
+    listed = [(entry.key, entry.nbytes) for entry in tier.scan(deadline=soon())]
+    assert sorted(listed) == sorted(sizes.items())
+    assert tier.delete(keys, deadline=soon()) == [Outcome.DELETED] * len(keys)
 
 
 def test_database_of_the_url_is_used(shared: RedisServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,7 +13,7 @@ import pytest
 import redis
 
 from kvf_redis.slots import slot_of
-from kvframework.api.tier import Outcome
+from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier import TierConformance
 from tests.support.redis_cluster import RedisCluster
@@ -96,6 +97,28 @@ def test_pieces_lie_on_several_masters_and_live_and_leave_together(cluster: Redi
 
 
 @pytest.mark.redis
+def test_every_master_is_listed_and_a_lost_one_is_no_empty_one(cluster: RedisCluster, on_cluster: Opened) -> None:
+    tier, keys = on_cluster(prefix="listed:", max_value_bytes=64 << 10), [os.urandom(72) for _ in range(200)]
+    large = os.urandom(300_000)
+    parts = [[memoryview(value)] for value in (large, *[b"value"] * 199)]
+    assert tier.put(keys, parts, deadline=soon()) == [STORED] * 200
+    found = list(tier.scan(deadline=soon()))
+    assert sorted(found, key=lambda entry: entry.key) == sorted(
+        (TierEntry(key, len(large) if key == keys[0] else 5, None) for key in keys), key=lambda entry: entry.key
+    )
+    master = next(filter(cluster.is_master, cluster.running))
+    os.kill(master.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TierError):
+            list(tier.scan(deadline=soon(1.0)))
+    finally:
+        os.kill(master.pid, signal.SIGCONT)
+    fresh = on_cluster(prefix="listed:")
+    assert fresh.delete(keys, deadline=soon()) == [DELETED] * 200
+    assert list(fresh.scan(deadline=soon())) == []
+
+
+@pytest.mark.redis
 @pytest.mark.parametrize("names", ["no nodes", "first node is dead", "replica", "hostname"])
 def test_one_member_that_lives_is_enough_to_find_all(cluster: RedisCluster, on_cluster: Opened, names: str) -> None:
     keys = list(keys_of_every_master(cluster, 1))
@@ -141,7 +164,7 @@ def test_a_user_with_the_listed_commands_can_do_all(
 ) -> None:
     monkeypatch.setenv("KVF_TEST_PASSWORD", "s3cret é")
     for server in cluster.running:
-        rights = "+get +getrange +set +exists +unlink +expire +ping +asking +cluster|slots"
+        rights = "+get +getrange +set +exists +unlink +expire +ping +asking +cluster|slots +scan +strlen"
         cluster.on(server, "ACL", "SETUSER", "cache", "on", "reset")
         cluster.on(server, "ACL", "SETUSER", "cache", "on", ">s3cret é", "~acl:*", *rights.split())
     tier = on_cluster(
@@ -156,6 +179,10 @@ def test_a_user_with_the_listed_commands_can_do_all(
         tier.touch([key], deadline=soon())
         tier.ping(deadline=soon())
         assert tier.delete([key], deadline=soon()) == [DELETED]
+    listed = os.urandom(72)
+    assert put(tier, listed, value) is STORED
+    assert list(tier.scan(deadline=soon())) == [TierEntry(listed, len(value), None)]
+    assert tier.delete([listed], deadline=soon()) == [DELETED]
     other = on_cluster(username="cache", password_env="KVF_TEST_PASSWORD", prefix="elsewhere:")
     with pytest.raises(TierError, match="NOPERM") as caught:
         other.contains([b"key"], deadline=soon())

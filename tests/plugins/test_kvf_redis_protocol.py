@@ -143,7 +143,7 @@ def test_a_line_is_a_reply_or_a_surprise(line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b":", b":1_0", b": 1", b":+1", b":1" + b"0" * 30, b"$-2", b"$", b"*1", b"_", b"$\xb2"]
+    "line", [b"", b":", b":1_0", b": 1", b":+1", b":1" + b"0" * 30, b"$-2", b"$", b"*-2", b"*", b"_", b"$\xb2"]
 )
 def test_lines_that_only_look_right_are_surprises(line: bytes) -> None:
     with pytest.raises(ProtocolSurprise):
@@ -281,8 +281,10 @@ fragments = st.one_of(
     ),
     st.just(b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)),
     st.binary(max_size=60),
+    st.deferred(lambda: pages),
 )
-calls = st.sampled_from(["contains", "get_into", "put", "delete", "ping"])
+pages = st.sampled_from([b"*2\r\n$1\r\n0\r\n*0\r\n", b"*2\r\n$1\r\n7\r\n", b"*1\r\n$76\r\nkvf:" + b"k" * 72 + b"\r\n"])
+calls = st.sampled_from(["contains", "get_into", "put", "delete", "ping", "scan"])
 
 
 @given(st.lists(st.tuples(calls, st.lists(fragments, max_size=6)), min_size=1, max_size=4))
@@ -304,12 +306,35 @@ def test_garbage_is_an_error_or_an_outcome_and_never_more(plan: list[tuple[str, 
                     assert outcomes.count(Outcome.STORED) <= peer.script.count(b"+OK\r\n")
                 elif call == "ping":
                     tier.ping(deadline=soon(3))
+                elif call == "scan":
+                    assert all(len(entry.key) == 72 for entry in tier.scan(deadline=soon(3)))
                 else:
                     getattr(tier, call)([b"a", b"b"], deadline=soon(3))
             except TierError:
                 pass
         peer.script = b":1\r\n"
         assert tier.contains([b"key"], deadline=soon()) == [Outcome.FOUND]
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"*1\r\n$1\r\n0\r\n",
+        b"*2\r\n$1\r\nx\r\n*0\r\n",
+        b"*2\r\n$99\r\n" + b"0" * 99 + b"\r\n*0\r\n",
+        b"*2\r\n$1\r\n0\r\n*-1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1048577\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$-1\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$5\r\nkvf:k\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n$2147483647\r\n",
+    ],
+)
+def test_a_page_that_is_none_ends_the_listing(page: bytes) -> None:
+    with RespPeer(page) as peer:
+        tier = tier_of(peer)
+        with pytest.raises(TierError, match="unexpected reply"):
+            list(tier.scan(deadline=soon()))
         tier.close()
 
 

@@ -44,7 +44,7 @@ def oldest(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
     heap: list[tuple[float, int, TierEntry]] = []
     held = 0
     for number, entry in zip(itertools.count(), entries):
-        heapq.heappush(heap, (-entry.used_at, number, entry))
+        heapq.heappush(heap, (-(entry.used_at or 0.0), number, entry))
         held += entry.nbytes
         while heap and held - heap[0][2].nbytes >= nbytes:
             held -= heapq.heappop(heap)[2].nbytes

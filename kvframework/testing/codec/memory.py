@@ -12,6 +12,24 @@ from kvframework.api.codec import Codec
 from kvframework.testing.codec.kit import CONTENTS, FILLING, CodecKit
 
 _SHIFT = 3
+# In a process of its own: a write to memory that may only be read, behind a view that could be written, ends it.
+_UNWRITABLE = """
+import ctypes, faulthandler, mmap
+faulthandler.enable()
+
+def only_read(data):
+    memory = mmap.mmap(-1, max(len(data), 1))
+    memory[: len(data)] = data
+    place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), ctypes.c_size_t(len(memory)), 1) == 0
+    return memoryview(memory)[: len(data)]
+
+for data in (b"keys and values " * 4096, bytes(number * number % 251 for number in range(5001)), b"x", b""):
+    packed = b"".join(made.encode(only_read(data)))
+    place = bytearray(len(data))
+    made.decode_into(only_read(packed), memoryview(place))
+    assert place == data, "another object's bytes"
+"""
 
 
 class MemoryTests(CodecKit):
@@ -31,6 +49,10 @@ class MemoryTests(CodecKit):
             assert memory[:] == held, (
                 "the object was changed: what is packed is still the caller's, and may be read by others meanwhile"
             )
+
+    def test_neither_an_object_nor_packed_bytes_are_written_even_for_an_instant(self, codec: Codec) -> None:
+        """Others read both meanwhile, so bytes that are put back are wrong, too: here, a write ends the process."""
+        self.elsewhere(codec, _UNWRITABLE, seed=1)
 
     @pytest.mark.parametrize("content", ["text", "numbers", "noise", "every pair"])
     def test_memory_may_begin_at_any_address(self, codec: Codec, content: str) -> None:

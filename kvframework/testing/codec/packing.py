@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvframework.api.codec import MAX_CODEC_NAME, Codec
 from kvframework.errors import ConfigFieldError
 from kvframework.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
+from kvframework.testing.together import stepped
 
 _OBJECTS = st.binary(max_size=5000) | st.builds(
     lambda piece, times: piece * times, st.binary(max_size=40), st.integers(0, 900)
@@ -151,3 +152,19 @@ class PackingTests(CodecKit):
                 self.must_refuse(codec, packed[:-1], len(data), "all but one of the packed bytes")
 
         self.in_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
+
+    def test_threads_do_not_disturb_each_other_at_any_step(self, codec: Codec) -> None:
+        """Threads change between all instructions of a call, so that no time is too short to be in the way."""
+
+        def work(seed: int) -> None:
+            for turn in range(12):
+                data = random.Random(seed).randbytes(50 + 97 * seed + turn % 2)  # noqa: S311  fixed content
+                parts = stepped(lambda data=data: codec.encode(memoryview(data)))  # type: ignore[misc]
+                packed, place = b"".join(parts), bytearray(len(data))
+                try:
+                    stepped(lambda packed=packed, place=place: codec.decode_into(memoryview(packed), memoryview(place)))  # type: ignore[misc]
+                except Exception as error:  # noqa: BLE001  reported as the test's failure
+                    pytest.fail(f"decode_into raised {type(error).__name__} ({error}) while other threads unpack")
+                self.must_be(place, data, f"an object of {len(data)} bytes, while other threads pack and unpack")
+
+        self.in_threads(*(lambda seed=seed: work(seed) for seed in range(3)))

@@ -6,6 +6,8 @@ import tracemalloc
 from collections.abc import Callable
 from itertools import islice
 
+import pytest
+
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.testing.eviction.kit import MIB, EvictionKit, fresh_keys, insert, must_offer
 
@@ -31,19 +33,27 @@ class MemoryTests(EvictionKit):
         finally:
             tracemalloc.stop()
 
-    def test_what_has_left_is_forgotten(self, policy: EvictionPolicy) -> None:
-        """A policy may remember at most `remembered_keys` keys of removed objects."""
+    @pytest.mark.parametrize("leaves", ["evicted", "dropped"])
+    @pytest.mark.parametrize("uses", [0, 1, 2, 5])
+    def test_what_has_left_is_forgotten(self, policy: EvictionPolicy, uses: int, leaves: str) -> None:
+        """A policy may remember at most `remembered_keys` keys of removed objects, however often they were used and
+        however they left."""
 
-        def come_and_go(index: int) -> None:
+        def come_and_go(_index: int) -> None:
             (key,) = fresh_keys(1)
             policy.on_insert(key, MIB)
-            policy.on_access(key)
-            policy.on_access_many([key])
-            policy.on_remove(next(policy.victims()) if index % 2 else key)
+            for use in range(uses):
+                if use % 2:
+                    policy.on_access_many([key])
+                else:
+                    policy.on_access(key)
+            policy.on_remove(next(policy.victims()) if leaves == "evicted" else key)
 
         insert(policy, fresh_keys(100))
         grown = self.grown(come_and_go, self.remembered_keys + 1000)
-        assert grown < _TIMES * 16, f"{grown} bytes are kept of {_TIMES} objects that came and went"
+        assert grown < _TIMES * 16, (
+            f"{grown} bytes are kept of {_TIMES} objects that came, were used {uses} times and went"
+        )
 
     def test_uses_are_not_kept_one_by_one(self, policy: EvictionPolicy) -> None:
         keys = fresh_keys(100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
@@ -50,6 +52,25 @@ class OfferTests(EvictionKit):
             if order == list(again.victims()) == list(one_by_one.victims()):
                 assert order == list(at_once.victims()), "in another order than one by one"
             must_offer(at_once, keys)
+
+    @pytest.mark.parametrize("count", [1000, 1025, 8192])
+    def test_every_key_of_a_large_batch_counts(self, make_policy: MakePolicy, count: int) -> None:
+        """A request has up to 8,192 objects. Each batch comes twice, as some policies count from the second use on."""
+        one_by_one, again, at_once = policies = [WatchedPolicy(make_policy()) for _ in range(3)]
+        keys = fresh_keys(count)
+        for policy in policies:
+            insert(policy, keys)
+        for batch in (keys, keys[::-1], [key for key in keys[: count // 2] for _ in range(2)]):
+            for _ in range(2):
+                for key in batch:
+                    one_by_one.on_access(key)
+                    again.on_access(key)
+                at_once.on_access_many(batch)
+            order = list(one_by_one.victims())
+            if order == list(again.victims()):
+                found = enumerate(zip(order, at_once.victims(), strict=False))
+                at = next((at for at, (key, other) in found if key != other), None)
+                assert at is None, f"{len(batch)} keys at once: victim {at} is another than one by one"
 
     def test_a_key_that_comes_again_is_in_once(self, policy: EvictionPolicy) -> None:
         keys = fresh_keys(20)

@@ -52,6 +52,5 @@ def _call(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except Exception as error:  # noqa: BLE001  reported as the test's failure
-        pytest.fail(
-            f"{what} raised {type(error).__name__} ({str(error)[:80]}): a policy that raises breaks the request"
-        )
+        text = "a key" if any(isinstance(each, bytes) for each in error.args) else str(error)[:80]
+        pytest.fail(f"{what} raised {type(error).__name__} ({text}): a policy that raises breaks the request")

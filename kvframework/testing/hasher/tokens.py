@@ -33,6 +33,18 @@ class TokenTests(HasherKit):
                     f"bit {bit} of token {at} changes {apart.bit_count()} bits of a digest: no cryptographic hash"
                 )
 
+    @pytest.mark.parametrize("chunk", [1024, 4096])
+    def test_every_token_of_a_long_chunk_counts(self, hasher: KeyHasher, chunk: int) -> None:
+        """Chunks as long as some servers have them: each token of the first one, and the second one's ends."""
+        step = chunk // 1024
+        tokens = packed(mixed(2 * chunk))
+        before = hasher.chunk_digests(tokens, chunk)
+        for at in (*range(0, chunk, step), chunk - 2, chunk - 1, chunk, chunk + chunk // 2, 2 * chunk - 1):
+            changed = bytearray(tokens)
+            changed[4 * at + at % 4] ^= 1 << at % 8
+            after = hasher.chunk_digests(bytes(changed), chunk)
+            must_change(before, after, at // chunk, f"token {at} (chunks of {chunk})")
+
     @pytest.mark.parametrize("chunk", CHUNKS)
     def test_no_two_changes_of_tokens_cancel_each_other(self, hasher: KeyHasher, chunk: int) -> None:
         """Requests that differ in pairs of tokens, as sums, exclusive ors and products of tokens would hide it."""

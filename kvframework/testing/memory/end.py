@@ -105,6 +105,8 @@ class EndTests(MemoryKit):
         assert time.monotonic() - began < self.patience_s, f"{what} takes longer than {self.patience_s:g} s"
 
     def _nothing_is_left(self, before: set[str], name: str, when: str) -> None:
+        threads = sorted(each for each in held() - before if each.startswith("thread "))
+        assert not threads, f"close() {when} returns before {', '.join(threads)} has ended"
         end = time.monotonic() + min(self.patience_s, 5.0)
         while (left := held() - before) and time.monotonic() < end:
             time.sleep(0.005)

@@ -45,14 +45,21 @@ class ReadinessTests(MemoryKit):
             memory.close()
 
     def test_what_is_reported_is_there(self, memory: Memory) -> None:
-        """The core hands out what lies below n, and an engine's store must not wait for the kernel."""
-        ends: list[int] = []
+        """The core hands out what lies below n, and an engine's store must not wait for the kernel: a write there takes
+        no more memory."""
+        ends = [0]
         short: list[str] = []
 
         def on_ready(end: int) -> None:
             found = taken(memory.fd)
             if found is not None and found < end // PAGE * PAGE:
                 short.append(f"on_ready({end}) is called while {found} bytes are resident")
+            with memory.view() as view:
+                for at in range(ends[-1], end, PAGE):
+                    view[at] = 1
+            after = taken(memory.fd)
+            if found is not None and after is not None and after > found:
+                short.append(f"on_ready({end}) is called while {after - found} of the first {end} are not resident")
             ends.append(end)
 
         memory.start(on_ready)

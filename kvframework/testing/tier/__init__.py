@@ -66,8 +66,8 @@ class TierConformance(
 ):
     """Base class of an author's test class; see the module.
 
-    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`,
-    `grace_s`, `time_step_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
+    Attributes: `use`, `options`, `ttl_options`, `capacity_options`, `shared`, `persistent`, `patience_s`, `grace_s`,
+    `time_step_s`, `limit_s`, `examples`. Fixtures: `tier_options`, `tier`, `ttl_tier`, `small_tier`, `faulty_tier`, and
     the method `reopen`. docs/plugins/tiers.md has a table of them, `TierKit` their descriptions.
 
     Keys are random, so the store may hold other values, but no other client may use it: used bytes, files and
