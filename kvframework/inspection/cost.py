@@ -75,8 +75,10 @@ def cost_problems(module: str, distributions: Collection[str], *, deadline_s: fl
 
 def _too_much(module: str, cost: Cost, others: list[str]) -> Iterator[Problem]:
     heavy = [root for root in others if root in _HEAVY]
-    what = f"{cost.seconds * 1000:.0f} ms and {cost.nbytes / 1e6:.0f} MB"
-    limit = f"at most {MOST_S * 1000:.0f} ms and {MOST_BYTES >> 20} MiB, and no library of an accelerator"
+    what = f"{cost.seconds * 1000:.0f} ms of processor time and {cost.nbytes / 1e6:.0f} MB"
+    limit = (
+        f"at most {MOST_S * 1000:.0f} ms of processor time and {MOST_BYTES >> 20} MiB, and no library of an accelerator"
+    )
     if heavy or cost.seconds > MOST_S or cost.nbytes > MOST_BYTES:
         with_it = f", with {', '.join(heavy or others)}" if others else ""
         yield problem("heavy-import", module, f"the import takes {what}{with_it}", expected=limit, hint=_HINT)

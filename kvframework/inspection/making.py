@@ -69,7 +69,7 @@ def class_in_source(sources: list[SourceFile], contract: type[Any]) -> type[Any]
 
 def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, object]) -> tuple[object, list[Problem]]:
     """The result of `create` with the options `given`, defaults for the others; it stays open until the process ends.
-    Raises `NotMade`."""
+    Raises `NotMade`, also if `create` refuses the defaults; its refusal of what was given is a problem."""
     if isinstance(provider, AnyTransportProvider):
         raise NotMade("it needs an engine")
     if reason := provider.probe():
@@ -82,6 +82,8 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
     try:
         arguments: list[object] = [convert(given, provider.options, where="--set")]
     except ConfigFieldError as error:
+        if given:
+            return None, [_refused(title, error)]
         raise NotMade(f"{error.fact} [{error.code}]") from error
     if isinstance(provider, (TierProvider, MemoryProvider)):
         arguments.append(TableContext(where=WHERE))
@@ -90,6 +92,8 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
     try:
         made = typing.cast("Any", provider).create(*arguments)
     except KVFrameworkError as error:
+        if given:
+            return None, [_refused(title, error)]
         raise NotMade(f"{error.fact} [{error.code}]") from error
     except Exception as error:
         if isinstance(error, TypeError) and "abstract" in str(error):
@@ -105,6 +109,11 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
 
 def _of(given: Mapping[str, object]) -> str:
     return f"the options {', '.join(given)}" if given else "default options"
+
+
+def _refused(title: str, error: KVFrameworkError) -> Problem:
+    fact = f"none is made with --set: {error.fact} [{error.code}]"
+    return problem("options-refused", title, fact, expected=error.available, hint=error.hint or "give other values")
 
 
 def _fails(title: str, fact: str, maker: Maker) -> Problem:

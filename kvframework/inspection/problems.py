@@ -48,6 +48,7 @@ PROBLEMS: dict[str, tuple[Severity, str]] = {
     "unreadable-option": ("error", "the framework cannot read an option's type from TOML"),
     "reserved-option": ("error", "an option has the name of a key of the core, and never receives a value"),
     "create-fails": ("error", "`create` raises with default options, or makes something else than the contract"),
+    "options-refused": ("error", "the options that `--set` gives, or `create` with them, are refused"),
     "create-dies": ("error", "`create` ends or hangs the interpreter"),
     "missing-method": ("error", "what `create` makes lacks a method of the contract"),
     "missing-attribute": ("error", "what `create` makes lacks an attribute of the contract"),

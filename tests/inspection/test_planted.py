@@ -42,7 +42,7 @@ def test_what_was_planted_is_found_and_nothing_else(module: str, site: Path) -> 
 def test_every_problem_was_planted() -> None:
     """Those of metadata by the tests below."""
     planted = {key.split()[0] for each in PLANTED.values() for key in each.found}
-    elsewhere = {"name-conflict", "not-installed", "no-requires-python", "no-dependency"}
+    elsewhere = {"name-conflict", "not-installed", "no-requires-python", "no-dependency", "options-refused"}
     assert planted | elsewhere == PROBLEMS.keys()
     assert not planted & elsewhere
 
@@ -143,7 +143,7 @@ def kvf_tiers():
 
 NEEDS_PATH = """
 from kvframework.api.options import Options
-from kvframework.api.tier import Tier, TierProvider, hookimpl
+from kvframework.api.tier import Tier, TierError, TierProvider, hookimpl
 from typing import Annotated
 from msgspec import Meta
 class Where(Options, frozen=True):
@@ -153,6 +153,8 @@ def _made(path):
     class Hidden(Tier):
         name = "hidden"
         def __init__(self):
+            if path == "refused":
+                raise TierError("no such folder", hint="make it")
             open(path + "/made", "w").close()
         def contains(self, keys, *, deadline): ...
         def get_into(self, keys, parts, *, deadline): ...
@@ -178,7 +180,14 @@ def test_a_plugin_with_required_options_is_made_with_those_that_are_given(site: 
     assert report.notes == []
     assert {each.id for each in report.problems} == {"wrong-signature"}
     report = inspect_plugin("tier.deep", {"path": str(site), "depht": 2})
-    assert "none was created here: unknown key 'depht' [config.field]" in report.notes[0]
+    assert report.notes == []
+    (refused,) = (each for each in report.problems if each.id == "options-refused")
+    assert refused.fact == "none is made with --set: unknown key 'depht' [config.field]"
+    assert report.errors
+    report = inspect_plugin("tier.deep", {"path": "refused"})
+    assert report.notes == []
+    (refused,) = (each for each in report.problems if each.id == "options-refused")
+    assert (refused.fact, refused.hint) == ("none is made with --set: no such folder [storage.tier]", "make it")
     report = inspect_plugin("tier.deep", {"path": "/nowhere/at/all"})
     fails = next(each for each in report.problems if each.id == "create-fails")
     assert fails.fact.startswith("create() with the options path raises FileNotFoundError: [Errno 2]")

@@ -21,6 +21,13 @@ class TestByName(TierConformance):
     time_step_s = 0.01
 
 
+class TestAlone(TierConformance):
+    use = "alone"
+    options: ClassVar = {"store": "alone"}
+    capacity_options: ClassVar = {"capacity": "1MiB"}
+    time_step_s = 0.01
+
+
 class TestFromAFixture(TierConformance):
     @pytest.fixture
     def tier(self) -> Iterator[Tier]:

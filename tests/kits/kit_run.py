@@ -31,7 +31,7 @@ def run(directory: Path, *arguments: str) -> Results:
     for file in (*HERE.glob("*_tier.py"), *HERE.glob("*_cases.py")):
         if not file.name.startswith("test_"):
             shutil.copy(file, directory)
-    entry_points = {"tier.memory": "memory_tier", "tier.elsewhere": "memory_tier"}
+    entry_points = {"tier.memory": "memory_tier", "tier.alone": "memory_tier", "tier.elsewhere": "memory_tier"}
     install(directory, "kitmemory", entry_points)
     command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "--strict-config", "-p", "no:cacheprovider"]
     command += [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from kvframework.api.options import ByteSize, Options
 from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierEntry, TierProvider, TierUsage, hookimpl
@@ -149,10 +149,32 @@ def create(options: MemoryOptions, context: TableContext) -> MemoryTier:
     return MemoryTier(STORES.setdefault(options.store, Store()), ttl_s=options.ttl_s, capacity=options.capacity)
 
 
+class AloneTier(MemoryTier):
+    """Refuses a second opener of its store, as an embedded database does."""
+
+    name = "alone"
+    open_stores: ClassVar[set[int]] = set()
+
+    def __init__(self, store: Store, *, capacity: int) -> None:
+        if id(store) in self.open_stores:
+            raise TierError("the store is open already", where=self.name)
+        self.open_stores.add(id(store))
+        super().__init__(store, capacity=capacity)
+
+    def close(self) -> None:
+        super().close()
+        self.open_stores.discard(id(self.store))
+
+
+def create_alone(options: MemoryOptions, context: TableContext) -> MemoryTier:
+    return AloneTier(STORES.setdefault(options.store, Store()), capacity=options.capacity)
+
+
 @hookimpl
 def kvf_tiers() -> list[TierProvider[MemoryOptions]]:
     return [
         TierProvider(name="memory", summary="a dict", options=MemoryOptions, shared=True, create=create),
+        TierProvider(name="alone", summary="one opener a store", options=MemoryOptions, create=create_alone),
         TierProvider(
             name="elsewhere",
             summary="never here",

@@ -110,6 +110,13 @@ def test_a_correct_tier_passes_every_test(correct: Results) -> None:
     assert {test for test, _ in KILLED_BY.values()} | {MODEL} <= {test for name, test in correct if name == "ByName"}
 
 
+def test_a_tier_that_refuses_a_second_opener_passes(correct: Results) -> None:
+    results = {test: result for (name, test), result in correct.items() if name == "Alone"}
+    wrong = {test: result.text for test, result in results.items() if not result.outcomes <= {"passed", "skipped"}}
+    assert wrong == {}
+    assert results["test_a_value_of_a_full_store_may_be_replaced"].outcomes == {"passed"}
+
+
 def test_what_a_fixture_does_not_give_is_skipped_with_the_reason(correct: Results) -> None:
     results = {test: result for (name, test), result in correct.items() if name == "FromAFixture"}
     assert all(result.outcomes <= {"passed", "skipped"} for result in results.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from kvframework.api.types import dtype_bytes
 from kvframework.testing.accelerator.errors import AcceleratorError
 from kvframework.testing.accelerator.node import SimulatedNode
 from kvframework.testing.accelerator.runtime import Accelerator
-from kvframework.testing.accelerator.streams import Event, Stream
+from kvframework.testing.accelerator.streams import Stream
 from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework.testing.transport.rig import TransportRig
 
@@ -27,7 +28,8 @@ LEAD_BYTES = 1536
 
 class SimulatedRig(TransportRig):
     """Works on one device of the node to which `runtime` is attached, by default the last one: a driver that always
-    takes the first must fail. Owns neither; `transport` copies through it."""
+    takes the first must fail. Owns neither; `transport` copies through it. `options` are for both sides, unless there
+    are `server_options`."""
 
     def __init__(
         self,
@@ -37,11 +39,13 @@ class SimulatedRig(TransportRig):
         *,
         plugins: Sequence[str] = (),
         options: Mapping[str, object] | None = None,
+        server_options: Mapping[str, object] | None = None,
         device: int = -1,
     ) -> None:
         self.transport = transport
         self.plugins = plugins
-        self.engine_options = self.server_options = {"node": node} if options is None else options
+        self.engine_options = {"node": node} if options is None else options
+        self.server_options = self.engine_options if server_options is None else server_options
         self.device = runtime.devices[device]
         self._runtime = runtime
         self._node = SimulatedNode.attached(node)
@@ -65,7 +69,7 @@ class SimulatedRig(TransportRig):
         self._runtime.compute_stream(self.device).synchronize()
         return self._runtime.read(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
-    def write_later(self, tensor: torch.Tensor, data: bytes) -> Event:
+    def write_later(self, tensor: torch.Tensor, data: bytes) -> object:
         stream = self._runtime.compute_stream(self.device)
         stream.hold()
         threading.Timer(LATER_S, self._release_writes).start()
@@ -131,9 +135,10 @@ class SimulatedRig(TransportRig):
         if len(self._node.devices) < 2:
             raise NotImplementedError("the node has one device")
         at = (self._runtime.devices.index(self.device) + 1) % len(self._runtime.devices)
-        node = str(self._node.path)
-        options = self.engine_options
-        return SimulatedRig(self._runtime, node, self.transport, plugins=self.plugins, options=options, device=at)
+        other = copy.copy(self)  # of the same class, with the same options
+        other.device, other._lead = self._runtime.devices[at], 0
+        other._node = SimulatedNode.attached(str(self._node.path))
+        return other
 
     def close(self) -> None:
         self._node.close()

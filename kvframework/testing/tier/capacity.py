@@ -26,6 +26,7 @@ class CapacityTests(TierKit):
 
     @pytest.fixture
     def fillable(self, measured: Tier, request: pytest.FixtureRequest) -> Tier:
+        measured.close()  # it may share its store with the small one, and refuse a second opener
         tier = self.watch(request.getfixturevalue("small_tier"))
         assert 0 < self.capacity_of(tier) <= LARGEST, "it holds more than 64 MiB"
         return tier

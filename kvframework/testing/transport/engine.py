@@ -18,6 +18,10 @@ from kvframework.testing.transport.cases import CHUNK, GroupCase, MemoryModel, N
 from kvframework.testing.transport.rig import TransportRig
 
 SPARE = 3
+WRONG = (
+    "a byte is wrong, though the transfers ended well: `reached` was true too early, or `copy` put fragments in the "
+    "wrong place"
+)
 _SEEDS = itertools.count(1000)
 
 
@@ -164,7 +168,7 @@ class KitEngine:
                 found.append(f"tensor {name}: {len(wrong)} of {len(expected)} bytes differ, first at {wrong[0]}")
         return found
 
-    def must_be_right(self, why: str = "a byte is wrong") -> None:
+    def must_be_right(self, why: str = WRONG) -> None:
         """Fail if the memory differs from the model."""
         __tracebackhide__ = True
         if found := self.differences():

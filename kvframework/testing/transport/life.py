@@ -14,6 +14,7 @@ import pytest
 from kvframework.client import KVClient
 from kvframework.server import Server
 from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import WRONG
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import (
     PATIENCE_S,
@@ -45,7 +46,7 @@ class Life(TransportKit):
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
                 assert one.ask("store", number) is True
                 assert other.ask("load", number) is True
-            assert engines[1].ask("check", 1) == []
+            assert engines[1].ask("check", 1) == [], WRONG
             assert engines[0].ask("store", 1) is True, "present"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
@@ -160,7 +161,10 @@ class Life(TransportKit):
             if rig.synchronous:
                 held.leave()
             loading.join(PATIENCE_S)
-            assert answered == [False]
+            assert answered != [True], (
+                "the load was answered as done while its copy stood still: `reached` was true too early"
+            )
+            assert answered == [False], "the load was not answered after the death of its server"
 
 
 def _instances(client: KVClient) -> set[int]:

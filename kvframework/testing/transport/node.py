@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kvframework.client import KVClient
 from kvframework.config import load_config
@@ -29,9 +30,11 @@ PATIENCE_S = 20.0
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = PATIENCE_S) -> None:
     """Return once `condition()` is true; fail after `timeout` seconds."""
+    __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"
+        if time.monotonic() >= deadline:
+            pytest.fail(f"{what} did not come true within {timeout:g} s")
         time.sleep(0.005)
 
 

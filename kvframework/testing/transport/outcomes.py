@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,12 +14,38 @@ from kvframework.errors import DeadlineExceeded
 from kvframework.testing.transport.node import PATIENCE_S
 
 
+class _FailedCopies(logging.Handler):
+    """The last line in which a server of this process says why a copy failed."""
+
+    line = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if ": a copy failed: " in (line := record.getMessage()):
+            self.line = line
+
+
+_FAILED_COPIES = _FailedCopies(logging.WARNING)
+
+
+@contextmanager
+def failed_copies_noted() -> Iterator[None]:
+    """Have `must_succeed` show why a copy failed that failed meanwhile: an outcome does not carry it."""
+    _FAILED_COPIES.line = ""
+    log = logging.getLogger("kvframework")
+    log.addHandler(_FAILED_COPIES)
+    try:
+        yield
+    finally:
+        log.removeHandler(_FAILED_COPIES)
+
+
 def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
     """Fail unless the transfer ends well in time."""
     __tracebackhide__ = True
     outcome = _outcome(future, what)
     if not outcome:
-        pytest.fail(f"{what} failed: {outcome}")
+        why = f"; the server's log: {_FAILED_COPIES.line}" if _FAILED_COPIES.line else ""
+        pytest.fail(f"{what} failed: {outcome}{why}")
 
 
 def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:

@@ -1,0 +1,63 @@
+"""The transport kit says why: failed copies, and the simulated rig that authors extend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvframework.api.futures import Promise
+from kvframework.api.transport import StoreOutcome
+from kvframework.testing.accelerator import SimulatedNode
+from kvframework.testing.accelerator.rig import SimulatedRig
+from kvframework.testing.accelerator.runtime import Accelerator
+from kvframework.testing.transport.node import wait_until
+from kvframework.testing.transport.outcomes import failed_copies_noted, must_succeed
+
+
+def test_a_transfer_that_fails_shows_why_its_copy_failed() -> None:
+    future: Promise[StoreOutcome] = Promise()
+    future.set_result(StoreOutcome(dropped=3))
+    with failed_copies_noted():
+        logging.getLogger("kvframework.service").warning("instance %d: a copy failed: %s", 1, "no such address")
+        with pytest.raises(pytest.fail.Exception, match="a copy failed: no such address"):
+            must_succeed(future)
+    with failed_copies_noted(), pytest.raises(pytest.fail.Exception, match=r"\)$"):
+        must_succeed(future)
+
+
+def test_what_does_not_come_true_is_one_sentence() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"^the end of it did not come true within 0 s$"):
+        wait_until(lambda: False, "the end of it", 0.0)
+
+
+def test_the_simplest_round_trip_runs_first(tmp_path: Path) -> None:
+    source = "from kvframework.testing import TransportConformance\nclass TestIt(TransportConformance): ..."
+    (tmp_path / "test_it.py").write_text(source)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull, "--rootdir", ".", "test_it.py"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[0].partition("[")[0].endswith("::test_what_is_stored_comes_back_in_other_blocks")
+
+
+class Extended(SimulatedRig):
+    """A rig with arguments of its own, as an author's is."""
+
+    def __init__(self, node: str) -> None:
+        runtime = Accelerator(node)
+        super().__init__(runtime, node, "mine", options={"a": 1}, server_options={"b": 2}, device=0)
+
+    def event(self) -> object:
+        return "mine"
+
+
+def test_a_rig_elsewhere_is_as_its_first(tmp_path: Path) -> None:
+    with SimulatedNode(tmp_path, devices=2) as node:
+        rig = Extended(str(node.path))
+        other = rig.elsewhere()
+        assert isinstance(other, Extended)
+        assert other.device != rig.device
+        assert (other.engine_options, other.server_options, other.event()) == ({"a": 1}, {"b": 2}, "mine")
