@@ -17,6 +17,7 @@ processes of their own, which make the rig again.
 
 from kvframework.testing import needs_pytest  # noqa: F401 - says what to install
 from kvframework.testing.transport.content import Content
+from kvframework.testing.transport.engine_driven import EngineDriven
 from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
 from kvframework.testing.transport.memory import Memory
@@ -25,7 +26,7 @@ from kvframework.testing.transport.rig import RigSpec, TransportRig
 from kvframework.testing.transport.streams import Streams
 
 
-class TransportConformance(Content, Memory, Order, Streams, Faults, Life):
+class TransportConformance(Content, Memory, Order, Streams, Faults, EngineDriven, Life):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 
