@@ -1,6 +1,6 @@
 """`cpu_gather` with one fault each, a line of `BUGS`, under the transport kit. Run by pytest outside of the repository;
 all must fail."""
-# ruff: noqa: ARG001, ARG005  the arguments are those of the patched functions
+# ruff: noqa: ARG005  the arguments are those of the patched functions
 
 from __future__ import annotations
 
