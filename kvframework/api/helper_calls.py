@@ -34,7 +34,7 @@ class Answer(msgspec.Struct, array_like=True):
 
     outcomes: list[int | str] = []
     usage: tuple[int, int] = (0, 0)
-    entries: list[tuple[bytes, int, float]] = []
+    entries: list[tuple[bytes, int, float | None]] = []
     refusal: tuple[str, str, str] | None = None
     bug: str = ""
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
 from kvframework.cli.keys import CLIENTS, SERVER
+from kvframework.inspection.isolated import Ran
 from tests.cli.command import environment, run, run_process
 from tests.support.server_process import ServerProcess
 
@@ -200,11 +207,15 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
 if os.geteuid() == 0:
     del CASES[low_port]  # root may use every port
 
-# Imports the server once, and is it once for each file, in a child of its own.
+# Imports the server and its plugins once, and is it once for each file, in a child of its own.
 SERVE = """
 import os, signal, sys
 import kvframework.cli.serve, kvframework.server
 from kvframework.cli.main import main
+from kvframework.config import load_config
+from kvframework.preflight import refusals
+from kvframework.registry import PluginRegistry
+list(refusals(load_config(None), PluginRegistry(), running=True))
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:
@@ -216,6 +227,21 @@ for path in sys.argv[1:]:
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+
+
+ONE_AT_ONCE = threading.Lock()
+
+
+def run_here(module: str, request: bytes, *, deadline_s: float) -> Ran:
+    """What `run_isolated` answers, without a process: what the doctor finds is the point here."""
+    with (
+        ONE_AT_ONCE,
+        tempfile.TemporaryFile() as report,
+        mock.patch.object(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(request))),
+        mock.patch.object(sys, "argv", [module, str(report.fileno())]),
+    ):
+        importlib.import_module(module).main()
+        return Ran(os.pread(report.fileno(), 1 << 20, 0).splitlines(), "", "")
 
 
 class Refused(NamedTuple):
@@ -257,7 +283,10 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Refu
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_the_three_refuse_with_the_same_text(case: Callable[[Bench], str], refused: dict[str, Refused]) -> None:
+def test_the_three_refuse_with_the_same_text(
+    case: Callable[[Bench], str], refused: dict[str, Refused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvframework.doctor.plugins.run_isolated", run_here)
     served = refused[case.__name__]
     file = served.file
     checked = run("config", "check", str(file))

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.client import KVClient
 from kvframework.testing.accelerator import AcceleratorError, SimulatedNode
-from kvframework.testing.accelerator.rig import LEAD_BYTES, SimulatedRig
+from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, status_of
@@ -23,7 +23,7 @@ NHD = PAGED["nhd"]
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
     # Room for the engine's memory, and not for as much again.
-    with SimulatedNode(tmp_path_factory.mktemp("node"), nbytes=30_000, max_delay_s=0.0005) as made:
+    with SimulatedNode(tmp_path_factory.mktemp("node"), nbytes=24_000, max_delay_s=0.0005) as made:
         yield made
         assert made.violations() == []
 
@@ -39,7 +39,8 @@ class Sleeper:
     def free(self) -> None:
         """Gives all memory back."""
         for tensor in self.engine.tensors.values():
-            self.runtime.free(tensor.data_ptr() - LEAD_BYTES)
+            _, _, _, offset = self.runtime.export_memory(tensor.data_ptr())
+            self.runtime.free(tensor.data_ptr() - offset)
         self.engine.tensors.clear()
 
     def allocate(self) -> None:
