@@ -39,14 +39,17 @@ class RedisTier(Tier):
         self._prefix = options.prefix.encode()
         self._ttl_s = options.ttl_s
         self._max_bytes = int(options.max_value_bytes)
+        self._closed = False
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        self._check(deadline)
         commands = [Count(self._prefix + key, b"EXISTS", Outcome.FOUND) for key in keys]
         self._run(commands, deadline)
         return [command.outcome for command in commands]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         """DELETED: the value can no longer be found. Pieces on a lost node stay there until they expire."""
+        self._check(deadline)
         tails = [Tail(self._prefix + key) for key in keys]
         unlinks = [_unlink(tail.key) for tail in tails]
         self._run([command for pair in zip(tails, unlinks, strict=True) for command in pair], deadline)
@@ -55,6 +58,7 @@ class RedisTier(Tier):
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Restarts the TTL of the keys; does nothing without one."""
+        self._check(deadline)
         if not self._ttl_s:
             return
         tails = [Tail(self._prefix + key) for key in keys]
@@ -65,6 +69,7 @@ class RedisTier(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
+        self._check(deadline)
         with _borrowed(keys, parts) as values:
             readings = [
                 Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
@@ -81,6 +86,7 @@ class RedisTier(Tier):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
+        self._check(deadline)
         with _borrowed(keys, parts) as values:
             writings = [
                 Writing(self._prefix + key, value, max_bytes=self._max_bytes, ttl_s=self._ttl_s)
@@ -107,7 +113,15 @@ class RedisTier(Tier):
         self._router.ping(deadline)
 
     def close(self) -> None:
+        self._closed = True
         self._router.close()
+
+    def _check(self, deadline: float) -> None:
+        """Raises `TierError` where even a call without keys fails: after the deadline, and once closed."""
+        if self._closed:
+            raise TierError("the tier is closed")
+        if time.monotonic() >= deadline:
+            raise TierError("the deadline has passed")
 
     def _run(self, commands: Sequence[Command], deadline: float) -> None:
         """Carries out the commands. Raises `TierError` if none of them could be."""

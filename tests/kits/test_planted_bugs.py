@@ -93,6 +93,7 @@ KILLED_BY = {
         "test_a_passed_deadline_fails_at_once[touch]": "TouchHasNoDeadline",
         "test_a_passed_deadline_fails_at_once[usage]": "UsageHasNoDeadline",
         "test_a_passed_deadline_fails_at_once[ping]": "PingIsAlwaysRight",
+        "test_a_passed_deadline_fails_at_once[put of no keys]": "AnEmptyPutIsAlwaysRight",
         "test_a_passed_deadline_fails_at_once[put]": "ALateCallKeepsTheLock LateRaisesTimeoutError",
         "test_a_passed_deadline_fails_at_once[get_into]": "TakesTheDeadlineForATimeout",
         "test_a_closed_tier_fails_every_call[touch]": "TouchWorksWhenClosed ClosedRaisesAttributeError",

@@ -368,6 +368,7 @@ BUGS: dict[str, Any] = {
     "TouchHasNoDeadline": bug(touch=lambda right, s, keys: right(keys, deadline=time.monotonic() + 9) if not s.closed else right(keys)),
     "TouchWorksWhenClosed": bug(touch=lambda right, s, keys: None if s.closed else right(keys)),
     "UsageHasNoDeadline": bug(usage=lambda right, s: TierUsage(s.used(), s.capacity) if not s.closed else right()),
+    "AnEmptyPutIsAlwaysRight": bug(put=lambda right, s, keys, parts: right(keys, parts) if keys else []),
     "PingIsAlwaysRight": bug(ping=lambda right, s: None),
     "ALateCallKeepsTheLock": bug(state=lambda: threading.RLock(), put=lambda right, s, *args: [s.more.acquire(timeout=0.5) or s.check(0.0), right(*args), s.more.release()][1]),
     "ALateCallKeepsItsConnection": bug(state=lambda: threading.Semaphore(4), get_into=lost_place),

@@ -111,8 +111,11 @@ def is_busy(error: sqlite3.Error) -> bool:
 
 
 def is_full(error: sqlite3.Error) -> bool:
-    """True if the value did not fit: the disk is full, or the value is larger than SQLite allows."""
-    return "is full" in str(error) or "too big" in str(error)
+    """True if the value did not fit: the disk is full, the value is larger than SQLite allows, or the system refused to
+    write it, as beyond a quota or a limit of the file's size (Python 3.10 does not say which error of the disk it was).
+    """
+    refused = getattr(error, "sqlite_errorname", "SQLITE_IOERR_WRITE") == "SQLITE_IOERR_WRITE"
+    return "is full" in str(error) or "too big" in str(error) or (refused and "disk I/O error" in str(error))
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

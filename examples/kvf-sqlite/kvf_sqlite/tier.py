@@ -62,6 +62,7 @@ class SqliteTier(Tier):
         """FAILED for a value that is larger than the capacity, or than the disk has room for."""
 
         def store(limit: Limit) -> list[Outcome]:
+            limit.check()  # an empty batch writes nothing that would
             return [self._store(key, b"".join(pieces), limit) for key, pieces in zip(keys, parts, strict=True)]
 
         return self._run(store, deadline)

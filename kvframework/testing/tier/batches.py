@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+from collections.abc import Iterator
 
 import pytest
 
 from kvframework.api.tier import Tier
-from kvframework.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
+from kvframework.errors import TierError
+from kvframework.testing.tier.kit import DAMAGED, DELETED, FAILED, FOUND, MISSING, STORED, TierKit
 
 # More than a LOOKUP has, and than a statement of a database takes.
 MANY = 33_000
+
+# Bytes: the limit of a file, and a value beyond it.
+_LIMIT, _TOO_LARGE = 8 << 20, 9 << 20
+
+
+@contextlib.contextmanager
+def _files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes. Python ignores SIGXFSZ, so that a write beyond it fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class BatchTests(TierKit):
@@ -21,6 +39,21 @@ class BatchTests(TierKit):
         assert watched.put([], [], deadline=self.soon()) == []
         assert watched.get_into([], [], deadline=self.soon()) == []
         assert watched.delete([], deadline=self.soon()) == []
+
+    def test_a_value_that_the_machine_refuses_fails_alone(self, watched: Tier) -> None:
+        """A file beyond the process's limit of its size (EFBIG), like one beyond a quota, is that value's failure."""
+        keys, values = self.fresh_keys(3), [b"before", bytes(_TOO_LARGE), b"behind"]
+        with _files_of_at_most(_LIMIT):
+            try:
+                outcomes = watched.put(keys, self.parts_of(values), deadline=self.soon())
+            except TierError as error:
+                pytest.fail(f"a value beyond the limit of a file's size failed its whole batch: {error}")
+        assert outcomes[::2] == [STORED, STORED], "a value beyond the limit of a file's size spoils others"
+        assert outcomes[1] in (STORED, FAILED), f"a value that cannot be written is FAILED, not {outcomes[1]!r}"
+        for key, value in zip(keys[::2], values[::2], strict=True):
+            self.must_load(watched, key, value, "in a batch with one that could not be written")
+        if outcomes[1] is FAILED:
+            assert watched.contains(keys[1:2], deadline=self.soon()) == [MISSING], "a value that is FAILED is there"
 
     def test_as_many_keys_as_a_request_has_are_looked_up_at_once(self, watched: Tier) -> None:
         keys = self.fresh_keys(MANY)

@@ -13,7 +13,7 @@ import pytest
 
 from kvframework.api.tier import Tier
 from kvframework.errors import TierError
-from kvframework.testing.tier.kit import DELETED, MISSING, TierKit
+from kvframework.testing.tier.kit import DELETED, EVERY_CALL, MISSING, TierKit
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ class Held(list[_T]):
 class DeadlineTests(TierKit):
     """An operation that exceeds its deadline raises `TierError`; the tier stays usable."""
 
-    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"])
+    @pytest.mark.parametrize("name", EVERY_CALL)
     def test_a_passed_deadline_fails_at_once(self, watched: Tier, name: str) -> None:
         (key,) = self.fresh_keys(1)
         self.store(watched, key, b"value")

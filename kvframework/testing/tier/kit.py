@@ -25,6 +25,13 @@ FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
 
 
+# The names of what `every_call` returns.
+EVERY_CALL = (
+    *("contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"),
+    *("contains of no keys", "get_into of no keys", "put of no keys", "delete of no keys", "touch of no keys"),
+)
+
+
 class TierKit(Kit):
     """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
@@ -214,8 +221,13 @@ class TierKit(Kit):
             return call if name in known else lambda: pytest.skip(f"the tier has no {name}")
 
         return self.calls(tier, key, deadline) | {
+            "contains of no keys": lambda: tier.contains([], deadline=deadline()),
+            "get_into of no keys": lambda: tier.get_into([], [], deadline=deadline()),
+            "put of no keys": lambda: tier.put([], [], deadline=deadline()),
+            "delete of no keys": lambda: tier.delete([], deadline=deadline()),
             "ping": lambda: tier.ping(deadline=deadline()),
             "touch": optional("touch", lambda: tier.touch([key], deadline=deadline())),
+            "touch of no keys": optional("touch", lambda: tier.touch([], deadline=deadline())),
             "usage": optional("usage", lambda: tier.usage(deadline=deadline())),
             "scan": optional("scan", lambda: list(tier.scan(deadline=deadline()))),
         }

@@ -11,13 +11,13 @@ import pytest
 
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.testing.tier.kit import TierKit
+from kvframework.testing.tier.kit import EVERY_CALL, TierKit
 
 
 class LifecycleTests(TierKit):
     """`close` is idempotent, and calls in flight fail with `TierError`."""
 
-    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"])
+    @pytest.mark.parametrize("name", EVERY_CALL)
     def test_a_closed_tier_fails_every_call(self, watched: Tier, name: str) -> None:
         (key,) = self.fresh_keys(1)
         self.store(watched, key, b"value")

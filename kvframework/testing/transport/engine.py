@@ -75,6 +75,7 @@ class KitEngine:
             layout_options={"groups": tables, **({"packing": "kit/1"} if opaque else {})},
         )
         self.caches = self._caches()
+        self._passed: Mapping[str, Any] | None = None
         self.registration = self.worker.register_kv_caches(self.caches, block_size=groups[0].block_size)
         assert self.registration.desc.chunk_tokens == CHUNK
 
@@ -101,7 +102,7 @@ class KitEngine:
         self, request: RequestHashes, blocks: BlockIds, start: int = 0, end: int | None = None, event: object = None
     ) -> Future[StoreOutcome]:
         event = self.rig.event() if event is None else event
-        return self.worker.submit_store(request, start, self._end(end), blocks, event=event)  # type: ignore[arg-type]
+        return self.worker.submit_store(request, start, self._end(end), blocks, self._passed, event)  # type: ignore[arg-type]
 
     def load(
         self,
@@ -118,6 +119,7 @@ class KitEngine:
             start,
             self._end(end),
             blocks,
+            self._passed,
             event=self.rig.event() if event is None else event,  # type: ignore[arg-type]
             skip_first_n_tokens=skip,
         )
@@ -151,6 +153,14 @@ class KitEngine:
             else:
                 self.rig.write(self.tensors[name], bytes(image))
         return event
+
+    def move(self) -> None:
+        """Put other tensors with other content in the place of those so far; submits pass them from now on."""
+        self.model = MemoryModel(self.groups, self.model.blocks, next(_SEEDS))
+        self.tensors = dict(self._allocated(slab=False))
+        for name, image in self.model.images.items():
+            self.rig.write(self.tensors[name], bytes(image))
+        self._passed = self.caches = self._caches()
 
     def snapshot(self) -> MemoryModel:
         """Return the model as it is now, apart from later changes."""
