@@ -51,7 +51,7 @@ def run(directory: Path, *arguments: str) -> Results:
     ]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert (directory / "results.xml").exists(), done.stdout + done.stderr
     results: Results = {}

@@ -365,7 +365,7 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
         "from before the start and one from after it differ",
     ),
     "not closed without a start": (memory(close=_not_without_a_start), UNSTARTED, "before the start leaves behind"),
-    "goes on after close": (ClosesLate, MIDST, "on_ready is called after close"),
+    "goes on after close": (ClosesLate, MIDST, "returns before thread"),
     "does not wait for its thread": (memory(close=_not_joined), MIDST, "returns before thread"),
     "keeps the mapping": (memory(close=_mapping_kept), DONE, ", mapping "),
     "keeps a descriptor": (memory(close=_fd_kept), UNSTARTED, "leaves behind: descriptor"),

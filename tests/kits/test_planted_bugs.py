@@ -12,6 +12,9 @@ import pytest
 
 from tests.kits.kit_run import HERE, Results, run
 
+# The runs of all bugs of a kit are one fixture.
+pytestmark = pytest.mark.timeout(1800)
+
 # By file and test: the bugs that it finds.
 KILLED_BY = {
     "codec_plants_cases.py": {
