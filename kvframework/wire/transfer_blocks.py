@@ -47,7 +47,7 @@ def check_bound(layout: KVLayout, group: int, highest: int) -> None:
     """Raise `BadBlockIds` unless the layer group has the block `highest` (-1: no block)."""
     blocks = layout.blocks_of(group)
     if highest >= blocks:
-        fact = "NO_BLOCK where the transfer needs a block" if highest == NO_BLOCK else f"block id {highest}"
+        fact = f"block id {highest}" + (", NO_BLOCK where the transfer needs a block" if highest == NO_BLOCK else "")
         raise BadBlockIds(fact, where=_place(group), available=f"0 to {blocks - 1}")
 
 
