@@ -47,12 +47,13 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_the_engines_command_is_a_configuration_of_the_connector() -> None:
-    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", DOC, re.DOTALL)
-    config = json.loads(text)
-    assert config["kv_connector"] == NAME
+    texts = re.findall(r"--kv-transfer-config '(.*?)'", DOC, re.DOTALL)
+    assert len(texts) == 2
+    for config in map(json.loads, texts):
+        assert config["kv_connector"] == NAME
+        assert config["kv_load_failure_policy"] == "recompute"
+        parse_options(config.get("kv_connector_extra_config", {}))
     assert f'"kv_connector_module_path": "{MODULE}"' in DOC
-    assert config["kv_load_failure_policy"] == "recompute"
-    parse_options(config["kv_connector_extra_config"])
 
 
 def test_the_supported_release_is_named() -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvframework.api.futures import Future, Promise
 from kvframework.client import KVClient
 from kvframework.client.engine_driven import EngineDrivenCalls
-from kvframework.errors import DeadlineExceeded
+from kvframework.errors import DeadlineExceeded, TransportMismatch
 from kvframework.testing.transport.cases import CASES, PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
@@ -166,7 +166,10 @@ class EngineDriven(TransportKit):
         monkeypatch.setattr(EngineDrivenCalls, "maps_arena", property(lambda _: False))
         with monkeypatch.context() as patch:
             sent = _watched(patch)
-            engine = make_engine(NHD)
+            try:
+                engine = make_engine(NHD)
+            except TransportMismatch:
+                pytest.skip("the transport works only where the engine maps the arena")
             engine.store(engine.request(), engine.source()).wait(_SOON_S)
             engine.close()
         if not sent:
