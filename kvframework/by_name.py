@@ -37,11 +37,16 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
                 available="a struct",
                 hint="derive them from kvframework.api.options.Options",
             )
-        call = cls(_name(function, where), _name(type(options), where), _packed(options, where))
+        names = _name(function, where), _name(type(options), where)
         try:
+            call = cls(*names, msgspec.msgpack.encode(options, enc_hook=plain))
             call._unpacked(type(options))
         except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
-            raise _unsendable(options, error, where) from error
+            raise PluginBroken(
+                f"{type(options).__qualname__} cannot be sent to another process: {error}",
+                where=where,
+                hint="give its fields types that msgspec knows, or ByteSize",
+            ) from error
         return call
 
     def resolve(self) -> tuple[Callable[..., Any], Any]:
@@ -65,21 +70,6 @@ def _number(kind: type, value: object) -> object:
     if issubclass(kind, int) and isinstance(value, int):
         return kind(value)
     raise NotImplementedError(f"{kind.__name__} is no type for an option")
-
-
-def _packed(options: msgspec.Struct, where: str) -> bytes:
-    try:
-        return msgspec.msgpack.encode(options, enc_hook=plain)
-    except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
-        raise _unsendable(options, error, where) from error
-
-
-def _unsendable(options: msgspec.Struct, error: Exception, where: str) -> PluginBroken:
-    return PluginBroken(
-        f"{type(options).__qualname__} cannot be sent to another process: {error}",
-        where=where,
-        hint="give its fields types that msgspec knows, or ByteSize",
-    )
 
 
 def _name(thing: Callable[..., object] | type, where: str) -> str:

@@ -154,7 +154,7 @@ class TierProcessSupervisor:
             control.setblocking(False)
             reason = self._watch(popen, control)
         except OSError as error:
-            reason = f"the helper process ended: {error}"
+            reason = f"the helper process ended{why_ended(popen)}: {error}"
         finally:
             with self._state:
                 self._control = self.pid = None

@@ -21,7 +21,7 @@ from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
 from kvframework.testing import TierConformance
 from tests.api.tiers_in_processes import SlowOptions, Wrong, filesystem, slow, unmakeable
-from tests.support.processes import has_ended, is_stopped
+from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
 
 
@@ -60,11 +60,6 @@ def answers(tier: HelperTier) -> bool:
         return False
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(pid), what="the stop")
-
-
 def freeze(tier: HelperTier, deed: str) -> None:
     """A call that a frozen helper does not answer."""
     tier.contains([key(deed)], deadline=time.monotonic() + 0.5)
@@ -76,7 +71,7 @@ def test_a_frozen_helper_is_killed_and_started_again(wrong: HelperTier, deed: st
     first = wrong.pid
     assert first
     if deed == "k":
-        stop(first)
+        send(first, signal.SIGSTOP)
     with pytest.raises(TierError, match="the deadline has passed"):
         freeze(wrong, deed)
 
@@ -147,7 +142,7 @@ def test_a_helper_that_is_frozen_at_the_end_is_killed(wrong: HelperTier) -> None
     assert answers(wrong)
     pid = wrong.pid
     assert pid
-    stop(pid)
+    send(pid, signal.SIGSTOP)
     wrong.close()
     assert has_ended(pid)
 
@@ -167,7 +162,7 @@ def test_a_frozen_helper_ends_with_its_server() -> None:
         assert server.stdout is not None
         try:
             pid = int(server.stdout.readline())
-            stop(pid)
+            send(pid, signal.SIGSTOP)
         finally:
             server.kill()
     wait_until(lambda: has_ended(pid))
