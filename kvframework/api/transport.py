@@ -70,7 +70,7 @@ class EngineDrivenLink(ABC):
 
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        """Reserves ranges for the objects that the server lacks. Fails with `TransportMismatch` where the arena is not
+        """Reserves ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not
         mapped."""
 
     @abstractmethod
@@ -146,7 +146,9 @@ class TransferContext(ABC):
         return ()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Called after every successful registration, including a reconnect's. May raise `BadLayout`."""
+        """Called after every successful registration, including a reconnect's. Raises `BadLayout` or
+        `TransportMismatch` for what it cannot move: the registration is taken back, and `auto` takes the next
+        transport."""
         del registration, layout
 
     @abstractmethod

@@ -151,7 +151,7 @@ class Instance:
                 return
             except _REFUSALS as error:
                 self._refused = True
-                log.error("instance %d is refused until it or the server starts again: %s", self._identity.instance_id, error)
+                log.error("instance %d stays unregistered at this server: %s", self._identity.instance_id, error)
                 return
             except KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
@@ -215,7 +215,7 @@ class Instance:
                     available=str(desc),
                     hint="install the same kvframework release beside the engine and the server",
                 )
-            registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
+            registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, desc)
             self.transfer.on_registered(registration, self._layout)
         return registration
 
