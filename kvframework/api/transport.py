@@ -130,8 +130,8 @@ class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread.
 
     Returns futures and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails,
-    is a miss that the core logs and counts; only `BadLayout`, `BadBlockIds` and `TransportMismatch`, for tensors that
-    differ from the registered ones, reach the engine.
+    is a miss that the core logs and counts; only `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from
+    the registered ones, reach the engine.
     """
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:

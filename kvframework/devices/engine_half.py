@@ -23,7 +23,7 @@ from kvframework.api.transport import (
     TransferContext,
 )
 from kvframework.devices.handles import Views, export_memory
-from kvframework.errors import DeviceError, NotRegistered, TransportMismatch
+from kvframework.errors import BadLayout, DeviceError, NotRegistered
 from kvframework.logs.limit import LogLimit
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
@@ -70,7 +70,7 @@ class DeviceTransfer(TransferContext):
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
         """Record an event behind the engine's work and request the copy; the store is dropped at once if the driver
-        cannot record the event. Raises `TransportMismatch` for other tensors."""
+        cannot record the event. Raises `BadLayout` for other tensors."""
         return self._sent(transfer, self._link.store, transfer.failed)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
@@ -127,7 +127,7 @@ class DeviceTransfer(TransferContext):
         assert self._layout is not None
         assert self._declared is not None
         if _places(self._layout.block_views(self._declared, kv_caches)) != self._places:
-            raise TransportMismatch(
+            raise BadLayout(
                 "these are not the tensors that were registered",
                 where="kv_caches",
                 available="memory that stays where it is",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.errors import TransportMismatch
+from kvframework.errors import BadLayout, TransportMismatch
 from kvframework.server import Server
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
@@ -89,7 +89,7 @@ def test_other_tensors_than_registered_are_refused(rig: SimulatedRig, client: KV
     assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S).ok
     name = next(iter(same))
     moved = {**same, name: rig.empty(same[name].shape, "float32")}
-    with pytest.raises(TransportMismatch, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
         submit(request, 0, 48, engine.source(), kv_caches=moved)
     engine.close()
 
@@ -108,9 +108,9 @@ def test_a_tensor_that_is_swapped_in_the_registered_mapping_is_refused(
         engine.caches[name] = other
     else:
         address, before.address = before.address, other.data_ptr()
-    with pytest.raises(TransportMismatch, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
         engine.store(request, engine.source())
-    with pytest.raises(TransportMismatch, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
         engine.load(request, engine.target())
     assert engine.hit(request) == 0
     if swap == "another tensor":
