@@ -9,6 +9,7 @@ from tests.docs import (
     configuration_tables,
     error_reference,
     hook_reference,
+    metric_table,
     option_tables,
     registry_table,
     ttft_plot,
@@ -29,6 +30,7 @@ def generated() -> dict[Path, str]:
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = command_table.renewed(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    files[DOCS / "metrics.md"] = NOTE + metric_table.page()
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
