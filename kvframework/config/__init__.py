@@ -13,6 +13,7 @@ from kvframework.config.endpoint import (
     parse_endpoint,
     parse_listen,
     prepare_private_directory,
+    trusted_server_uid,
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
@@ -59,4 +60,5 @@ __all__ = [
     "prepare_private_directory",
     "read_layers",
     "toml_value",
+    "trusted_server_uid",
 ]
