@@ -58,8 +58,8 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
         "l2__1__hits": l2 // 700, "l2__1__misses": l2 // 500, "l2__1__bytes_read": l2 * 60,
         "l2__1__bytes_written": asked * 4, "l2__1__write_pending": 212 if broken else 3,
         "l2__1__latency_ms": {"get": {"count": 9, "p50": 0.8, "p99": 4.9}, "put": {"count": 9, "p50": 1.1, "p99": 7.7}},
-        "l2__0__seconds": {"get": {"first": 1e-4, "counts": [int(up * 3)], "sum": up * 3 * (0.003 + 0.002 * math.sin(up / 70) ** 2)}},
-        "l2__1__seconds": {"get": {"first": 1e-4, "counts": [int(up)], "sum": up * (0.001 + 0.0006 * math.cos(up / 50) ** 2)}},
+        "l2__0__seconds": {"get": {"first": 1e-4, "counts": [int(up * 3)], "sum": up * 3 * 0.003 + 0.05 * math.sin(up / 70)}},
+        "l2__1__seconds": {"get": {"first": 1e-4, "counts": [int(up)], "sum": up * 0.001 + 0.015 * math.cos(up / 50)}},
     }  # fmt: skip
     if broken:
         error = "cannot connect to 10.0.4.17:6379: Connection refused"

@@ -124,7 +124,7 @@ function grid(width, top, show) {
   return [0.5, 1].map((part) => {
     const y = BASE - part * HEIGHT;
     return [h("line", { class: "grid", x1: 0, x2: width, y1: px(y), y2: px(y) }),
-      h("text", { class: "scale", x: 0, y: px(y - 4) }, show(top * part))];
+      part === 1 ? h("text", { x: 0, y: px(y - 4) }, show(top)) : null];
   });
 }
 
