@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real server through `kvframework observe`, over TLS and with a token, and has its rules."""
+"""A real Prometheus scrapes a real server through `kvframework observe`, with TLS and a token, and has its rules."""
 
 from __future__ import annotations
 
