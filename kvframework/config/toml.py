@@ -67,7 +67,8 @@ def toml_value(value: object) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        text = json.dumps(value, ensure_ascii=False)
+        return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
     if isinstance(value, Mapping):
         pairs = (f"{toml_value(str(key))} = {toml_value(each)}" for key, each in value.items())
         return f"{{{', '.join(pairs)}}}"
