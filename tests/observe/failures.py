@@ -61,6 +61,7 @@ ROWS: dict[str, tuple[Observed, ...]] = {
     "codec-not-allowed": _doc(l2__1__foreign_codec=2),
     "loads-refused": _doc(prefetch__refused=4),
     "copier-ended": _doc(instances__0__lost="the copier of 0000:01:00.0 ended by signal SIGKILL"),
+    "instance-does-not-fit": _doc(losses__recent=[{**LOST, "codes": {"request.not_registered": 5}}]),
     "wrong-key": _doc(messaging__counters__curve_refused=3),
     "keys-unreadable": _doc(messaging__counters__curve_refused=3),
     "other-user": _doc(messaging__counters__liveness_refused=3),
