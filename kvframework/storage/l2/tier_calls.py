@@ -24,6 +24,7 @@ R = TypeVar("R")
 
 # Durations of calls: from 1 us to about 4 minutes.
 FIRST_S, OCTAVES = 1e-6, 28
+OPERATIONS = ("contains", "get_into", "put", "delete", "touch", "ping", "usage", "scan")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
@@ -76,7 +77,7 @@ class TierCalls:
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
-        self._latencies: dict[str, Histogram] = {}
+        self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in OPERATIONS}
         self._pending: dict[int, Call] = {}
         self._closed = False
         # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
@@ -117,7 +118,8 @@ class TierCalls:
                 "oldest_call_s": round(max((now - call.began for call in self._pending.values()), default=0.0), 1),
                 "overdue_call": late.name if late and overdue_s else "",
                 "overdue_s": round(overdue_s, 1),
-                "latency_ms": {name: _in_ms(latencies) for name, latencies in self._latencies.items()},
+                "latency_ms": {name: _in_ms(each) for name, each in self._durations.items() if each.count},
+                "seconds": {name: each.octaves() for name, each in self._durations.items()},
                 **self.counters,
             }
 
@@ -209,7 +211,7 @@ class TierCalls:
                 if name != "put":
                     self.answered_at = ended
             back = was != "closed" == circuit.state
-            self._latencies.setdefault(name, Histogram(FIRST_S, OCTAVES)).add(ended - began)
+            self._durations[name].add(ended - began)
         if back:
             log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)
 
