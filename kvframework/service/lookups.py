@@ -113,7 +113,7 @@ class Lookups:
             )
             return asked.task
 
-        return Wanted(grid.chunks, grid.desc.chunk_tokens, asked.find, load)
+        return Wanted(grid.main_prefix, grid.digests, grid.desc.chunk_tokens, asked.find, load)
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""
