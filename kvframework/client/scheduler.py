@@ -68,6 +68,8 @@ class SchedulerAdapter:
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
         if last <= start:
+            if not last:
+                self._client.too_short(request.request_id, request.tokens if end is None else min(end, request.tokens))
             return MISS
         key = CacheKey(
             model_name=self._model_name,

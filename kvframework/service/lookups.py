@@ -12,8 +12,11 @@ from typing import Any
 from kvframework.api.requests import ClientInfo, Handler, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.service.accounts.asked import Asked
+from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
 from kvframework.service.accounts.lookup_counts import LookupCounts
+from kvframework.service.accounts.miss_facts import MissFacts
 from kvframework.service.accounts.misses import REASONS
+from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -23,9 +26,12 @@ from kvframework.wire.table import REQUESTS
 
 
 class Lookups:
-    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds."""
+    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
+    receives each lookup at its end."""
 
-    def __init__(self, storage: StorageManager, resolver: KeyResolver, *, ticket_s: float) -> None:
+    def __init__(
+        self, storage: StorageManager, resolver: KeyResolver, finished: FinishedRequests, *, ticket_s: float
+    ) -> None:
         self._storage = storage
         self._resolver = resolver
         self._clock = storage.clock
@@ -33,12 +39,20 @@ class Lookups:
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(REASONS)
+        self._finished = finished
+        self.miss_facts = MissFacts(storage)
+        self.short_prompts = ShortPrompts(self._counts, finished)
         # Lookups whose answers were all pending so far, by ticket.
         self._waiting: dict[str, Asked] = {}
 
     def status(self) -> dict[str, Any]:
         """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
         return {**self._counters, **self._counts.status()}
+
+    def end_session(self, session_id: int) -> None:
+        """Forget a session that has ended, once its tickets have."""
+        self.miss_facts.end_session(session_id)
+        self.short_prompts.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -119,17 +133,33 @@ class Lookups:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""
         asked = self._waiting.pop(ticket, None)
         if asked is not None:
-            self._ended(asked, asked.l1_tokens, timed_out=True)
+            self._ended(asked, asked.l1_tokens, unanswered=True)
 
-    def _ended(self, asked: Asked, hit_tokens: int, *, timed_out: bool = False) -> None:
-        key = asked.key
+    def _ended(self, asked: Asked, hit_tokens: int, *, unanswered: bool = False) -> None:
+        """Account for a lookup: counters, its record, and the reason of a miss. 2 us for a hit."""
+        key, grid = asked.key, asked.grid
         tokens = key.end - key.start
         l1_tokens = min(asked.l1_tokens, hit_tokens)
+        l2_tokens = hit_tokens - l1_tokens
+        chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
-        self._counts.ended(key.model_name, tokens, l1_tokens, hit_tokens - l1_tokens, named=asked.grid is not None)
+        self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
+        why, missing = NOT_MISSED, -1
         if hit_tokens < tokens:
+            why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
+            missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
             self._counters["unknown_namespace"] += self._storage.records.get(key.namespace) is None
-            self._counts.missed("timed_out" if timed_out else "never_stored")
+            self._counts.missed(why.reason)
+        self._finished.add(
+            "LOOKUP",
+            subject_of(asked.client, key, asked.began),
+            "hit" if missing < 0 else "partial" if hit_tokens else "miss",
+            l1_tokens=l1_tokens,
+            l2_tokens=l2_tokens,
+            missing=missing,
+            chunk_tokens=chunk_tokens,
+            why=why,
+        )
 
 
 def _reply(answer: Answer) -> m.LookupReply:

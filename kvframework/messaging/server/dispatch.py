@@ -36,15 +36,16 @@ logger = logging.getLogger(__name__)
 
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
-Welcome = Callable[[Hello, ClientSession, int], HelloReply]
+Welcome = Callable[[Hello, ClientSession, int, bool], HelloReply]
 
 
 @dataclass(frozen=True)
 class Served:
     """The callbacks behind a message server. Called on the serving thread, except for pooled handlers.
 
-    `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
-    `version` and `liveness` are filled in by messaging. `arena_fd` is borrowed and passed to every client of this node;
+    `handlers` are those of `check_handlers`. `welcome(hello, session, version, returns)` makes HELLO's reply;
+    its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
+    earlier server. `arena_fd` is borrowed and passed to every client of this node;
     None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
     the server; its exceptions and those of `on_tick()` are logged.
     """
@@ -215,6 +216,7 @@ class Dispatcher:
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self._served.hasher_fingerprint)
         lost = self._sessions.by_token(hello.replaces)
+        returns = bool(hello.replaces) and not self._sessions.was_opened(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
             self.end(lost)
@@ -227,7 +229,7 @@ class Dispatcher:
         welcomed = False
         try:
             reply = msgspec.structs.replace(
-                self._served.welcome(hello, session, version),
+                self._served.welcome(hello, session, version, returns),
                 session=session.token,
                 version=version,
                 liveness=self._liveness_path(identity),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,8 @@ R = TypeVar("R")
 
 # Durations of calls: from 1 us to about 4 minutes.
 FIRST_S, OCTAVES = 1e-6, 28
-OPERATIONS = ("contains", "get_into", "put", "delete", "touch", "ping", "usage", "scan")
+LOADING = ("contains", "get_into")
+OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
@@ -73,6 +75,8 @@ class TierCalls:
         self.last_error = ""
         # The last success of a call in the circuit of reads.
         self.answered_at = 0.0
+        # The last call of a load that had no result: its time, and what happened.
+        self.read_trouble = (-math.inf, "")
         self._timeout_s = timeout_s
         self._clock = clock
         breaker.since = clock()
@@ -165,6 +169,7 @@ class TierCalls:
             number = self._circuit(name).allow(now)
             if number is None:
                 self.counters["refused"] += 1
+                self._note(name, "its circuit is open")
                 raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
             call = Call(name, number, now, now + timeout_s)
             self._pending[id(call)] = call
@@ -178,10 +183,15 @@ class TierCalls:
             opened = was == "closed" != circuit.state
             self.counters["errors"] += 1
             self.last_error = str(error)
+            self._note(name, "a call failed")
         if opened and not quiet:
             log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+
+    def _note(self, name: str, what: str) -> None:
+        if name in LOADING:
+            self.read_trouble = self._clock(), what
 
     def _failure_of(self, name: str, error: Exception) -> TierError:
         """Wrap any exception as `TierError`. An exception that is not this framework's is a bug of the plugin: its
