@@ -18,9 +18,12 @@ import typer
 
 import kvframework
 from kvframework.cli.app import app
+from kvframework.cli.explain_view import ADVICE
+from kvframework.cli.explain_view import PAGE as PAGE_OF_REASONS
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
+from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
@@ -129,6 +132,12 @@ def test_every_error_code_is_one() -> None:
     codes = set(re.findall(r"\[((?:config|plugin|protocol|request|run|storage|device)\.[a-z_]+)\]", PAGE))
     assert len(codes) > 8
     assert codes <= KVFrameworkError._by_code.keys()
+
+
+def test_every_reason_of_a_miss_has_its_row() -> None:
+    told = [quoted(row[0])[0] for row in rows("Why a lookup missed")]
+    assert told == list(REASONS) == list(ADVICE)
+    assert PAGE_OF_REASONS == "docs/operations.md#why-a-lookup-missed"
 
 
 # the status document
