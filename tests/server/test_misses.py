@@ -23,7 +23,8 @@ from tests.support.wire_client import WireClient, key_for
 TOKENS = list(range(1024))
 CHUNK = 256
 _firsts = itertools.count(10_000, 1024)
-OBJECTS = 32  # of the tiny model in 1 MiB
+OBJECT_BYTES = 1 << 15  # of the tiny model
+OBJECTS = 32  # in 1 MiB
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,15 @@ def tokens() -> list[int]:
     return list(range(first, first + 1024))
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[ServerProcess]:
-    folder = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
-    with ServerProcess(*folder) as server:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("l2")
+
+
+@pytest.fixture(scope="module")
+def disk(folder: Path) -> Iterator[ServerProcess]:
+    """Behind L1 there is a filesystem tier."""
+    with ServerProcess("l2.0.use=filesystem", f"l2.0.path={folder}", "l2.0.capacity=1GiB") as server:
         yield server
 
 
@@ -249,46 +255,51 @@ def test_a_tier_that_does_not_answer_is_told() -> None:
         assert unknown.reason == "tier_down"
 
 
-def test_a_client_that_does_not_wait_for_the_load_is_told(disk: ServerProcess) -> None:
+def values_in(folder: Path) -> set[Path]:
+    """The files of objects: those of namespaces are smaller."""
+    return {file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > OBJECT_BYTES}
+
+
+def test_a_client_that_does_not_wait_for_the_load_is_told(disk: ServerProcess, tokens: list[int]) -> None:
     with disk.client() as client:
         registered = client.register()
-        client.store(key_for(registered, TOKENS[:256]), b"x")
-        reply = client.lookup(key_for(registered, TOKENS))
+        client.store(key_for(registered, tokens[:256]), b"x")
+        reply = client.lookup(key_for(registered, tokens))
         assert reply.pending
         client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
         record = recent(client)[-1]
         assert (record.reason, record.outcome, record.l1_tokens, record.missing) == ("timed_out", "partial", 256, 256)
 
 
-def test_a_damaged_value_is_told(disk: ServerProcess, tmp_path: Path) -> None:
+def test_a_damaged_value_is_told(disk: ServerProcess, folder: Path, tokens: list[int]) -> None:
     with disk.client() as client:
         registered = client.register()
-        client.store(key_for(registered, TOKENS[:256]), b"x")
+        before = values_in(folder)
+        client.store(key_for(registered, tokens[:256]), b"x")
         wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
         client.call("CLEAR", m.Clear())
-        values = [file for file in (tmp_path / "l2").rglob("*") if file.is_file() and file.stat().st_size > 1 << 15]
-        assert len(values) == 1
-        value = bytearray(values[0].read_bytes())
+        (file,) = values_in(folder) - before
+        value = bytearray(file.read_bytes())
         value[-1] ^= 1
-        values[0].write_bytes(value)
-        assert missed(client, registered, TOKENS[:256]).reason == "damaged"
+        file.write_bytes(value)
+        assert missed(client, registered, tokens[:256]).reason == "damaged"
 
 
-def test_hits_of_both_tiers_are_told(disk: ServerProcess) -> None:
+def test_hits_of_both_tiers_are_told(disk: ServerProcess, tokens: list[int]) -> None:
     with disk.client() as client:
         registered = client.register()
-        client.store(key_for(registered, TOKENS), b"x")
+        client.store(key_for(registered, tokens), b"x")
         wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
         client.call("CLEAR", m.Clear())
-        client.store(key_for(registered, TOKENS[:256]), b"x")
-        reply = client.lookup(key_for(registered, TOKENS))
+        client.store(key_for(registered, tokens[:256]), b"x")
+        reply = client.lookup(key_for(registered, tokens))
         query = m.TicketRef(reply.ticket)
         wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the load")
-        assert client.retrieve(key_for(registered, TOKENS)) is not None
+        assert client.retrieve(key_for(registered, tokens)) is not None
         lookup, retrieve = recent(client)[-2:]
         assert (lookup.outcome, lookup.l1_tokens, lookup.l2_tokens, lookup.reason) == ("hit", 256, 768, "")
         assert (retrieve.outcome, retrieve.objects, retrieve.path) == ("hit", 4, "engine")
-        assert retrieve.nbytes == 4 * 32768
+        assert retrieve.nbytes == 4 * OBJECT_BYTES
 
 
 def test_a_client_that_has_outlived_its_server_is_told() -> None:
