@@ -18,7 +18,7 @@ from kvframework.wire.messages import Finished
 
 PAGE = "docs/operations.md#why-a-lookup-missed"
 _PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the wire"}
-_FIELD_COLUMNS = 9
+_FIELD_COLUMNS = 10
 
 # What to do, by reason; docs/operations.md says the same at greater length.
 ADVICE = {
@@ -66,7 +66,9 @@ def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
     if record.model:
         lines.append(("model", f"{one_line(record.model)}, namespace {record.namespace}"))
     if record.missing >= 0 and record.chunk_tokens:
-        lines.append(("missing", f"from tokens {record.missing} to {record.missing + record.chunk_tokens} on"))
+        lines.append(
+            ("missing", f"tokens {record.missing} to {record.missing + record.chunk_tokens}, and what follows them")
+        )
     if record.reason:
         lines.append(("why", why(record, started_at)))
         lines.append(("do", ADVICE.get(record.reason, "see the page")))

@@ -66,6 +66,13 @@ def test_it_finds_what_the_hit_rule_says_of_all_keys(
     whole = grid.whole(row_of)
     wanted = [grid.flat[index] for index in grid.needed(grid.chunks)]
     assert whole == (wanted if all(key in here for key in wanted) else None)
+    if hit < grid.chunks:
+        rows = len(grid.prefixes)
+        missing = [index for index in grid.needed(grid.chunks) if grid.flat[index] not in here]
+        found = grid.first_missing(row_of, hit)
+        assert found is not None
+        assert found[0] == missing[0] // rows
+        assert found[1] in [grid.flat[index] for index in missing if index // rows == found[0]]
 
 
 def test_a_miss_asks_one_row_only() -> None:
