@@ -67,10 +67,9 @@ class Departures:
             slot = self._ghosts.slot(key)
             if slot >= 0:
                 self._want(slot, now)
-                place = self._ghosts.place(slot)
+                place, units = self._ghosts.forget(slot)
                 if place:
-                    self._curve.stack.take(place, self._ghosts.units(slot))
-                self._ghosts.forget(slot)
+                    self._curve.stack.take(place, units)
 
     def looked_up(
         self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes], *, hits: int, tokens: int, now: float
