@@ -106,7 +106,7 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(
             ge=0,
             le=1 << 22,
-            description="objects that left L1 of which the reason is remembered, 32 bytes each, in sets of 16; 0: none",
+            description="objects that left L1 and why, remembered in 32 bytes each; rounded up to a power of two",
         ),
     ] = 65536
 
