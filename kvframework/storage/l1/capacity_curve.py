@@ -53,12 +53,15 @@ class CapacityCurve:
                 least = self._places[step]
             self._gained[step] += tokens
 
-    def rates(self, unit: int) -> list[dict[str, float]]:
-        """Return the capacities in bytes, of `unit` bytes a unit, and their hit rates: the present one first."""
+    def rates(self, unit: int, most: float) -> list[dict[str, float]]:
+        """Return the capacities in bytes, of `unit` bytes a unit, and their hit rates: the present one first, then
+        those that are larger by at most `most` units."""
         asked = max(self._asked, 1)
         hits = self._hits
         rows: list[dict[str, float]] = [{"capacity_bytes": self._capacity * unit, "hit_rate": hits / asked}]
         for extra, gained in zip(self._extra, self._gained, strict=True):
+            if extra > most:
+                break
             hits += gained
             rows.append({"capacity_bytes": (self._capacity + extra) * unit, "hit_rate": hits / asked})
         return rows

@@ -67,10 +67,9 @@ class Departures:
             slot = self._ghosts.slot(key)
             if slot >= 0:
                 self._want(slot, now)
-                place = self._ghosts.place(slot)
+                place, units = self._ghosts.forget(slot)
                 if place:
-                    self._curve.stack.take(place, self._ghosts.units(slot))
-                self._ghosts.forget(slot)
+                    self._curve.stack.take(place, units)
 
     def looked_up(
         self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes], *, hits: int, tokens: int, now: float
@@ -102,8 +101,14 @@ class Departures:
             "evicted_idle_s": self._idle.octaves(),
             "wanted_after_eviction_s": self._wanted.octaves(),
             "ghosts": {"held": self._ghosts.held, "most": self._ghosts.most, "bytes": self._ghosts.nbytes},
-            "more_capacity": self._curve.rates(ALIGNMENT),
+            "more_capacity": self._curve.rates(ALIGNMENT, self._reach()),
         }
+
+    def _reach(self) -> float:
+        """Return the units of evicted objects up to which next to none is forgotten."""
+        evicted = sum(self._evicted)
+        units = self._curve.stack.pushed / evicted if evicted else math.inf
+        return units * self._ghosts.most / 2 if self._ghosts.most else 0.0
 
     def _places(self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes]) -> Iterator[float]:
         """Yield the places of the chunks' objects, infinity for one that is here, up to the first that is neither here

@@ -30,6 +30,11 @@ class EvictedStack:
         # Units that were added and removed, ever: how far earlier `places` may be from those of now.
         self.moved = 0
 
+    @property
+    def pushed(self) -> int:
+        """The units that were ever added."""
+        return self._top - 1
+
     def push(self, units: int) -> int:
         """Add the units of an object that is evicted; return its place."""
         place = self._top

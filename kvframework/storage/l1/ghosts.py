@@ -1,26 +1,33 @@
 """The ghosts: a bounded record of keys that left L1, or found no room in it, and why. Pure.
 
-A ghost costs `GHOST_BYTES` bytes, allocated at the start. It is found by the key's hash, which only this process can
+A ghost has `GHOST_BYTES` bytes, allocated at the start. It is found by the key's hash, which only this process can
 compute; of two keys with the same 64 bits, one takes the other's ghost, and nothing but an explanation is wrong.
 
-Each key has one set of `WAYS` places. A full set forgets its ghosts in turn, so that of n places about the n/2 newest
-ghosts are surely there, and most of the others.
+Each key has one set of `WAYS` places, the newest ghost first; a full set forgets its oldest. So of n ghosts the newest
+n/2 are there but for one in a hundred.
 """
 
 from __future__ import annotations
 
-from array import array
 from enum import IntEnum
+from struct import Struct
 from typing import NamedTuple
 
 from kvframework.api.keys import PackedKey
 
 WAYS = 16
-_MARK_BYTES = 8
-_EMPTY = bytes(_MARK_BYTES)
-_SET_BYTES = WAYS * _MARK_BYTES
-_NONE = -1
-_WANTED = 0x80
+# Of each ghost: the mark of its key; time, idle seconds, units, and place in the stack x 2^16 + cause x 2^8 + model.
+_MARK = Struct("=q")
+_FACTS = Struct("=dfIQ")
+_LAST = Struct("=Q")
+GHOST_BYTES = _MARK.size + _FACTS.size
+_LAST_AT = _FACTS.size - _LAST.size
+_MARKS = WAYS * _MARK.size
+# From the place of a mark to that of its facts.
+_TIMES = _FACTS.size // _MARK.size
+_WANTED = 0x80 << 8
+
+_mark_of = _MARK.pack
 
 
 class Cause(IntEnum):
@@ -54,94 +61,78 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """The table of ghosts, of at least `most`; 0 keeps none. A place in the stack of evicted bytes is a number from 1,
-    see `kvframework.storage.l1.evicted_stack`; 0 for a ghost that was not evicted."""
+    """The table of ghosts: `most` rounded up to a power of two, or `WAYS`; 0 keeps none. A slot is the place of a ghost
+    until the next change."""
 
     def __init__(self, most: int) -> None:
-        self._sets = -(-most // WAYS)
-        self.most = self._sets * WAYS
+        sets = 1 << (-(-most // WAYS) - 1).bit_length() if most else 0
+        self.most = sets * WAYS
         self.held = 0
-        self._marks = bytearray(_MARK_BYTES * self.most)
-        self._at = array("d", bytes(8 * self.most))
-        self._idle = array("f", bytes(4 * self.most))
-        self._place = array("Q", bytes(8 * self.most))
-        self._units = array("I", bytes(4 * self.most))
-        self._cause = bytearray(self.most)
-        self._by = bytearray(self.most)
-        # The place of each full set that is forgotten next.
-        self._next = bytearray(self._sets)
+        # The sets one after the other.
+        self._marks = bytearray(_MARK.size * self.most)
+        self._numbers = memoryview(self._marks).cast("q")
+        self._facts = memoryview(bytearray(_FACTS.size * self.most))
+        # Of a key's hash, the bits that are the offset of its set in `_marks`.
+        self._offset = max(sets - 1, 0) * _MARKS
 
     @property
     def nbytes(self) -> int:
         """The bytes that the table occupies, whatever it holds."""
-        arrays = (self._at, self._idle, self._place, self._units)
-        rows = (self._marks, self._cause, self._by, self._next)
-        return sum(each.itemsize * len(each) for each in arrays) + sum(map(len, rows))
+        return len(self._marks) + len(self._facts)
 
     def left(
         self, key: PackedKey, cause: Cause, now: float, idle_s: float = 0.0, by: int = 0, place: int = 0, units: int = 0
     ) -> None:
-        """Record that `key` is not in L1 from now on. `by` is a number below 256, `units` the size of an evicted object
-        in pages of the arena. 0.8 us."""
-        if not self._sets:
+        """Record that `key`, which has no ghost, is not in L1 from now on. `by` is a number below 256; `place` and
+        `units` are those of the object in the stack of evicted bytes, 0 for none. 0.6 us."""
+        if not self.most:
             return
         code = hash(key)
-        mark = code.to_bytes(_MARK_BYTES, "little", signed=True)
-        chosen = code % self._sets
-        index = self._find(mark, chosen)
-        if index == _NONE:
-            index = self._find(_EMPTY, chosen)
-            if index == _NONE:
-                way = self._next[chosen]
-                self._next[chosen] = (way + 1) % WAYS
-                index = chosen * WAYS + way
-            else:
-                self.held += 1
-            self._marks[index * _MARK_BYTES : (index + 1) * _MARK_BYTES] = mark
-        self._at[index] = now
-        self._idle[index] = idle_s
-        self._place[index] = place
-        self._units[index] = units
-        self._cause[index] = cause
-        self._by[index] = by
+        first = code & self._offset
+        marks, at, end = self._numbers, first // _MARK.size, first // _MARK.size + WAYS
+        self.held += not marks[end - 1]
+        marks[at + 1 : end] = marks[at : end - 1]
+        marks[at] = code
+        facts, at, end = self._facts, first * _TIMES, (first + _MARKS) * _TIMES
+        facts[at + _FACTS.size : end] = facts[at : end - _FACTS.size]
+        _FACTS.pack_into(facts, at, now, idle_s, units, place << 16 | cause << 8 | by)
 
     def slot(self, key: PackedKey) -> int:
-        """Return the index of the key's ghost, valid until the next change; -1 for none. 0.3 us."""
-        if not self._sets:
-            return _NONE
+        """Return the slot of the key's ghost, -1 for none. 0.3 us."""
         code = hash(key)
-        return self._find(code.to_bytes(_MARK_BYTES, "little", signed=True), code % self._sets)
+        first = code & self._offset
+        mark = _mark_of(code)
+        slot = self._marks.find(mark, first, first + _MARKS)
+        while slot % _MARK.size and slot >= 0:
+            slot = self._marks.find(mark, slot + 1, first + _MARKS)
+        return slot
 
     def place(self, slot: int) -> int:
         """Return the place of a ghost in the stack of evicted bytes, 0 for none."""
-        return self._place[slot]
-
-    def units(self, slot: int) -> int:
-        return self._units[slot]
+        last: int = _LAST.unpack_from(self._facts, slot * _TIMES + _LAST_AT)[0]
+        return last >> 16
 
     def facts(self, slot: int) -> tuple[Cause, float, float, int]:
         """Return cause, time, idle seconds, and by whom."""
-        return Cause(self._cause[slot] & ~_WANTED), self._at[slot], self._idle[slot], self._by[slot]
+        at, idle_s, _, last = _FACTS.unpack_from(self._facts, slot * _TIMES)
+        return Cause(last >> 8 & 0x7F), at, idle_s, last & 0xFF
 
     def want(self, slot: int, now: float) -> float | None:
         """Return the seconds since the ghost's object was evicted; None if that was asked before, or it was not
         evicted."""
-        cause = self._cause[slot]
-        self._cause[slot] = cause | _WANTED
-        return now - self._at[slot] if cause <= Cause.TENANT else None
+        at, _, _, last = _FACTS.unpack_from(self._facts, slot * _TIMES)
+        _LAST.pack_into(self._facts, slot * _TIMES + _LAST_AT, last | _WANTED)
+        return None if last & _WANTED or not last >> 16 else now - at
 
-    def forget(self, slot: int) -> None:
-        """Remove a ghost: its object is in L1 again."""
-        self._marks[slot * _MARK_BYTES : (slot + 1) * _MARK_BYTES] = _EMPTY
+    def forget(self, slot: int) -> tuple[int, int]:
+        """Remove a ghost, since its object is in L1 again; return its place in the stack of evicted bytes, 0 for none,
+        and its units there."""
+        _, _, units, last = _FACTS.unpack_from(self._facts, slot * _TIMES)
+        marks, at = self._numbers, slot // _MARK.size
+        end = at - at % WAYS + WAYS
+        marks[at : end - 1] = marks[at + 1 : end]
+        marks[end - 1] = 0
+        at, end = at * _FACTS.size, end * _FACTS.size
+        self._facts[at : end - _FACTS.size] = self._facts[at + _FACTS.size : end]
         self.held -= 1
-
-    def _find(self, mark: bytes, chosen: int) -> int:
-        first = chosen * _SET_BYTES
-        end = first + _SET_BYTES
-        found = self._marks.find(mark, first, end)
-        while found % _MARK_BYTES and found != _NONE:
-            found = self._marks.find(mark, found + 1, end)
-        return found // _MARK_BYTES
-
-
-GHOST_BYTES = Ghosts(WAYS).nbytes // WAYS
+        return last >> 16, units
