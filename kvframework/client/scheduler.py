@@ -69,7 +69,7 @@ class SchedulerAdapter:
         last -= last % self.chunk_tokens
         if last <= start:
             if not last:
-                self._client.too_short(request.request_id, request.tokens if end is None else min(end, request.tokens))
+                self.too_short(request)
             return MISS
         key = CacheKey(
             model_name=self._model_name,
@@ -83,6 +83,11 @@ class SchedulerAdapter:
             cache_salt=request.cache_salt,
         )
         return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
+
+    def too_short(self, request: RequestHashes) -> None:
+        """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework
+        explain` shows it. Never blocks."""
+        self._client.too_short(request.request_id, request.tokens)
 
     def poll(self, result: LookupResult) -> LookupResult:
         """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""

@@ -234,11 +234,12 @@ class StorageManager:
         """Return what `look` finds in the rows of L1."""
         return look(self.row)
 
-    @_locked
-    def prefixes_with(self, key: PackedKey, most: int) -> list[bytes]:
-        """Return the key prefixes under which L1 has an object of the same chunk as `key`, of the `most` latest
-        ones."""
-        return self._table.prefixes_with(key[-DIGEST_BYTES:], most)
+    def absent(self, key: PackedKey, most: int) -> tuple[Ghost | None, list[bytes]]:
+        """Return why L1 lacks the object, as far as that is remembered; if it is not, the key prefixes, of the `most`
+        latest ones, under which L1 has an object of the same chunk."""
+        with self.lock:
+            ghost = self._departures.ghost(key)
+            return ghost, [] if ghost else self._table.prefixes_with(key[-DIGEST_BYTES:], most)
 
     def tier_trouble(self, since: float) -> str:
         """Return which tier has failed to answer a read since then, and how; "" for none."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES, CacheKey
+from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
 from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.misses import Facts, Row, Why, decide, elsewhere
 from kvframework.storage.manager import StorageManager
 
-# Rows of L1, the latest first, in which a missing chunk is looked for: some 10 us.
-MAX_ROWS = 128
+# Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
+MAX_ROWS = 64
 
 
 class MissFacts:
-    """Serving thread only. `began` is the server's start, of the clock of the storage."""
+    """Serving thread only. 10 us a miss."""
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
@@ -50,24 +50,26 @@ class MissFacts:
     ) -> Why:
         storage = self._storage
         mine = storage.records.get(key.namespace)
-        ghost = None if missing is None else storage.ghost_of(missing)
+        ghost = found = None
+        if missing is not None:
+            ghost, prefixes = storage.absent(missing, MAX_ROWS)
+            if prefixes:
+                rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
+                found = elsewhere(missing, mine, key.model_name, rows)
         cleared = self._tiers_cleared
-        facts = Facts(
-            unanswered,
-            storage.tier_trouble(began),
-            refused,
-            ghost,
-            max((cleared[name] for name in ("", key.model_name) if name in cleared), default=None) if cleared else None,
-            named=mine is not None,
-            from_before=session_id in self._from_before,
-            up_s=storage.clock() - self._began,
-        )
-        if ghost is None and missing is not None:
-            rows = (
-                Row(prefix, storage.records.get(prefix[:16])) for prefix in storage.prefixes_with(missing, MAX_ROWS)
+        return decide(
+            Facts(
+                unanswered,
+                storage.tier_trouble(began),
+                refused,
+                ghost,
+                max((cleared[name] for name in ("", key.model_name) if name in cleared), default=None),
+                found,
+                mine is not None,
+                session_id in self._from_before,
+                storage.clock() - self._began,
             )
-            facts = facts._replace(elsewhere=elsewhere(missing, mine, key.model_name, rows))
-        return decide(facts)
+        )
 
 
 def _first_key(asked: Asked) -> bytes | None:
