@@ -64,8 +64,8 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     if config.observe is not None:
         view.core(("observe",), "[observe]", shown_options(config.observe))
     l1, eviction = config.l1, config.l1.eviction
-    marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
-    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
+    own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts}
+    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
     view.array("transport", config.transport, AnyTransportProvider)

@@ -119,11 +119,7 @@ class Metric(NamedTuple):
 
 
 def found_tokens(document: Document) -> Iterator[tuple[Labels, Value]]:
-    by_model = found(document, "lookups.by_model")
-    if not by_model:  # of a server before the split by model
-        asked, hit = (found(document, f"lookups.{name}") or 0 for name in ("asked_tokens", "hit_tokens"))
-        by_model = {"other": {"asked_tokens": asked, "l1_tokens": hit}}
-    for model, row in ({"other": {}} | by_model).items():
+    for model, row in ({"other": {}} | (found(document, "lookups.by_model") or {})).items():
         asked, l1, l2 = (row.get(name, 0) for name in ("asked_tokens", "l1_tokens", "l2_tokens"))
         yield (model, "l1"), l1
         yield (model, "l2"), l2
@@ -131,8 +127,7 @@ def found_tokens(document: Document) -> Iterator[tuple[Labels, Value]]:
 
 
 def _evictions(document: Document) -> Iterator[tuple[Labels, Value]]:
-    evicted = found(document, "l1.evicted") or {"room": found(document, "l1.evictions") or 0}
-    yield from (((cause,), evicted.get(cause, 0)) for cause in CAUSES)
+    yield from (((cause,), found(document, f"l1.evicted.{cause}") or 0) for cause in CAUSES)
 
 
 def _l1_bytes(document: Document) -> Iterator[tuple[Labels, Value]]:
@@ -351,7 +346,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("what",),
             "l1-full-of-pins",
         ),
-        _counter("l1_evictions_total", "evicted objects, by cause", "l1.evicted.*", _evictions, ("cause",), "l1-full"),
+        _counter("l1_evictions_total", "evicted objects, by cause", ", ".join(f"l1.evicted.{cause}" for cause in CAUSES), _evictions, ("cause",), "l1-full"),
         _histogram(
             "l1_evicted_idle_seconds",
             "how long evicted objects had not been used",
