@@ -13,14 +13,8 @@ from kvframework.testing.layout.kit import LayoutKit, LayoutSubject, Views, each
 
 # By pairs of one width.
 _DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.float64,
-    torch.int64,
+    *(torch.float16, torch.bfloat16, torch.float32, torch.int32),
+    *(torch.int8, torch.uint8, torch.float64, torch.int64),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,10 @@ import pytest
 
 from kvframework.api.tier import Tier
 from kvframework.testing.tier.kit import FOUND, MISSING, STORED, TierKit
+
+# Bytes: more than a tier that cuts values into pieces keeps in one.
+_LARGE = 3 << 20
+_ATTEMPTS = 5
 
 
 class ExpiryTests(TierKit):
@@ -25,6 +30,26 @@ class ExpiryTests(TierKit):
             assert time.monotonic() < deadline, f"the value did not expire within {self.patience_s} s"
             meanwhile()
             time.sleep(0.02)
+
+    def outlive(self, tier: Tier, left: bytes, begin: Callable[[], None], prolong: Callable[[], object]) -> None:
+        """Call `prolong` again and again after `begin`, until the value under `left` has expired. Where the machine was
+        too busy to call it in half of a value's life, all begins again."""
+        for _ in range(_ATTEMPTS):
+            begin()
+            began = last = time.monotonic()
+            gaps = [0.0]
+
+            def prolonged() -> None:
+                nonlocal last
+                prolong()
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+
+            self.until_it_expires(tier, left, prolonged)
+            if max(*gaps, time.monotonic() - last) < (time.monotonic() - began) / 2:
+                return
+        pytest.skip("the machine is too busy for values that expire so soon")
 
     def until(self, true: Callable[[], bool], otherwise: str) -> None:
         deadline = self.soon()
@@ -43,20 +68,33 @@ class ExpiryTests(TierKit):
         self.must_load(expiring, key, b"again")
 
     def test_a_touched_value_lives_longer(self, expiring: Tier) -> None:
+        """Each of a batch, whatever its size and its place."""
         if "touch" not in expiring.capabilities():
             pytest.skip("the tier has no touch")
-        touched, left = self.fresh_keys(2)
-        self.store(expiring, touched, b"touched")
-        self.store(expiring, left, b"left")
-        self.until_it_expires(expiring, left, lambda: expiring.touch([touched], deadline=self.soon()))
-        self.must_load(expiring, touched, b"touched", "a touch did not prolong the life of a value")
-        self.until_it_expires(expiring, touched, lambda: None)
+        *touched, left = self.fresh_keys(5)
+        values = [b"first", os.urandom(_LARGE), b"", b"last"]
+        missing = self.fresh_keys(1)
+        batch = [*touched[:2], *missing, *touched[2:]]
+
+        def store() -> None:
+            assert expiring.put(touched, self.parts_of(values), deadline=self.soon()) == [STORED] * 4
+            self.store(expiring, left, b"left")
+
+        self.outlive(expiring, left, store, lambda: expiring.touch(batch, deadline=self.soon()))
+        for at, (key, value) in enumerate(zip(touched, values, strict=True)):
+            what = f"value {at + 1} of {len(touched)}, of {len(value)} bytes"
+            self.must_load(expiring, key, value, f"a touch of a batch did not prolong the life of {what}")
+        for key in touched:
+            self.until_it_expires(expiring, key, lambda: None)
 
     def test_a_value_that_is_stored_again_lives_longer(self, expiring: Tier) -> None:
         stored, left = self.fresh_keys(2)
-        self.store(expiring, stored, b"stored")
-        self.store(expiring, left, b"left")
-        self.until_it_expires(expiring, left, lambda: self.store(expiring, stored, b"again!"))
+
+        def store() -> None:
+            self.store(expiring, stored, b"stored")
+            self.store(expiring, left, b"left")
+
+        self.outlive(expiring, left, store, lambda: self.store(expiring, stored, b"again!"))
         self.must_load(expiring, stored, b"again!", "storing a value again did not prolong its life")
         self.until_it_expires(expiring, stored, lambda: None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ DEADLINE_S = 0.3
 TURNS = 12
 # More than a pool has places.
 FAILURES = 25
+# More than twice the connections of a pool.
+BREAKS = 24
 
 
 class WireFaultTests(TierKit):
@@ -81,6 +84,55 @@ class WireFaultTests(TierKit):
         proxy.heal()
         for _ in range(10):
             assert persist(lambda: self.load(tier, two, 3), self.patience_s) == (3, b"two")
+
+    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete"])
+    def test_closing_ends_the_calls_that_wait_for_a_stalled_wire(
+        self, faulty_tier: tuple[Tier, FaultProxy], name: str
+    ) -> None:
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        proxy.inject("stall")
+        far = time.monotonic() + 10 * self.patience_s
+        ended = threading.Event()
+
+        def wait() -> None:
+            try:
+                self.must_raise(name, self.calls(tier, key, lambda: far)[name], "the tier was closed meanwhile")
+            finally:
+                ended.set()
+
+        def close() -> None:
+            # Time to reach the wire; a call that comes later finds a closed tier.
+            ended.wait(2 * DEADLINE_S)
+            early = ended.is_set()
+            tier.close()
+            in_time = ended.wait(self.grace_s)
+            proxy.heal()
+            assert not early, f"{name} ended before its deadline, though nothing answers and the tier is open"
+            assert in_time, (
+                f"{name} still waits for the wire {self.grace_s:g} s after `close`: close ends calls in flight"
+            )
+
+        self.in_threads(wait, close, within_s=self.patience_s)
+
+    def test_connections_that_break_are_closed(self, faulty_tier: tuple[Tier, FaultProxy]) -> None:
+        """Each failure is that of a connection that worked before: its descriptor must not stay."""
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        descriptors = []
+        for _ in range(BREAKS):
+            proxy.inject("reset")
+            with contextlib.suppress(TierError):
+                tier.get_into([key], self.parts_of([bytearray(5)]), deadline=time.monotonic() + DEADLINE_S)
+            proxy.heal()
+            found = persist(lambda: self.load(tier, key, 5), self.patience_s)
+            assert found == (5, b"value"), f"a value is not there after a connection broke: {found[0]}"
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        # A few more may be those of a pool that grows to its size.
+        grown = descriptors[-1] - min(descriptors[:2])
+        assert grown <= BREAKS // 2, f"{grown} descriptors more after {BREAKS} connections that broke: close each"
 
     def test_failures_use_nothing_up(self, faulty_tier: tuple[Tier, FaultProxy]) -> None:
         """After many failures there are as many connections, places in a pool and descriptors as after some."""
