@@ -11,6 +11,7 @@ import pytest
 from kvframework.api.tier import PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, STORED, TierKit
+from kvframework.testing.tier.watched import due, said
 
 # More than any page or cursor of a store holds.
 MANY = 2500
@@ -120,7 +121,8 @@ class ListingTests(TierKit):
             (key,) = self.fresh_keys(1)
             self.store(tier, key, b"stored while a scan rests")
             self.must_load(tier, key, b"stored while a scan rests")
-            assert tier.delete([key, keys[0]], deadline=self.soon())[0] is DELETED
+            deleted = tier.delete([key, keys[0]], deadline=self.soon())[0]
+            assert deleted is DELETED, f"delete answered {said(deleted)} while a scan rests; {due(DELETED)}"
             self.store(tier, keys[0], b"again")
             self.scan(tier, keys)
 

@@ -47,7 +47,9 @@ class Faults(TransportKit):
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.fail_copy)
-        must_miss(engine.store(request, engine.source()))
+        must_miss(
+            engine.store(request, engine.source()), "a store whose copy failed was answered as one that succeeded"
+        )
         assert engine.hit(request) == 0, "nothing of it is published"
         assert _copiers(client, rig) == copiers, "the copier ended: raise DeviceError for one operation that failed"
         _works(engine)
@@ -68,7 +70,9 @@ class Faults(TransportKit):
         )
         assert engine.hit(request) == 0, "nothing of it is published"
         _works(engine)
-        assert not copiers or _copiers(client, rig) != copiers
+        assert not copiers or _copiers(client, rig) != copiers, (
+            "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
+        )
 
     def test_what_is_no_event_is_not_taken_for_none(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
@@ -76,7 +80,7 @@ class Faults(TransportKit):
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
         assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
-        assert engine.hit(request) == 0
+        assert engine.hit(request) == 0, "a store whose event is none was published"
         _works(engine)
 
     def test_memory_smaller_than_it_says_is_refused(

@@ -48,7 +48,8 @@ class Streams(TransportKit):
             must_succeed(future)
         self._goes_on(reads)
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        assert [read() for read in reads] == [bytes(engine.model.images[name]) for name in engine.tensors]
+        late = sum(read() != bytes(engine.model.images[name]) for read, name in zip(reads, engine.tensors, strict=True))
+        assert not late, f"{late} tensors were read before the load that the stream waits for had written them"
 
     def test_what_is_no_stream_is_not_taken_for_the_current_one(
         self, rig: TransportRig, make_engine: MakeEngine
