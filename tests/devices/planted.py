@@ -327,6 +327,28 @@ class KeepsEvents(SimEngine):
         return None
 
 
+class ReleasesOnce(SimEngine):
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        releases = [super().block_stream(stream)]
+        return lambda: releases.pop()()
+
+
+class ReleasesWhileItIsOpen(SimEngine):
+    closed = False
+
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        release = super().block_stream(stream)
+        return lambda: None if self.closed else release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ForgetsItsRuntime(SimEngine):
+    def close(self) -> None:
+        del self._runtime
+
+
 class HoldsNothing(SimEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         return lambda: None
@@ -454,6 +476,10 @@ def kvf_transports() -> list[AnyTransportProvider[SimOptions]]:
         _provider("offset_of_the_first", engine=lambda options: OffsetOfTheFirst(runtime(options.node))),
         _provider("takes_the_default_stream", engine=lambda options: TakesTheDefaultStream(runtime(options.node))),
         _provider("the_last_of_the_process", engine=lambda options: TheLastOfTheProcess(runtime(options.node))),
+        _provider("releases_once", engine=lambda options: ReleasesOnce(runtime(options.node))),
+        _provider("releases_while_it_is_open", engine=lambda options: ReleasesWhileItIsOpen(runtime(options.node))),
+        _provider("forgets_its_runtime", engine=lambda options: ForgetsItsRuntime(runtime(options.node))),
+        _provider("takes_any_device", copier=PlantedCopier),
         _provider("off_by_one", copier=OffByOne),
         _provider("wrong_stride", copier=WrongStride),
         _provider("frees_early", copier=FreesEarly),
