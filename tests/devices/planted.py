@@ -346,7 +346,7 @@ class ReleasesWhileItIsOpen(SimEngine):
 
 class ForgetsItsRuntime(SimEngine):
     def close(self) -> None:
-        del self._runtime
+        vars(self).pop("_runtime", None)
 
 
 class HoldsNothing(SimEngine):
