@@ -99,8 +99,8 @@ class Order(TransportKit):
             passed = loading.wait(self.patience_s)
             held.leave()
             assert passed, "a load stood behind a store: create_stream gives one stream for loads and one for stores"
-            must_succeed(loading)
-            must_succeed(standing)
+            must_succeed(loading, "a load beside a store that stands still, for which no call waits,")
+            must_succeed(standing, "a store that stood still")
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         engine.must_be_right()
 

@@ -72,7 +72,9 @@ class Streams(TransportKit):
             must_succeed(future)
 
     @pytest.mark.parametrize("how", ["is cancelled", "fails"])
-    def test_a_stream_goes_on_after_a_load_that(self, rig: TransportRig, make_engine: MakeEngine, how: str) -> None:
+    def test_a_stream_goes_on_after_a_load_that_did_not_succeed(
+        self, rig: TransportRig, make_engine: MakeEngine, how: str
+    ) -> None:
         """The users of the blocks must check their content; but no stream may wait for ever."""
         streams = [self._stream(rig, "its own") for _ in range(2)]
         # The load waits for an event of other memory: nothing but the load precedes the read here.
@@ -90,7 +92,7 @@ class Streams(TransportKit):
             if how == "is cancelled":
                 future.cancel()
             held.leave()
-            must_miss(future)
+            must_miss(future, f"a load that {how} was answered as a hit")
         self._goes_on(reads)
 
     def test_a_stream_goes_on_when_its_server_is_killed(self, spec: RigSpec, rig: TransportRig) -> None:
