@@ -37,7 +37,7 @@ class Promise:
             error.args = (f"{promise}: {_text(error)}",)
             raise
         except Exception as error:
-            raise AssertionError(f"{promise}: {_call(error.__traceback__)} raised {_shown(error)}") from error
+            raise AssertionError(f"{promise}: {_call(error.__traceback__)} raised {shown(error)}") from error
 
     def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
         """Return what differs, where the left side of a comparison knows how to say it (`Answers`)."""
@@ -63,7 +63,8 @@ def _call(trace: TracebackType | None) -> str:
     return modules[kit[-1] + 1][1] if kit and kit[-1] + 1 < len(modules) else "a call"
 
 
-def _shown(error: Exception) -> str:
+def shown(error: Exception) -> str:
+    """Return an error in words, without the bytes of a key."""
     if any(isinstance(each, bytes | bytearray | memoryview) for each in error.args):
         return f"{type(error).__name__} ({', '.join(map(_named, error.args))})"
     return f"{type(error).__name__}: {str(error)[:_LONGEST]}"

@@ -191,11 +191,11 @@ class TierKit(Kit):
         outcome, _ = self.load(tier, key, nbytes)
         assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
 
-    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "other bytes") -> None:
+    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "") -> None:
         """Fail unless `value` is found."""
         outcome, found = self.load(tier, key, len(value))
-        assert outcome == len(value), f"{why}: get_into answered {said(outcome)}; {due(len(value))}"
-        self.must_be([found], [value], why)
+        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
+        self.must_be([found], [value], why or "other bytes")
 
     def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
         """Fail unless these bytes are equal; shows the first difference, since values may be large."""

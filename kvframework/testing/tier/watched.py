@@ -11,6 +11,7 @@ import pytest
 
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
+from kvframework.testing.promise import shown
 
 T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
@@ -130,7 +131,7 @@ class WatchedTier(Tier):
             raise
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             pytest.fail(
-                f"{name} raised {type(error).__name__} ({error}): what fails for one key is FAILED, and an operation"
+                f"{name} raised {shown(error)}: what fails for one key is FAILED, and an operation"
                 " that fails as a whole raises TierError"
             )
         finally:
