@@ -9,7 +9,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadBlockIds, BadRange
 from kvframework.testing.transport.cases import CASES, CHUNK, PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
-from kvframework.testing.transport.outcomes import must_miss, must_succeed
+from kvframework.testing.transport.outcomes import must_miss, must_succeed, must_work
 
 NHD = PAGED["nhd"]
 
@@ -25,13 +25,7 @@ class Content(TransportKit):
         return name
 
     def test_what_is_stored_comes_back_in_other_blocks(self, make_engine: MakeEngine, case: str) -> None:
-        engine = make_engine(CASES[case])
-        request = engine.request()
-        stored = engine.store(request, engine.source())
-        must_succeed(stored)
-        must_succeed(engine.load(request, engine.target()))
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        engine.must_be_right()
+        must_work(make_engine(CASES[case]))
 
     def test_another_instance_loads_what_was_stored(self, make_engine: MakeEngine, case: str) -> None:
         one, other = make_engine(CASES[case]), make_engine(CASES[case])

@@ -18,10 +18,10 @@ from kvframework.client import KVClient
 from kvframework.client.engine_driven import EngineDrivenCalls
 from kvframework.errors import BadBlockIds, DeadlineExceeded, TransportMismatch
 from kvframework.testing.transport.cases import CASES, PAGED
-from kvframework.testing.transport.engine import KitEngine, registry_for
+from kvframework.testing.transport.engine import registry_for
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import held_by, status_of, wait_until
-from kvframework.testing.transport.outcomes import must_miss, must_succeed
+from kvframework.testing.transport.outcomes import must_miss, must_succeed, must_work
 from kvframework.testing.transport.rig import TransportRig
 
 NHD = PAGED["nhd"]
@@ -83,7 +83,7 @@ class EngineDriven(TransportKit):
             assert engine.hit(request) == 0, "a store whose copy failed was published"
         _must_be_given_back(client, f"a {what} whose copy failed")
         engine.overwrite()
-        _must_work(engine, f"a transfer after a {what} that failed")
+        must_work(engine, f"a transfer after a {what} that failed")
 
     def test_tensors_are_those_of_the_submit(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """An engine without stable memory passes other tensors each time; the former ones are not touched."""
@@ -96,7 +96,7 @@ class EngineDriven(TransportKit):
             pytest.skip("the transport copies nothing in the engine")
         stored, former = engine.snapshot(), engine.tensors
         engine.move()
-        _must_work(engine, "a transfer of other tensors than the first")
+        must_work(engine, "a transfer of other tensors than the first")
         must_succeed(engine.load(first, engine.target()))
         engine.expect_loaded(stored, engine.source(), engine.target())
         engine.must_be_right("a load into other tensors than those of the store")
@@ -143,7 +143,7 @@ class EngineDriven(TransportKit):
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, case: str
     ) -> None:
         self.needs_the_wire(make_engine, monkeypatch)
-        _must_work(make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
+        must_work(make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
 
     def test_buffers_stay_as_they_are_until_they_are_answered(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -190,11 +190,11 @@ class EngineDriven(TransportKit):
         if path == "wire":
             self.needs_the_wire(make_engine, monkeypatch)
         first = make_engine(NHD)
-        _must_work(first, "a transfer")
+        must_work(first, "a transfer")
         first.close()
         before = _open()
         engine = make_engine(NHD)
-        _must_work(engine, "a transfer")
+        must_work(engine, "a transfer")
         engine.close()
         left = sorted(_open() - before)
         assert not left, f"close leaves behind: {', '.join(left)}"
@@ -282,14 +282,6 @@ def _until(true: Callable[[], object]) -> None:
         if true():
             return
         wait.wait(0.01)
-
-
-def _must_work(engine: KitEngine, what: str) -> None:
-    request = engine.request()
-    must_succeed(engine.store(request, engine.source()), what)
-    must_succeed(engine.load(request, engine.target()), what)
-    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    engine.must_be_right(what)
 
 
 def _must_be_given_back(client: KVClient, of: str) -> None:

@@ -10,7 +10,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S, wait_until
-from kvframework.testing.transport.outcomes import must_be_under_way, must_miss, must_succeed
+from kvframework.testing.transport.outcomes import must_be_under_way, must_miss, must_succeed, must_work
 from kvframework.testing.transport.rig import TransportRig
 
 NHD = PAGED["nhd"]
@@ -118,10 +118,7 @@ class Order(TransportKit):
         # From here on the blocks belong to the engine again, at once.
         engine.overwrite()
         assert engine.hit(request) == 0, "a cancelled store was published"
-        must_succeed(engine.store(request, engine.source()))
-        must_succeed(engine.load(request, engine.target()))
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        engine.must_be_right()
+        must_work(engine, request=request)
 
     def test_a_cancelled_load_touches_nothing_once_it_is_answered(
         self, rig: TransportRig, make_engine: MakeEngine

@@ -11,7 +11,9 @@ import pytest
 
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome
+from kvframework.client import RequestHashes
 from kvframework.errors import DeadlineExceeded
+from kvframework.testing.transport.engine import WRONG, KitEngine
 from kvframework.testing.transport.node import PATIENCE_S
 
 # By kind of what a device notes: the promise that a driver broke.
@@ -73,6 +75,16 @@ def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
             pytest.fail(f"{what} failed ({_said(outcome)}): {promise_of(problems[0])}")
         why = f"; the server's log: {_FAILED_COPIES.line}" if _FAILED_COPIES.line else ""
         pytest.fail(f"{what} failed, though nothing hinders it: {_said(outcome)}{why}")
+
+
+def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
+    """Store a request (None: a new one) and load it into other blocks; fail unless all memory is then as it must be."""
+    __tracebackhide__ = True
+    request = request or engine.request()
+    must_succeed(engine.store(request, engine.source()), what or "a transfer")
+    must_succeed(engine.load(request, engine.target()), what or "a transfer")
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    engine.must_be_right(what or WRONG)
 
 
 def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
