@@ -1,4 +1,4 @@
-"""Values of metrics that the status document does not hold as they are: what is left, what is closed, how many. Pure."""
+"""Values of metrics that the status document does not hold as they are: what is left, what is closed. Pure."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def nodes(make_node: MakeNode, **options: object) -> tuple[Node, Clock]:
 
 
 def look_up(manager: StorageManager, keys: Sequence[bytes], hits: int) -> None:
-    manager.looked_up(keys[0][:40], [key[40:] for key in keys], hits=hits, tokens=16)
+    manager.looked_up(manager.row, keys[0][:40], [key[40:] for key in keys], hits, 16)
 
 
 def test_an_object_that_made_room_has_its_time_its_idle_time_and_the_model_that_took_the_place(
