@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
+from tests.observe.documents import document
 from tests.support.observe_process import SLOW_S, Got, ObserveProcess, get, listening_url
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -111,3 +112,10 @@ def test_it_ends_with_the_server(how: str) -> None:
         status = server.stop() if how == "stop" else server.kill9()
         assert not status
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), SLOW_S, "the end of the child")
+
+
+def test_the_document_of_the_other_tests_is_that_of_a_server(server: ServerProcess) -> None:
+    live, ours = server.status(), document()
+    assert set(live) == set(ours)
+    for part in ("l1", "lookups", "messaging", "losses", "requests", "observe"):
+        assert set(live[part]) == set(ours[part]), part
