@@ -40,7 +40,10 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
     # Sums over an arrival that swells and ebbs, and over an L1 that fills.
     asked = int(280_000 * (up - 40 * (math.cos(up / 110) - 1) - 2500 * (math.cos(up / 9000) - 1)))
     cold = int(100_000 * (1 - math.exp(-up / 90)) * 90)
-    l1, l2 = int(asked * 0.61) - cold, int(asked * 0.13) + cold // 2 - (int((120 - age) * 20_000) if down and age < 120 else 0)
+    l1, l2 = (
+        int(asked * 0.61) - cold,
+        int(asked * 0.13) + cold // 2 - (int((120 - age) * 20_000) if down and age < 120 else 0),
+    )
     fill = 1 - math.exp(-up / 90)
     used = int(CAPACITY * 0.94 * fill)
     evicted = int(max(up - 200, 0) * 45 - 1500 * (math.cos(max(up - 200, 0) / 60) - 1))
@@ -54,12 +57,12 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
     tiers = {
         "l2__0__hits": l2 // 256, "l2__0__misses": l2 // 600, "l2__0__bytes_read": l2 * 160,
         "l2__0__bytes_written": asked * 12, "l2__0__usage": {"used_bytes": 730 * GIB, "capacity_bytes": 1024 * GIB},
-        "l2__0__latency_ms": {"get": {"count": 9, "p50": 3.1, "p99": 14.2}, "put": {"count": 9, "p50": 5.2, "p99": 31.0}},
+        "l2__0__latency_ms": {"get_into": {"count": 9, "p50": 3.1, "p99": 14.2}, "put": {"count": 9, "p50": 5.2, "p99": 31.0}},
         "l2__1__hits": l2 // 700, "l2__1__misses": l2 // 500, "l2__1__bytes_read": l2 * 60,
         "l2__1__bytes_written": asked * 4, "l2__1__write_pending": 212 if broken else 3,
-        "l2__1__latency_ms": {"get": {"count": 9, "p50": 0.8, "p99": 4.9}, "put": {"count": 9, "p50": 1.1, "p99": 7.7}},
-        "l2__0__seconds": {"get": {"first": 1e-4, "counts": [int(up * 3)], "sum": up * 3 * 0.003 + 0.05 * math.sin(up / 70)}},
-        "l2__1__seconds": {"get": {"first": 1e-4, "counts": [int(up)], "sum": up * 0.001 + 0.015 * math.cos(up / 50)}},
+        "l2__1__latency_ms": {"get_into": {"count": 9, "p50": 0.8, "p99": 4.9}, "put": {"count": 9, "p50": 1.1, "p99": 7.7}},
+        "l2__0__seconds": {"get_into": {"first": 1e-4, "counts": [int(up * 3)], "sum": up * 3 * 0.003 + 0.05 * math.sin(up / 70)}},
+        "l2__1__seconds": {"get_into": {"first": 1e-4, "counts": [int(up)], "sum": up * 0.001 + 0.015 * math.cos(up / 50)}},
     }  # fmt: skip
     if broken:
         error = "cannot connect to 10.0.4.17:6379: Connection refused"
@@ -93,23 +96,19 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
 
 
 class Fleet:
-    """A context manager; `url` is where the page is. `status` makes a document of its age in seconds."""
+    """A context manager; `url` is where the page is. `status` makes a document of its age in seconds, up to `span`."""
 
-    def __init__(self, status: Callable[[float], dict[str, Any]] = past, *, now: float | None = None) -> None:
+    def __init__(self, status: Callable[[float], dict[str, Any]] = past, *, span: float = DAY_S) -> None:
         self._history = History()
-        self._now = time.time() if now is None else now
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._ready = threading.Event()
         self.url = ""
-        ages = [*range(86_340, 960, -60), *range(960, -1, -1)]
-        for age in ages:
-            latest = self._observed(status(float(age)), age)
-            self._history.add(latest)
-        self._latest = latest
-
-    def _observed(self, made: dict[str, Any], age: float) -> Observed:
-        return Observed(made, json.dumps(made).encode(), "", 0.001, time.monotonic(), self._now - age, 1, 0)
+        for age in (*range(86_340, 960, -60), *range(960, -1, -1)):
+            if age <= span:
+                made = status(float(age))
+                self._latest = Observed(made, b"", "", 0.001, 0.0, time.time() - age, 1, 0)
+                self._history.add(self._latest)
+        self._latest = self._latest._replace(raw=json.dumps(made).encode())
 
     def __enter__(self) -> Fleet:
         self._thread.start()
@@ -119,17 +118,17 @@ class Fleet:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(60)
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         def latest() -> Observed:
             return self._latest._replace(at=time.monotonic())
 
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         listener = Listener(App(latest, self._history, token=lambda: "", loopback=True).answer)
-        host, port = self._loop.run_until_complete(listener.start("127.0.0.1", 0))
+        host, port = await listener.start("127.0.0.1", 0)
         self.url = f"http://{host}:{port}"
         self._ready.set()
-        self._loop.run_forever()
-        self._loop.run_until_complete(listener.stop())
-        self._loop.close()
+        await self._stop.wait()
+        await listener.stop()

@@ -51,7 +51,7 @@ class Browser:
         # The browser reads from descriptor 3 and writes to 4.
         joined = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         command = ["bash", "-c", joined, str(BROWSER), *_OPTIONS, f"--user-data-dir={self._folder.name}"]
-        log = Path(self._folder.name, "log").open("wb")  # noqa: SIM115  the child has it, too
+        log = Path(self._folder.name, "log").open("wb")
         self._process = subprocess.Popen(
             command, pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             start_new_session=True,

@@ -13,7 +13,7 @@ const STALE = 30;
 
 const place = (id) => document.getElementById(id);
 const { documentation } = document.body.dataset;
-const rows = JSON.parse(document.body.dataset.rows);
+const rows = new Map(Object.entries(JSON.parse(document.body.dataset.rows)));
 const points = new Points();
 let status = null;
 let range = RANGES.quarter;
@@ -62,7 +62,7 @@ async function refresh() {
 
 /** The link to what to do about a problem. */
 function linked(where) {
-  const row = rows[where] ?? rows[where.split(".")[0]] ?? "what-do-you-see";
+  const row = rows.get(where) ?? rows.get(where.split(".")[0]) ?? "what-do-you-see";
   return documentation ? h("a", { href: `${documentation}/operations.md#${row}` }, "what to do") : null;
 }
 

@@ -68,9 +68,9 @@ export const PANELS = {
 
   evictions({ status, stretches }, place) {
     const evicted = status.l1?.evicted;
-    const words = { room: "for room", watermark: "by the watermark", tenant: "by a tenant's share" };
+    const words = { room: "for room", watermark: "by the watermark", tenant: "for a tenant's share" };
     const series = [{ name: "objects", look: "l2", of: (stretch) => stretch.per("evicted_objects") }];
-    const causes = Object.entries(evicted ?? {}).map(([cause, number]) => `${count(number)} ${words[cause] ?? cause}`);
+    const causes = Object.entries(evicted ?? {}).map(([cause, number]) => `${count(number)} ${Object.hasOwn(words, cause) ? words[cause] : cause}`);
     return [
       causes.length ? h("p", {}, `Since the start: ${causes.join(", ")}.`) : null,
       overTime(place, "Objects evicted, a second", stretches, series, (value) => `${count(value)}/s`),
@@ -79,7 +79,7 @@ export const PANELS = {
 
   capacity({ status }, place) {
     const points = (status.l1?.more_capacity ?? []).map(({ capacity_bytes, hit_rate }) => ({ x: capacity_bytes, y: hit_rate }));
-    if (points.length < 2) return null;
+    if (points.length < 2 || !status.lookups?.asked_tokens) return null;
     const [now, most] = [points[0], points.at(-1)];
     const gain = most.y - now.y;
     // The least capacity that gives most of what any gives.
@@ -127,7 +127,7 @@ export const PANELS = {
       return [
         tier.name,
         [circuit(tier), strip(`${tier.name}: mean time of reads, and where it was down`, drawn)],
-        latency(tier, "get"),
+        latency(tier, "get_into"),
         latency(tier, "put"),
         `${rate("read_bytes")}/s`,
         `${rate("written_bytes")}/s`,
