@@ -47,7 +47,7 @@ class Listener:
         return str(name[0]), int(name[1])
 
     async def stop(self) -> None:
-        """Close the socket and all connections, and wait for their tasks, as the end of a loop that cancels one logs it."""
+        """Close the socket and all connections, and wait for their tasks: a loop that cancels them logs each."""
         if self._server is not None:
             self._server.close()
         ending = [task for task in self._open.values() if task is not None]

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from kvframework.observe.app import App
-from kvframework.observe.history import History
+from kvframework.observe.history import LOADING, History
 from kvframework.observe.listener import Listener
 from kvframework.observe.poller import Observed
 from tests.observe.documents import document
@@ -27,9 +27,23 @@ def _row(part: float, tokens: float) -> dict[str, int]:
     asked = int(tokens * part)
     hits = int(asked * (0.5 + 0.4 * part))
     return {
-        "bytes": int(CAPACITY * 0.9 * part), "objects": int(70_000 * part), "lookups": asked // 6000,
-        "asked_tokens": asked, "hit_tokens": hits, "stored_objects": int(4e6 * part), "evicted_objects": int(3.9e6 * part),
-    }  # fmt: skip
+        "bytes": int(CAPACITY * 0.9 * part),
+        "objects": int(70_000 * part),
+        "lookups": asked // 6000,
+        "asked_tokens": asked,
+        "hit_tokens": hits,
+        "stored_objects": int(4e6 * part),
+        "evicted_objects": int(3.9e6 * part),
+    }
+
+
+def _latencies(*ms: float) -> dict[str, dict[str, float]]:
+    p50, p99, put50, put99 = ms
+    return {LOADING: {"count": 9, "p50": p50, "p99": p99}, "put": {"count": 9, "p50": put50, "p99": put99}}
+
+
+def _loads(number: int, seconds: float) -> dict[str, Any]:
+    return {LOADING: {"first": 1e-6, "counts": [number], "sum": seconds}}
 
 
 def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> dict[str, Any]:
@@ -40,45 +54,73 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
     # Sums over an arrival that swells and ebbs, and over an L1 that fills.
     asked = int(280_000 * (up - 40 * (math.cos(up / 110) - 1) - 2500 * (math.cos(up / 9000) - 1)))
     cold = int(100_000 * (1 - math.exp(-up / 90)) * 90)
-    l1, l2 = (
-        int(asked * 0.61) - cold,
-        int(asked * 0.13) + cold // 2 - (int((120 - age) * 20_000) if down and age < 120 else 0),
-    )
+    broken = down and age < 120
+    lost = int((120 - age) * 20_000) if broken else 0
+    l1, l2 = int(asked * 0.61) - cold, int(asked * 0.13) + cold // 2 - lost
     fill = 1 - math.exp(-up / 90)
     used = int(CAPACITY * 0.94 * fill)
     evicted = int(max(up - 200, 0) * 45 - 1500 * (math.cos(max(up - 200, 0) / 60) - 1))
-    broken = down and age < 120
     instances = [
-        {**document()["instances"][0], "instance_id": 1 + number, "pid": 4100 + number, "model": model,
-         "world_size": 4 if number == 1 else 1, "rank": 0 if number == 1 else None, "transport": "cuda_ipc",
-         "is_gpu": True, "bytes_per_token": 163840.0}
+        {
+            **document()["instances"][0],
+            "instance_id": 1 + number,
+            "pid": 4100 + number,
+            "model": model,
+            "world_size": 4 if number == 1 else 1,
+            "rank": 0 if number == 1 else None,
+            "transport": "cuda_ipc",
+            "is_gpu": True,
+            "bytes_per_token": 163840.0,
+        }
         for number, model in enumerate(models)
-    ]  # fmt: skip
+    ]
     tiers = {
-        "l2__0__hits": l2 // 256, "l2__0__misses": l2 // 600, "l2__0__bytes_read": l2 * 160,
-        "l2__0__bytes_written": asked * 12, "l2__0__usage": {"used_bytes": 730 * GIB, "capacity_bytes": 1024 * GIB},
-        "l2__0__latency_ms": {"get_into": {"count": 9, "p50": 3.1, "p99": 14.2}, "put": {"count": 9, "p50": 5.2, "p99": 31.0}},
-        "l2__1__hits": l2 // 700, "l2__1__misses": l2 // 500, "l2__1__bytes_read": l2 * 60,
-        "l2__1__bytes_written": asked * 4, "l2__1__write_pending": 212 if broken else 3,
-        "l2__1__latency_ms": {"get_into": {"count": 9, "p50": 0.8, "p99": 4.9}, "put": {"count": 9, "p50": 1.1, "p99": 7.7}},
-        "l2__0__seconds": {"get_into": {"first": 1e-4, "counts": [int(up * 3)], "sum": up * 3 * 0.003 + 0.05 * math.sin(up / 70)}},
-        "l2__1__seconds": {"get_into": {"first": 1e-4, "counts": [int(up)], "sum": up * 0.001 + 0.015 * math.cos(up / 50)}},
-    }  # fmt: skip
+        "l2__0__hits": l2 // 256,
+        "l2__0__misses": l2 // 600,
+        "l2__0__bytes_read": l2 * 160,
+        "l2__0__bytes_written": asked * 12,
+        "l2__0__usage": {"used_bytes": 730 * GIB, "capacity_bytes": 1024 * GIB},
+        "l2__0__latency_ms": _latencies(3.1, 14.2, 5.2, 31.0),
+        "l2__1__hits": l2 // 700,
+        "l2__1__misses": l2 // 500,
+        "l2__1__bytes_read": l2 * 60,
+        "l2__1__bytes_written": asked * 4,
+        "l2__1__write_pending": 212 if broken else 3,
+        "l2__1__latency_ms": _latencies(0.8, 4.9, 1.1, 7.7),
+        "l2__0__seconds": _loads(int(up * 3), up * 3 * 0.003 + 0.05 * math.sin(up / 70)),
+        "l2__1__seconds": _loads(int(up), up * 0.001 + 0.015 * math.cos(up / 50)),
+    }
     if broken:
         error = "cannot connect to 10.0.4.17:6379: Connection refused"
-        tiers |= {"l2__1__state": "open", "l2__1__circuits__read": "open", "l2__1__circuits__write": "open",
-                  "l2__1__state_s": 120 - age, "l2__1__last_error": error}  # fmt: skip
+        tiers |= {
+            "l2__1__state": "open",
+            "l2__1__circuits__read": "open",
+            "l2__1__circuits__write": "open",
+            "l2__1__state_s": 120 - age,
+            "l2__1__last_error": error,
+        }
     idle = [0, 0, 3, 9, 40, 120, 310, 620, 980, 1400, 1100, 540, 210, 60, 12]
     return document(
-        server__boot_id="1" * 32 if age < began else "0" * 32, server__uptime_s=up, server__endpoint="ipc:///run/kvframework/server.sock",
-        server__tcp="tcp://10.0.4.11:5580", instances=instances,
+        server__boot_id="1" * 32 if age < began else "0" * 32,
+        server__uptime_s=up,
+        server__endpoint="ipc:///run/kvframework/server.sock",
+        server__tcp="tcp://10.0.4.11:5580",
+        instances=instances,
         lookups={
-            "lookups": asked // 6000, "asked_tokens": asked, "hit_tokens": l1 + l2, "unknown_namespace": 0,
-            "by_model": {models[0]: {"lookups": asked // 6000, "asked_tokens": asked, "l1_tokens": l1, "l2_tokens": l2}},
+            "lookups": asked // 6000,
+            "asked_tokens": asked,
+            "hit_tokens": l1 + l2,
+            "unknown_namespace": 0,
+            "by_model": {models[0]: {"lookups": 1, "asked_tokens": asked, "l1_tokens": l1, "l2_tokens": l2}},
             "misses": {"never_stored": 8120, "evicted": 2310, "too_short": 940, "tier_down": 210, "other_salt": 77},
         },
-        l1__capacity_bytes=CAPACITY, l1__ready_bytes=CAPACITY, l1__used_bytes=used, l1__free_bytes=CAPACITY - used,
-        l1__quarantined_bytes=int(0.02 * CAPACITY * fill), l1__objects=int(52_000 * fill), l1__evictions=evicted,
+        l1__capacity_bytes=CAPACITY,
+        l1__ready_bytes=CAPACITY,
+        l1__used_bytes=used,
+        l1__free_bytes=CAPACITY - used,
+        l1__quarantined_bytes=int(0.02 * CAPACITY * fill),
+        l1__objects=int(52_000 * fill),
+        l1__evictions=evicted,
         l1__evicted={"room": int(evicted * 0.91), "watermark": 0, "tenant": int(evicted * 0.09)},
         l1__evicted_idle_s={"first": 0.1, "counts": idle, "sum": 1e5},
         l1__wanted_after_eviction_s={"first": 0.1, "counts": [value // 3 for value in idle], "sum": 1e5},
@@ -92,7 +134,7 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
             "engines": {f"vllm ({4100 + number})": _row(part, asked) for number, part in enumerate((0.55, 0.3, 0.15))},
         },
         **tiers,
-    )  # fmt: skip
+    )
 
 
 class Fleet:

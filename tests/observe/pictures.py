@@ -1,4 +1,4 @@
-"""Makes the pictures of the page: `python -m tests.observe.pictures [FOLDER]`, by default docs/images. Needs Chromium."""
+"""Makes the pictures of the page: `python -m tests.observe.pictures [FOLDER]`, in docs/images. Needs Chromium."""
 
 from __future__ import annotations
 

@@ -43,8 +43,11 @@ def files() -> dict[str, File]:
 
 def documentation() -> str:
     """The URL of the folder of the docs, by the package's metadata; "" if these have none."""
-    urls = dict(url.split(", ", 1) for url in metadata.metadata("kvframework").get_all("Project-URL") or ())
-    return urls.get("Documentation", "")
+    for url in metadata.metadata("kvframework").get_all("Project-URL") or ():
+        name, _, address = str(url).partition(", ")
+        if name == "Documentation":
+            return address
+    return ""
 
 
 def _filled(index: str) -> str:
