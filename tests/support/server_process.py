@@ -77,7 +77,7 @@ class ServerProcess:
             return 0
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        status = self.process.wait(15)
+        status = self.process.wait(60)
         self.process = None
         return status
 
@@ -94,7 +94,7 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
-        with self.client(timeout=1.0) as client:
+        with self.client() as client:
             return client.status()
 
     def client(self, **options: object) -> WireClient:
