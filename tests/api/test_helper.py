@@ -17,6 +17,7 @@ from kvframework.api.helper import FROZEN_S, HelperTier
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.testing import TierConformance
 from tests.api.helper_tiers import Wrong, filesystem, unmakeable
+from tests.support.processes import send
 from tests.support.waiting import wait_until
 
 
@@ -73,7 +74,7 @@ def sleep(tier: HelperTier) -> None:
 
 def stop(tier: HelperTier) -> None:
     assert tier.pid
-    os.kill(tier.pid, signal.SIGSTOP)
+    send(tier.pid, signal.SIGSTOP)
     tier.contains([key("k")], deadline=time.monotonic() + 0.5)
 
 
@@ -119,7 +120,7 @@ def test_a_helper_that_is_frozen_at_the_end_is_killed(wrong: HelperTier) -> None
     assert answers(wrong)
     pid = wrong.pid
     assert pid
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     wrong.close()
     assert ended(pid)
 

@@ -16,7 +16,7 @@ from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
 from kvframework.messaging.server import liveness
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import Lab, ask, connected
-from tests.support.processes import descriptors
+from tests.support.processes import descriptors, send
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, 
     said(server)
     watcher = Watcher()
     with connected(endpoint, on_up=watcher.up, on_down=watcher.down, silent_s=1.0) as connection:
-        server.send_signal(signal.SIGSTOP)
+        send(server.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded):
             ask(connection, "ECHO", timeout=0.05).result(20)
         assert connection.state == "suspect"
@@ -199,7 +199,7 @@ def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, 
         server.send_signal(signal.SIGCONT)
         assert connection.wait_up(20)
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
-        server.send_signal(signal.SIGSTOP)
+        send(server.pid, signal.SIGSTOP)
         wait_until(lambda: connection.state == "suspect", what="PING alone finds out, too")
         server.send_signal(signal.SIGCONT)
         assert connection.wait_up(20)

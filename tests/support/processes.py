@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
+
+from tests.support.waiting import wait_until
 
 
 def descriptors(pid: int) -> dict[int, str]:
@@ -35,6 +38,23 @@ def busy_s(pid: int) -> float:
     """Return the processor time used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal. After SIGSTOP no thread of the process runs: its other threads run on until the first of them gets a
+    processor."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        wait_until(lambda: states(pid) == {"T"}, what="the stop")
+
+
+def states(pid: int) -> set[str]:
+    """Return the states of the threads, each as the letter of `ps`."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # ended meanwhile
+            found.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def children(pid: int) -> set[int]:

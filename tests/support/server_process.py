@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvframework.client import KVClient
+from tests.support.processes import send
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -88,7 +89,7 @@ class ServerProcess:
         self.process = None
 
     def sigstop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        send(self.pid, signal.SIGSTOP)
 
     def sigcont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
