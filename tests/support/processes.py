@@ -41,7 +41,7 @@ def busy_s(pid: int) -> float:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal. After SIGSTOP no thread of the process runs: its other threads run on until the first of them gets a
+    """Send a signal. After SIGSTOP no thread of the process runs: the others go on until the first of them gets a
     processor."""
     os.kill(pid, number)
     if number == signal.SIGSTOP:
