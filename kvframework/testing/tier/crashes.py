@@ -58,7 +58,9 @@ class CrashTests(TierKit):
                 writer.stdin.write(self._writer().encode())
                 writer.stdin.close()
                 started = writer.stdout.readline()
-                time.sleep(chance.random() * 0.05)
+                began = time.monotonic()
+                writer.stdout.readline()
+                time.sleep(chance.random() * 2 * (time.monotonic() - began))  # so long as a put takes here
                 writer.kill()
             assert started, "another process cannot write to the store"
             with contextlib.closing(self.watch(self.open_by_name())) as again:
