@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.tables import ask, levels
+from tests.doctor.tables import ask, ask_a_silent_one, levels
 from tests.registry.fake_distributions import install
 
 SOURCE = """
@@ -106,11 +105,9 @@ def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str,
 
 
 def test_a_diagnosis_that_hangs_is_ended() -> None:
-    started = time.monotonic()
-    found = ask("hangs", deadline_s=1.5)
-    assert time.monotonic() - started < 3
+    found = ask_a_silent_one("hangs")
     assert levels(found) == {"plugin.usable": "ok", "plugin.diagnose": "fail"}
-    assert "did not end within 1.5 s" in found["plugin.diagnose"].fact
+    assert "did not end within" in found["plugin.diagnose"].fact
 
 
 def test_what_cannot_be_used_says_why() -> None:
