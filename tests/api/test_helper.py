@@ -29,16 +29,41 @@ def key(deed: str) -> bytes:
     return deed.encode() * 72
 
 
+class Kept:
+    """A helper that one test after the other uses: its start is the most of what a test costs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.made = partial(filesystem, str(folder))
+        self.tier = self.start()
+
+    def start(self) -> HelperTier:
+        return HelperTier(self.made, name="filesystem", where="[[l2]] #1", capabilities=("scan", "touch", "usage"))
+
+    def empty(self) -> HelperTier:
+        try:
+            keys = [entry.key for entry in self.tier.scan(deadline=soon())]
+        except TierError:  # the test before has closed it
+            self.tier = self.start()
+            keys = [entry.key for entry in self.tier.scan(deadline=soon())]
+        self.tier.delete(keys, deadline=soon())
+        return self.tier
+
+
+@pytest.fixture(scope="module")
+def one_helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    kept = Kept(tmp_path_factory.mktemp("helper") / "store")
+    yield kept
+    kept.tier.close()
+
+
 class TestAFilesystemInAHelper(TierConformance):
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        self.made = partial(filesystem, str(tmp_path / "store"))
-        tier = self.reopen(None)
-        yield tier
-        tier.close()
+    def tier(self, one_helper: Kept) -> Tier:
+        self.start = one_helper.start
+        return one_helper.empty()
 
-    def reopen(self, tier: Tier | None) -> Tier:
-        return HelperTier(self.made, name="filesystem", where="[[l2]] #1", capabilities=("scan", "touch", "usage"))
+    def reopen(self, tier: Tier) -> Tier:
+        return self.start()
 
 
 @pytest.fixture

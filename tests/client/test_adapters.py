@@ -12,6 +12,7 @@ import pytest
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.wire import messages as m
 from tests.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -25,10 +26,24 @@ def imports() -> None:
     import torch
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running
+
+
 @pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
+def server(process: ServerProcess) -> ServerProcess:
+    """A server that holds nothing and nobody."""
+    if process.process is None:
+        process.start()
+
+    def is_empty() -> bool:
+        with process.client() as client:
+            return client.call("CLEAR", m.Clear()).in_use == 0 and client.status()["instances"] == []
+
+    wait_until(is_empty, what="an empty server")
+    return process
 
 
 @pytest.fixture
