@@ -121,7 +121,7 @@ def _check_keys(config: Config) -> None:
 def _check_endpoint(config: Config) -> None:
     endpoint = config.server.endpoint or default_endpoint()
     if parse_endpoint(endpoint).kind == "ipc":
-        EndpointFiles(endpoint).check()
+        EndpointFiles(endpoint, shared=bool(config.server.admit_uids)).check()
 
 
 def _check_ports(config: Config, *, running: bool) -> None:

@@ -98,6 +98,7 @@ class Server:
             workers=config.server.workers,
             tcp=config.server.tcp,
             curve=curve,
+            admit_uids=config.server.admit_uids,
         )
 
     def bind(self) -> None:

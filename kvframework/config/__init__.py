@@ -12,6 +12,7 @@ from kvframework.config.endpoint import (
     ipc_path,
     parse_endpoint,
     prepare_private_directory,
+    trusted_server_uid,
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
@@ -47,4 +48,5 @@ __all__ = [
     "prepare_private_directory",
     "read_layers",
     "toml_value",
+    "trusted_server_uid",
 ]

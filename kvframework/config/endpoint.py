@@ -21,6 +21,10 @@ FULL_SUFFIX = ".full"
 _MAX_SUN_PATH = 107
 MAX_SOCKET_PATH_BYTES = 100
 
+# Names the user whose server a client trusts, if that is another one than its own.
+SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
+MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
+
 _IPC = "ipc://"
 _TCP = "tcp://"
 _HINT = "write ipc:// and an absolute path"
@@ -99,23 +103,30 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     return f"{_IPC}{default_directory(environ)}/server.sock"
 
 
-def prepare_private_directory(path: Path) -> None:
-    """Creates the directory of a server's sockets (0700), or checks an existing one.
+def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
+    """Creates the directory of a server's sockets (0700; 0711 if it is `shared` with admitted users), or checks an
+    existing one.
 
     Refused: a symbolic link, another user's directory, one that group or others may write to; of the default directory
-    also one that they may enter. Raises `EndpointError`. Blocking (file system calls only).
+    also one that they may enter, and any sharing; a shared one that they may not enter. Raises `EndpointError`.
+    Blocking (file system calls only).
     """
+    _check_shared(path, shared)
     try:
+        made = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private_directory(path)
+        if shared and made:
+            path.chmod(0o711)
     except OSError as error:
         raise EndpointError(
             f"the directory cannot be made: {error.strerror or error}", where=str(path), hint="set [server] endpoint"
         ) from None
 
 
-def check_directory(path: Path) -> None:
+def check_directory(path: Path, *, shared: bool = False) -> None:
     """Refuses what `prepare_private_directory` would refuse, and creates nothing. Raises `EndpointError`. Blocking."""
+    _check_shared(path, shared)
     try:
         check_private_directory(path)
         place, missing = path, False
@@ -126,18 +137,20 @@ def check_directory(path: Path) -> None:
         raise EndpointError(fact, where=str(path), hint="make it with mode 0700, or set [server] endpoint")
 
 
-def check_private_directory(path: Path) -> None:
+def check_private_directory(path: Path, *, owner: int | None = None) -> None:
     """Checks the directory, in server and client: any user who may write there can replace the server. Refuses the
-    directories that `prepare_private_directory` refuses. Raises `EndpointError`, and `OSError` if there is none.
-    Blocking."""
+    directories that `prepare_private_directory` refuses; `owner` is the user that may have it, None: this process's.
+    Raises `EndpointError`, and `OSError` if there is none. Blocking."""
+    owner = os.getuid() if owner is None else owner
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise EndpointError("the directory is a symbolic link", where=str(path), hint="name the real directory")
-    if status.st_uid != os.getuid():
+    if status.st_uid != owner:
         raise EndpointError(
-            f"the directory belongs to uid {status.st_uid}, not to {os.getuid()}",
+            f"the directory belongs to uid {status.st_uid}, not to {owner}",
             where=str(path),
-            hint="set [server] endpoint to a directory of your own",
+            hint=f"a server sets [server] endpoint to a directory of its own; a client that trusts uid {status.st_uid}"
+            f" sets {SERVER_UID_VARIABLE}={status.st_uid}",
         )
     forbidden = 0o077 if path == default_directory() else 0o022
     if status.st_mode & forbidden:
@@ -145,6 +158,36 @@ def check_private_directory(path: Path) -> None:
             f"others may {'use' if forbidden == 0o077 else 'write to'} the directory: {stat.filemode(status.st_mode)}",
             where=str(path),
             hint=f"chmod 700 {path}",
+        )
+
+
+def trusted_server_uid(environ: Mapping[str, str] = os.environ) -> int:
+    """The user whose server a client of this process trusts: this user, or the one that `KVFRAMEWORK_SERVER_UID`
+    names. Raises `EndpointError` for text that is no user id."""
+    named = environ.get(SERVER_UID_VARIABLE, "")
+    if not named:
+        return os.getuid()
+    if not (named.isascii() and named.isdigit() and int(named) <= MAX_UID):
+        raise EndpointError(
+            f"{named[:64]!r} is no user id", where=SERVER_UID_VARIABLE, available=f"0 to {MAX_UID}", hint="see `id -u`"
+        )
+    return int(named)
+
+
+def _check_shared(path: Path, shared: bool) -> None:
+    if not shared:
+        return
+    if path == default_directory():
+        raise EndpointError(
+            "the default directory is private, and [server] admit_uids names other users",
+            where=str(path),
+            hint="set [server] endpoint to a socket in another directory, such as ipc:///run/kvframework/server.sock",
+        )
+    if path.exists() and not path.stat().st_mode & 0o011:
+        raise EndpointError(
+            "the users of [server] admit_uids may not enter the directory",
+            where=str(path),
+            hint=f"chmod 711 {path}",
         )
 
 

@@ -73,6 +73,12 @@ def _server(table: dict[str, object], where: str) -> ServerConfig:
     server = convert(table, ServerConfig, where=where)
     if server.endpoint and parse_endpoint(server.endpoint, where=f"{where} endpoint").kind == "tcp":
         _check_secure(server, f"{where} endpoint")
+        if server.admit_uids:
+            raise EndpointError(
+                "admit_uids is about a local socket, and the endpoint is none",
+                where=f"{where} admit_uids",
+                hint="name an ipc:// endpoint, or leave admit_uids out: over TCP, [server.curve] admits clients",
+            )
     if server.tcp:
         if parse_endpoint(server.tcp, where=f"{where} tcp").kind != "tcp":
             raise EndpointError("not an endpoint of other hosts", where=f"{where} tcp", available="tcp://HOST:PORT")

@@ -15,6 +15,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
+# The last id means "no change" to the kernel.
+Uid = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 # The bounds of a tier's threads.
 AtOnce = Annotated[int, msgspec.Meta(ge=1, le=MAX_TIER_CALLS)]
@@ -50,7 +52,8 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
     `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
     clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
-    `insecure` serves tcp:// in plain text, without authentication."""
+    `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own
+    whose processes may connect at the `ipc://` endpoint, and are trusted as much."""
 
     endpoint: Annotated[
         str, msgspec.Meta(description="the server's `ipc://` socket; empty: a private one of this user")
@@ -80,6 +83,10 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: Annotated[bool, msgspec.Meta(description="serves `tcp://` in plain text to any client, for tests")] = (
         False
     )
+    admit_uids: Annotated[
+        tuple[Uid, ...],
+        msgspec.Meta(max_length=64, description="further users whose processes may use the `ipc://` socket"),
+    ] = ()
     curve: Annotated[CurveConfig | None, msgspec.Meta(description="the table `[server.curve]`, which `tcp` needs")] = (
         None
     )

@@ -13,15 +13,15 @@ NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def as_another_user(work: Callable[[], object]) -> object:
-    """What `work` returns (plain values of JSON) in a forked child of `NOBODY`; an `OSError` comes back as its name."""
+def as_another_user(work: Callable[[], object], uid: int = NOBODY) -> object:
+    """What `work` returns (plain values of JSON) in a forked child of `uid`; an `OSError` comes back as its name."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.setgroups([])
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
             try:
                 result = work()
             except OSError as error:

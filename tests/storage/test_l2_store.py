@@ -17,7 +17,6 @@ from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks, oldest
-from kvframework.storage.l2.latency import Latencies
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
 from tests.storage.memory import packed_key
@@ -382,17 +381,6 @@ def test_oldest_picks_a_smallest_beginning_by_age(found: list[TierEntry], nbytes
     total = sum(entry.nbytes for entry in picked)
     assert total >= nbytes or not left
     assert not picked or total - picked[-1].nbytes < nbytes
-
-
-@given(st.lists(st.floats(1e-6, 100.0), min_size=1, max_size=200), st.sampled_from([0.5, 0.99, 1.0]))
-def test_quantiles_are_right_to_a_tenth(seconds: list[float], q: float) -> None:
-    latencies = Latencies()
-    for each in seconds:
-        latencies.add(each)
-    ranked = sorted(seconds)
-    low = ranked[max(int(q * len(ranked)) - 1, 0)]
-    high = ranked[min(int(q * len(ranked)) + 1, len(ranked) - 1)]
-    assert low * 0.9 <= latencies.quantile_ms(q) / 1e3 <= high * 1.1
 
 
 def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:

@@ -15,7 +15,14 @@ from typing import Any
 
 import zmq
 
-from kvframework.config import FULL_SUFFIX, Endpoint, check_private_directory, ipc_path, parse_endpoint
+from kvframework.config import (
+    FULL_SUFFIX,
+    Endpoint,
+    check_private_directory,
+    ipc_path,
+    parse_endpoint,
+    trusted_server_uid,
+)
 from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
@@ -120,7 +127,7 @@ def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
 def _check_directory(endpoint: str) -> None:
     """Check the directory: a user who may write there could replace the socket by that of another server."""
     try:
-        check_private_directory(Path(ipc_path(endpoint)).parent)
+        check_private_directory(Path(ipc_path(endpoint)).parent, owner=trusted_server_uid())
     except OSError as error:
         raise ServerGone(f"no server listens: {error.strerror}", where=endpoint) from None
 

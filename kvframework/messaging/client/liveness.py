@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 
+from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.fork import close_after_fork
 from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
@@ -34,7 +35,7 @@ class LivenessLink:
         try:
             sock.settimeout(timeout)
             sock.connect(path)
-            if peer_uid(sock) != os.geteuid():
+            if peer_uid(sock) != trusted_server_uid():
                 raise EndpointError(f"the server runs as another user, uid {peer_uid(sock)}", where=path)
             sock.sendall(token)
             arena_fd = _receive_arena(sock, path)

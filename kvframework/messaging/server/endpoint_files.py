@@ -22,9 +22,10 @@ _CONNECT_S = 1.0
 
 
 @contextlib.contextmanager
-def private_umask() -> Iterator[None]:
-    """Files and sockets made within the block are for their owner only (of the whole process, so keep it short)."""
-    before = os.umask(0o177)
+def socket_umask(shared: bool = False) -> Iterator[None]:
+    """Files and sockets made within the block are for their owner only, or, if `shared`, for whom their directory and
+    the server let in (of the whole process, so keep it short)."""
+    before = os.umask(0o111 if shared else 0o177)
     try:
         yield
     finally:
@@ -32,10 +33,12 @@ def private_umask() -> Iterator[None]:
 
 
 class EndpointFiles:
-    """The files of one endpoint while this process holds it; `release()` removes them."""
+    """The files of one endpoint while this process holds it; `release()` removes them. `shared`: other users may reach
+    the sockets, and the server decides whom it serves."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, shared: bool = False) -> None:
         self.endpoint = endpoint
+        self.shared = shared
         self.path = ipc_path(endpoint)
         self.liveness = self.path + LIVENESS_SUFFIX
         self._full = self.path + FULL_SUFFIX
@@ -45,7 +48,7 @@ class EndpointFiles:
     def check(self) -> None:
         """Refuse what `acquire` would refuse, and change nothing. A server that starts at this moment is not seen.
         Blocks for a second at most. Raises `EndpointError`."""
-        check_directory(Path(self.path).parent)
+        check_directory(Path(self.path).parent, shared=self.shared)
         for path in (self.path, self.liveness, self._full):
             if os.path.lexists(path):
                 self._check_socket(path)
@@ -58,7 +61,7 @@ class EndpointFiles:
     def acquire(self) -> None:
         """Make the directory if it is absent, take the lock and remove stale sockets. Raises `EndpointError`, also for
         a directory that others may write to; the error names another process that holds the endpoint."""
-        prepare_private_directory(Path(self.path).parent)
+        prepare_private_directory(Path(self.path).parent, shared=self.shared)
         try:
             self._lock = self._take_lock()
             for path in (self.path, self.liveness, self._full):
@@ -91,7 +94,7 @@ class EndpointFiles:
 
     def _take_lock(self) -> int:
         while True:
-            with private_umask():
+            with socket_umask():
                 lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,13 +18,13 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from kvframework.messaging.fork import close_after_fork
 from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
 from kvframework.messaging.resources import descriptor_limit
-from kvframework.messaging.server.endpoint_files import private_umask
+from kvframework.messaging.server.endpoint_files import socket_umask
 from kvframework.messaging.server.sessions import TOKEN_BYTES, ClientSession
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ class _HalfOpen:
 
 
 class LivenessServer:
-    """Listens at `path`. `find` returns the session of a token; sessions become `local` when their socket is
-    admitted."""
+    """Listens at `path`, to processes of this user and of `admit_uids`. `find` returns the session of a token; sessions
+    become `local` when their socket is admitted."""
 
     def __init__(
         self,
@@ -91,7 +91,9 @@ class LivenessServer:
         find: Callable[[bytes], ClientSession | None],
         clock: Callable[[], float],
         counters: dict[str, int],
+        admit_uids: Collection[int] = (),
     ) -> None:
+        self._admitted = {os.geteuid(), *admit_uids}
         self._arena_fd = arena_fd
         self._find = find
         self._clock = clock
@@ -106,7 +108,7 @@ class LivenessServer:
         close_after_fork(self)
         try:
             self._listener.setblocking(False)
-            with private_umask():
+            with socket_umask(shared=bool(admit_uids)):
                 self._listener.bind(path)
             self._listener.listen(BACKLOG)
         except OSError:
@@ -186,7 +188,7 @@ class LivenessServer:
                 self._epoll.unregister(self._listener.fileno())
                 self._listening = False
             return False
-        if peer_uid(sock) != os.geteuid():
+        if peer_uid(sock) not in self._admitted:
             logger.warning("refused a liveness connection of another user, uid %d", peer_uid(sock))
             self._counters["liveness_refused"] += 1
             sock.close()

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import zmq
@@ -74,7 +75,8 @@ class _Bound:
 
 
 class MessageServer:
-    """Serves `endpoint`: an `ipc://` one to the processes of this user, or a `tcp://` one; also `tcp`, unless it is "".
+    """Serves `endpoint`: an `ipc://` one to the processes of this user and of `admit_uids`, or a `tcp://` one; also
+    `tcp`, unless it is "".
     `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
@@ -91,10 +93,12 @@ class MessageServer:
         workers: int = 2,
         tcp: str = "",
         curve: ServerKeys | None = None,
+        admit_uids: Collection[int] = (),
     ) -> None:
         self.counters: dict[str, int] = Counter(dict.fromkeys(COUNTERS, 0))
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
-        self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint)
+        self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
+        self._admit_uids = admit_uids
         self._curve = curve
         self._served = served
         self._tick_s = tick_s
@@ -177,6 +181,7 @@ class MessageServer:
                 find=self._table.by_token,
                 clock=self._clock,
                 counters=self.counters,
+                admit_uids=self._admit_uids,
             )
             resources.callback(liveness.close)
         listeners, zap = self._listen(resources)
@@ -221,7 +226,7 @@ class MessageServer:
         if remote and self._curve is not None:
             zap = ZapHandler(context, self._curve.admitted, self.counters)
             resources.callback(zap.close)
-        listeners = Listeners(context)
+        listeners = Listeners(context, self._admit_uids)
         resources.callback(listeners.close)
         for endpoint in self._endpoints:
             listeners.open(endpoint, self._curve)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import zmq
@@ -20,7 +20,7 @@ from kvframework.config import parse_endpoint
 from kvframework.errors import HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint_files import private_umask
+from kvframework.messaging.server.endpoint_files import socket_umask
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,11 @@ _HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
 
 
 class Listeners:
-    """The ROUTERs of one server. Borrows the context; `close` before its end."""
+    """The ROUTERs of one server. Borrows the context; `close` before its end. Over ipc:// processes of this user and
+    of `admit_uids` are served."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: zmq.Context[Any], admit_uids: Collection[int] = ()) -> None:
+        self._admit_uids = admit_uids
         self.sockets: list[frames_io.Socket] = []
         self.tcp: list[socket.socket] = []  # the listening sockets below those of tcp://; the gate closes them
         self._context = context
@@ -52,13 +54,14 @@ class Listeners:
         self._local.append(local)
         if local:
             # The modes of socket and directory have the same effect, but may be changed from outside.
-            router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            for uid in {os.geteuid(), *self._admit_uids}:
+                router.setsockopt(zmq.IPC_FILTER_UID, uid)
         else:
             frames_io.over_tcp(router, parse_endpoint(endpoint).host)
             if keys is not None:
                 keys.apply(router)
             router.setsockopt(zmq.BACKLOG, BACKLOG)
-        with private_umask():
+        with socket_umask(shared=local and bool(self._admit_uids)):
             if local:
                 router.bind(endpoint)
             else:

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from kvframework.errors import KVFrameworkError, TierError
+from kvframework.histogram import Histogram
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.latency import Latencies
 from kvframework.storage.l2.steps import Steps, do
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
+# Durations of calls: from 1 us to about 4 minutes.
+FIRST_S, OCTAVES = 1e-6, 28
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
@@ -74,7 +76,7 @@ class TierCalls:
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
-        self._latencies: dict[str, Latencies] = {}
+        self._latencies: dict[str, Histogram] = {}
         self._pending: dict[int, Call] = {}
         self._closed = False
         # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
@@ -115,7 +117,7 @@ class TierCalls:
                 "oldest_call_s": round(max((now - call.began for call in self._pending.values()), default=0.0), 1),
                 "overdue_call": late.name if late and overdue_s else "",
                 "overdue_s": round(overdue_s, 1),
-                "latency_ms": {name: latencies.describe() for name, latencies in self._latencies.items()},
+                "latency_ms": {name: _in_ms(latencies) for name, latencies in self._latencies.items()},
                 **self.counters,
             }
 
@@ -207,6 +209,11 @@ class TierCalls:
                 if name != "put":
                     self.answered_at = ended
             back = was != "closed" == circuit.state
-            self._latencies.setdefault(name, Latencies()).add(ended - began)
+            self._latencies.setdefault(name, Histogram(FIRST_S, OCTAVES)).add(ended - began)
         if back:
             log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)
+
+
+def _in_ms(durations: Histogram) -> dict[str, float]:
+    quantiles = {name: round(durations.quantile(q) * 1e3, 3) for name, q in (("p50", 0.5), ("p99", 0.99))}
+    return {"count": durations.count, **quantiles}
