@@ -12,7 +12,6 @@ import pytest
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.wire import messages as m
 from tests.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -34,16 +33,7 @@ def process() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def server(process: ServerProcess) -> ServerProcess:
-    """A server that holds nothing and nobody."""
-    if process.process is None:
-        process.start()
-
-    def is_empty() -> bool:
-        with process.client() as client:
-            return client.call("CLEAR", m.Clear()).in_use == 0 and client.status()["instances"] == []
-
-    wait_until(is_empty, what="an empty server")
-    return process
+    return process.emptied()
 
 
 @pytest.fixture
