@@ -67,6 +67,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The files that import the largest packages come first and together, so that few of the processes import them.
+    large = {
+        marker: {item.path for item in items if item.get_closest_marker(marker)} for marker in ("torch", "transformers")
+    }
+    items.sort(key=lambda item: (item.path not in large["transformers"], item.path not in large["torch"]))
     if "slow" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("slow") is not None:
