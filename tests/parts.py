@@ -52,6 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "kits",
         "registry/test_hook_examples.py",
         "registry/test_tier_example.py",
+        "registry/test_transport_example.py",
         "scaffold",
     ),
 }

@@ -7,182 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks.tests.processor_time import spin
 from benchmarks.tests.test_commands import ENVIRON, SPREAD, children, document, stopped
 from benchmarks.tests.test_plot import contention
-from kvframework_bench.contention.profile import Entry, hottest, profiled
 from kvframework_bench.contention.sizes import FULL, QUICK
-from kvframework_bench.contention.spinners import Spinner, Spinners, running_spinners
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchFailed, Skipped, WrongBytes
 from kvframework_bench.machine import Load, describe_machine
 from kvframework_bench.process import scratch
-from kvframework_bench.rounds import measure_quiet_and_disturbed
 from kvframework_bench.tables import tables
 from kvframework_bench.workload import SHAPES
 from tests.support.waiting import wait_until
 
 TINY = msgspec.structs.replace(SHAPES["1kb"].quick(), tokens=256)
-
-
-def spin(seconds: float) -> None:
-    """Spend `seconds` of processor time of this thread."""
-    until = time.thread_time() + seconds
-    while time.thread_time() < until:
-        pass
-
-
-# the two halves of a round
-
-
-class Switch:
-    """A disturbance that records its calls."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.seen: list[str] = []
-
-    def begin(self) -> None:
-        self.on = True
-
-    def end(self) -> None:
-        self.on = False
-
-    def case(self, name: str, seconds: float) -> Callable[[], float]:
-        def run() -> float:
-            self.seen.append(f"{name} {self.on}")
-            return seconds * (10 if self.on else 1)
-
-        return run
-
-
-def test_every_round_has_a_quiet_and_a_disturbed_half() -> None:
-    switch = Switch()
-
-    def round_is_over() -> None:
-        assert not switch.on
-        switch.seen.append("over")
-
-    cases = {"a": switch.case("a", 1), "b": switch.case("b", 2)}
-    quiet, disturbed = measure_quiet_and_disturbed(switch, cases, rounds=2, advance=round_is_over)
-    there = ["a False", "b False", "a True", "b True"]
-    assert switch.seen == [*there, "over", *reversed(there), "over"]
-    assert quiet == {"a": [[1], [1]], "b": [[2], [2]]}
-    assert disturbed == {"a": [[10], [10]], "b": [[20], [20]]}
-
-
-# spinners
-
-
-@contextmanager
-def spinners(count: int) -> Iterator[tuple[Spinners, list[Spinner]]]:
-    with scratch() as directory, running_spinners(directory, count) as made:
-        yield made, list(made._spinners)
-
-
-def test_spinners_run_when_they_are_meant_to_and_at_no_other_time() -> None:
-    with spinners(2) as (made, processes):
-        assert all(stopped(each.pid) for each in processes)
-        for _ in range(2):
-            before = [each.spun_s() for each in processes]
-            made.begin()
-            made.begin()
-            assert all(each.spun_s() > earlier for each, earlier in zip(processes, before, strict=True))
-            spin(0.02)
-            made.end()
-            made.end()
-            assert all(stopped(each.pid) for each in processes)
-            after = [each.spun_s() for each in processes]
-            spin(0.02)
-            assert [each.spun_s() for each in processes] == after
-        assert len(made.cores) == 2
-        assert all(0 < each <= 1.01 for each in made.cores)
-    assert not any(Path(f"/proc/{each.pid}").exists() for each in processes)
-
-
-def test_there_is_a_spinner_for_each_core_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, count in ((1, 1), (2, 1), (3, 2)):
-        monkeypatch.setattr("kvframework_bench.contention.spinners.cores", lambda cores=cores: cores)
-        with scratch() as directory, running_spinners(directory) as made:
-            assert made.count == count
-
-
-def test_a_spinner_that_has_ended_is_named() -> None:
-    with spinners(1) as (made, (process,)):
-        process._process.kill()
-        process._process.wait()
-        with pytest.raises(BenchFailed, match="spinner 1 ended with status -9"):
-            made.begin()
-
-
-def test_a_spinner_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework_bench.contention.spinners._SWITCH_S", 0.05)
-    monkeypatch.setattr(Spinner, "spun_s", lambda _self: 1.0)
-    with spinners(1) as (made, _), pytest.raises(BenchFailed, match="spinner 1 does not run"):
-        made.begin()
-
-
-def test_a_killed_bench_leaves_no_stopped_spinner(tmp_path: Path) -> None:
-    """No process would ever continue it."""
-    program = (
-        "import pathlib, sys\n"
-        "from kvframework_bench.contention.spinners import running_spinners\n"
-        "with running_spinners(pathlib.Path(sys.argv[1]), 1) as spinners:\n"
-        "    print(spinners._spinners[0].pid, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        assert stopped(pid)
-        process.kill()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or zombie(pid), what="the end of the spinner")
-
-
-def zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-# the profile
-
-
-def test_the_hottest_functions_are_those_with_most_own_time() -> None:
-    here, elsewhere = spin.__code__, wait_until.__code__
-    entries = [Entry(here, 4, 0.002), Entry("<built-in method len>", 8, 0.006), Entry(elsewhere, 1, 0.5)]
-    spots = hottest(entries, 2, top=2, without=(elsewhere.co_filename,))
-    assert [(spot.function, spot.calls, spot.share) for spot in spots] == [
-        ("built-in method len", 4, 0.75),
-        ("tests/test_contention.py: spin", 2, 0.25),
-    ]
-    assert [round(spot.own_us) for spot in spots] == [3000, 1000]
-    assert len(hottest(entries, 2, top=1, without=())) == 1
-
-
-def test_the_profiler_counts_work_and_no_waiting() -> None:
-    def call() -> None:
-        time.sleep(0.1)
-        spin(0.003)
-
-    entries = profiled(call, 3)
-    own = {entry.code: entry for entry in entries}
-    assert own[call.__code__].calls == 3
-    assert not any("Profiler" in str(code) for code in own)
-    assert 0.008 < sum(entry.own_s for entry in entries) < 0.2
-
-
-# with an engine
 
 
 needs_torch = pytest.mark.torch

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework_bench.rounds import Case, Latency, Spread, interleave, percentile, rate_gb_s, ratio
+from kvframework_bench.rounds import (
+    Case,
+    Latency,
+    Spread,
+    interleave,
+    measure_quiet_and_disturbed,
+    percentile,
+    rate_gb_s,
+    ratio,
+)
 
 SECONDS = st.floats(min_value=1e-6, max_value=100)
 
@@ -78,3 +89,39 @@ def test_every_round_measures_every_case_and_every_other_one_goes_backwards() ->
     assert "".join(order) == "aabbbbaaaabb"
     assert measured == {"a": [[1.0, 1.0]] * 3, "b": [[2.0, 2.0]] * 3}
     assert len(steps) == 3
+
+
+class Switch:
+    """A disturbance that records its calls."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seen: list[str] = []
+
+    def begin(self) -> None:
+        self.on = True
+
+    def end(self) -> None:
+        self.on = False
+
+    def case(self, name: str, seconds: float) -> Callable[[], float]:
+        def run() -> float:
+            self.seen.append(f"{name} {self.on}")
+            return seconds * (10 if self.on else 1)
+
+        return run
+
+
+def test_every_round_has_a_quiet_and_a_disturbed_half() -> None:
+    switch = Switch()
+
+    def round_is_over() -> None:
+        assert not switch.on
+        switch.seen.append("over")
+
+    cases = {"a": switch.case("a", 1), "b": switch.case("b", 2)}
+    quiet, disturbed = measure_quiet_and_disturbed(switch, cases, rounds=2, advance=round_is_over)
+    there = ["a False", "b False", "a True", "b True"]
+    assert switch.seen == [*there, "over", *reversed(there), "over"]
+    assert quiet == {"a": [[1], [1]], "b": [[2], [2]]}
+    assert disturbed == {"a": [[10], [10]], "b": [[20], [20]]}

@@ -34,13 +34,19 @@ def kvf_transports() -> list[TransportProvider | DeviceTransportProvider]:  # ty
     Example, an engine-driven transport named `copy` (entry point `transport.copy`):
 
         from kvframework.api.transport import TransferContext, TransportProvider, hookimpl
+        from kvframework.errors import TransportMismatch
 
         class CopyContext(TransferContext):
             def __init__(self, link):
                 self._link = link
 
+            def on_registered(self, registration, layout):
+                if not self._link.maps_arena:
+                    raise TransportMismatch("copy works in the server's arena, which is not mapped here")
+
             def store(self, transfer):
-                with self._link.prepare_store(transfer).result() as plan:  # aborts unless it is committed
+                # What this raises is a miss for the engine. The block aborts what is not committed.
+                with self._link.prepare_store(transfer).result() as plan:
                     for place in plan.ranges:
                         # Here the bytes move: gather the blocks transfer.blocks_of(place) of transfer.kv_caches.
                         plan.arena[place.offset : place.offset + place.length] = bytes(place.length)

@@ -70,7 +70,7 @@ class EngineDrivenLink(ABC):
 
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
-        """Reserves ranges for the objects that the server lacks. Fails with `TransportMismatch` where the arena is not
+        """Reserves ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not
         mapped."""
 
     @abstractmethod
@@ -130,8 +130,8 @@ class TransferContext(ABC):
     """The engine half of a transport, one per registered instance. Called from the engine's own thread.
 
     Returns futures and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails,
-    is a miss that the core logs and counts; only `BadLayout`, `BadBlockIds` and `TransportMismatch`, for tensors that
-    differ from the registered ones, reach the engine.
+    is a miss that the core logs and counts; only `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from
+    the registered ones, reach the engine.
     """
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
@@ -146,7 +146,9 @@ class TransferContext(ABC):
         return ()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
-        """Called after every successful registration, including a reconnect's. May raise `BadLayout`."""
+        """Called after every successful registration, including a reconnect's. Raises `BadLayout` or
+        `TransportMismatch` for what it cannot move: the registration is taken back, and `auto` takes the next
+        transport."""
         del registration, layout
 
     @abstractmethod

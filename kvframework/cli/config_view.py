@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 
 from kvframework.api.codec import CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -127,11 +128,11 @@ class _View:
 def _aligned(values: Iterable[ShownValue], most: int | None) -> list[str]:
     """Return `key = value # origin` lines with the comments aligned."""
     said = [(_line(value), value.origin) for value in values]
-    width = min(max((len(line) for line, _ in said), default=0), 48)
+    width = min(max((cell_len(line) for line, _ in said), default=0), 48)
     lines: list[str] = []
     for line, origin in said:
-        whole = f"{line:{width}}  # {origin}"
-        lines += [whole] if most is None or len(whole) <= most else [f"# {origin}", line]
+        whole = f"{line}{' ' * (width - cell_len(line))}  # {origin}"
+        lines += [whole] if most is None or cell_len(whole) <= most else [f"# {origin}", line]
     return lines
 
 

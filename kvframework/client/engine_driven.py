@@ -24,7 +24,7 @@ from kvframework.client.calls import ServerCalls
 from kvframework.client.connecting.arena_mapping import MappedArena
 from kvframework.client.replies import as_response, granted, mapped, only, settled
 from kvframework.client.transfers import check_complete, check_held, check_ranges
-from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone, TransportMismatch
+from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
 from kvframework.messaging.client.pending import Answer
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, unpack_indices
@@ -46,9 +46,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
         arena = self._arena
         if arena is None:
-            return Future.failed(
-                TransportMismatch("the server's arena is not mapped in this process", available="missing_chunks")
-            )
+            # A miss like any other: an engine whose connection ends just now asks for nothing wrong.
+            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
         left_out = transfer.first_chunks
         payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
         sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, self._abort_late))

@@ -30,7 +30,6 @@ from kvframework.errors import (
     NotRegistered,
     RequestError,
     ServerGone,
-    TransportMismatch,
 )
 from kvframework.logs.limit import LogLimit
 
@@ -144,7 +143,7 @@ class WorkerAdapter:
         tensors for engines without stable memory. Dropped at once while the server is away, or silent for longer than a
         store waits. Until the future is resolved the blocks may be read and must not change; its `cancel()` ends that,
         at once unless a copy is under way. Raises `BadRange` and `BadBlockIds` before anything is sent, and `BadLayout`
-        or `TransportMismatch` for tensors that differ from the registered ones."""
+        for tensors that differ from the registered ones."""
         instance = self._instance
         if instance is None:
             dropped = (end - start) // request.chunk_tokens * len(block_ids)
@@ -269,7 +268,7 @@ class WorkerAdapter:
             future = start()
             if not isinstance(future, Future):
                 raise TypeError(f"the transport returned {future!r}, no future")
-        except (BadLayout, BadBlockIds, TransportMismatch):
+        except (BadLayout, BadBlockIds):
             raise  # the engine's tensors differ from those that it registered
         except Exception as error:
             known = isinstance(error, KVFrameworkError)

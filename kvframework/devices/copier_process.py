@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import logging
 import mmap
 import os
 import socket
-from typing import Any
-
-import msgspec
 
 from kvframework.api.driver import Arena
-from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.messages import FRAME_HEAD, Failure, Frames, Lost, Start, framed, to_copier
 from kvframework.errors import DeviceLost, KVFrameworkError
@@ -75,8 +70,7 @@ def _first(sock: socket.socket) -> Start:
 
 
 def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
-    create, options_type = _named(start.create), _named(start.options_type)
-    options = msgspec.msgpack.decode(start.options, type=options_type, dec_hook=_size)
+    create, options = start.create.resolve()
     segment = mmap.mmap(arena_fd, 0)
     os.close(arena_fd)
     view = memoryview(segment)
@@ -86,15 +80,3 @@ def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
     # The mappings end with the process, at once.
     end_logging()
     os._exit(0)
-
-
-def _named(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _size(kind: type, value: object) -> object:
-    return ByteSize.parse(value) if kind is ByteSize else value

@@ -23,7 +23,7 @@ from kvframework.api.transport import (
     TransferContext,
 )
 from kvframework.devices.handles import Views, export_memory
-from kvframework.errors import DeviceError, NotRegistered, TransportMismatch
+from kvframework.errors import BadLayout, DeviceError, NotRegistered
 from kvframework.logs.limit import LogLimit
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
@@ -46,6 +46,7 @@ class DeviceTransfer(TransferContext):
         self._declared: KVLayout | None = None
         self._registration: Registration | None = None
         self._caches: Mapping[str, LayerTensors] | None = None
+        self._addresses: list[int] = []
         self._places: list[tuple[int, tuple[int, ...]]] = []
         self._device = ""
         self._events = _EventPool(driver)
@@ -61,7 +62,7 @@ class DeviceTransfer(TransferContext):
             raise NotRegistered("the tensors are not declared", where="memory_handles")
         views = self._layout.block_views(self._declared, kv_caches)
         self._device, handles = export_memory(views, self._declared, self._driver.export)
-        self._caches, self._places = kv_caches, _places(views)
+        self._caches, self._addresses, self._places = kv_caches, _addresses(kv_caches), _places(views)
         return handles
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
@@ -69,7 +70,7 @@ class DeviceTransfer(TransferContext):
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
         """Record an event behind the engine's work and request the copy; the store is dropped at once if the driver
-        cannot record the event. Raises `TransportMismatch` for other tensors."""
+        cannot record the event. Raises `BadLayout` for other tensors."""
         return self._sent(transfer, self._link.store, transfer.failed)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
@@ -96,8 +97,10 @@ class DeviceTransfer(TransferContext):
     ) -> Future[O]:
         if self._registration is None:
             raise NotRegistered("no instance is registered with this transport")
-        if transfer.kv_caches is not self._caches:
-            self._check_same(transfer.kv_caches)
+        caches = transfer.kv_caches
+        # A tensor of the registered mapping may have been swapped: the server would copy the former one.
+        if caches is not self._caches or _addresses(caches) != self._addresses:
+            self._check_same(caches)
         # Recorded before the request is sent: the copier must never see an unrecorded event.
         try:
             event = self._events.take(self._device, transfer.event)
@@ -124,7 +127,7 @@ class DeviceTransfer(TransferContext):
         assert self._layout is not None
         assert self._declared is not None
         if _places(self._layout.block_views(self._declared, kv_caches)) != self._places:
-            raise TransportMismatch(
+            raise BadLayout(
                 "these are not the tensors that were registered",
                 where="kv_caches",
                 available="memory that stays where it is",
@@ -212,6 +215,15 @@ class _Recorded:
 
     def __exit__(self, *_exc: object) -> None:
         self._pool.give_back(self._pooled)
+
+
+def _addresses(kv_caches: Mapping[str, LayerTensors]) -> list[int]:
+    """Return where each tensor begins. At every submit: 0.3 us a tensor, where its views take 20 us."""
+    return [
+        tensor.data_ptr()
+        for tensors in kv_caches.values()
+        for tensor in ((tensors,) if hasattr(tensors, "data_ptr") else tensors)
+    ]
 
 
 def _places(views: Views) -> list[tuple[int, tuple[int, ...]]]:

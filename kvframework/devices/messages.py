@@ -15,6 +15,7 @@ import msgspec
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks
+from kvframework.by_name import NamedCall
 from kvframework.errors import KVFrameworkError
 
 _LENGTH = struct.Struct("=I")
@@ -23,12 +24,10 @@ MAX_FRAME = 1 << 30
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """`create` and `options_type` are "module:name"; `options` is msgpack of that type. `log` is the server's level and
-    form; None: it did not choose one. The arena is pinned by slices of `slice_bytes`."""
+    """`create` makes the driver of `device`. `log` is the server's level and form; None: it did not choose one. The
+    arena is pinned by slices of `slice_bytes`."""
 
-    create: str
-    options_type: str
-    options: bytes
+    create: NamedCall
     device: str
     log: tuple[str, str] | None = None
     slice_bytes: int = 0

@@ -5,24 +5,21 @@ Called from the serving thread; never blocks, except `close` at the end of the s
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from kvframework.api.driver import DeviceOptions, DeviceTransportProvider
 from kvframework.api.futures import Future
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.options import ByteSize
 from kvframework.api.requests import ClientInfo
 from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
+from kvframework.by_name import NamedCall
 from kvframework.devices import pinning
 from kvframework.devices.handles import read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
-from kvframework.errors import KVFrameworkError, PluginBroken, RequestError
+from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.logs.form import chosen_log
 
 MAX_DEVICES = 64
@@ -33,13 +30,12 @@ CLOSE_S = 1.0
 class DeviceServerTransport(ServerTransport):
     """The server half of `provider`'s devices, with one copier process per device, started with its first instance.
 
-    Raises `PluginBroken` if the provider's function cannot be found from another process.
+    Raises `PluginBroken` if another process cannot find the provider's function.
     """
 
     def __init__(self, provider: DeviceTransportProvider[Any], options: DeviceOptions, arena_fd: int) -> None:
-        self._create = _name_of(provider.create_copier, provider.name)
-        self._options_type = _name_of(type(options), provider.name)
-        self._options = options
+        self._create = NamedCall.of(provider.create_copier, options, where=f"transport.{provider.name}")
+        self._stall_s = options.stall_s
         self._arena_fd = arena_fd
         self._copiers: dict[str, CopierSupervisor] = {}
 
@@ -75,15 +71,8 @@ class DeviceServerTransport(ServerTransport):
                 copier.stop()
 
     def _start(self, device: str) -> CopierSupervisor:
-        start = Start(
-            self._create,
-            self._options_type,
-            msgspec.msgpack.encode(self._options, enc_hook=_plain),
-            device,
-            chosen_log(),
-            pinning.SLICE_BYTES,
-        )
-        return CopierSupervisor(start, self._arena_fd, stall_s=self._options.stall_s)
+        start = Start(self._create, device, chosen_log(), pinning.SLICE_BYTES)
+        return CopierSupervisor(start, self._arena_fd, stall_s=self._stall_s)
 
 
 class DeviceContext(ServerContext):
@@ -107,24 +96,3 @@ class DeviceContext(ServerContext):
 
     def failure(self) -> KVFrameworkError | None:
         return self._instance.failure
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, ByteSize):
-        return int(value)
-    raise NotImplementedError(f"{type(value).__name__} is no type for an option")
-
-
-def _name_of(thing: Callable[..., object] | type, plugin: str) -> str:
-    """Return "module:name" of an object at the top of a module."""
-    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
-    found: object = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not thing or module == "__main__":
-        raise PluginBroken(
-            f"transport.{plugin}: {name or thing!r} cannot be found by its name",
-            where=module,
-            hint="the copier is a process of its own: define it at the top of a module that can be imported",
-        )
-    return f"{module}:{name}"

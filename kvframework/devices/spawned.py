@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
+from kvframework.child_process import reap, start_child
 from kvframework.errors import KVFrameworkError
 
-STOP_S = 1.0
 _RECEIVE = 1 << 18
-# The paths of this process and no others: with -m the working directory would be the first.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from kvframework.devices.copier_process import main; sys.exit(main(sys.argv[1:3]))"
-)
 
 
 @dataclass(eq=False)
@@ -34,17 +27,7 @@ class SpawnedCopier:
     @classmethod
     def start(cls, arena_fd: int) -> SpawnedCopier:
         """Start a process; borrows `arena_fd`. Raises the errors of `subprocess.Popen`."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            try:
-                popen = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(arena_fd), *sys.path],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), arena_fd),
-                )
-            except BaseException:
-                ours.close()
-                raise
+        popen, ours = start_child("kvframework.devices.copier_process", arena_fd)
         ours.setblocking(False)
         return cls(popen, ours, time.monotonic())
 
@@ -57,22 +40,10 @@ class SpawnedCopier:
         except OSError:
             return None
 
-    def why_ended(self) -> str:
-        """Return how the process ended, as the end of a sentence. Waits for the end, a second at most."""
-        try:
-            status = self.popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" by signal {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
-
     def reap(self) -> None:
         """Kill the process and return once it touches no memory any more: at once, unless a driver holds it in the
         kernel."""
         self.sock.close()
         if self.lost is None:
             self.popen.kill()
-        try:
-            self.popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
+        reap(self.popen)

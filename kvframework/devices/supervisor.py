@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.server_transport import CopyJob
+from kvframework.child_process import why_ended
 from kvframework.devices.messages import (
     Beat,
     Cancel,
@@ -243,7 +244,7 @@ class CopierSupervisor:
             stalled = self._stalled(process, ready)
             if stalled:
                 return DeviceLost(f"the copier of {self.device} was killed: {stalled}")
-        return process.lost or DeviceLost(f"the copier of {self.device} ended{process.why_ended()}")
+        return process.lost or DeviceLost(f"the copier of {self.device} ended{why_ended(process.popen)}")
 
     def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
         """Send as much as the socket takes; False if the other end has closed."""

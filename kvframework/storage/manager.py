@@ -21,7 +21,7 @@ from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import closest
-from kvframework.errors import RequestError
+from kvframework.errors import RequestError, TierError
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
@@ -310,7 +310,13 @@ class StorageManager:
         is not known.
         """
         if model and l2:
-            self._tiers.learn(self.records)
+            try:
+                self._tiers.learn(self.records)
+            except TierError as error:
+                hint = (
+                    "nothing is cleared, since a namespace of the model may be there alone: clear again when it works"
+                )
+                raise TierError(error.fact, where=error.where, hint=hint) from None
         models = self.records.models()
         if model and model not in models:
             raise RequestError(

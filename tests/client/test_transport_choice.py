@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 
+from kvframework.api.layout import Layout
+from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config import load_config
-from kvframework.errors import DeviceError, TransportMismatch
+from kvframework.devices.engine_half import DeviceTransfer
+from kvframework.errors import BadLayout, DeviceError, TransportMismatch
 from kvframework.registry import PluginRegistry
 from kvframework.server import Server
 from kvframework.testing.accelerator import DeviceTensor, SimulatedNode
 from kvframework.testing.transport.node import PATIENCE_S, status_of
+from kvframework.wire import messages as m
 from tests.devices import rigs  # noqa: F401 - makes the example importable
 from tests.support.waiting import wait_until
 
 import kvf_simdev  # isort: skip
+from kvf_simdev import SimEngine  # isort: skip
 from tests.devices import faulty  # isort: skip
 
 SHAPE = (2, 64, 16, 2, 4)
@@ -107,6 +112,21 @@ def stores(client: KVClient, adapter: WorkerAdapter) -> bool:
     request = RequestHashes(client.hasher, 16, request_id="r")
     request.extend(range(16))
     return adapter.submit_store(request, 0, 16, [[3]]).result(PATIENCE_S)
+
+
+def refuse_late(monkeypatch: pytest.MonkeyPatch, driver: type[SimEngine]) -> list[Registration]:
+    """Make a driver's transport refuse what the server has registered; return the list of them from now on."""
+    refused: list[Registration] = []
+    original = DeviceTransfer.on_registered
+
+    def on_registered(self: Any, registration: Registration, layout: Layout) -> None:
+        if isinstance(self._driver, driver):
+            refused.append(registration)
+            raise BadLayout("this transport cannot move it")
+        original(self, registration, layout)
+
+    monkeypatch.setattr(DeviceTransfer, "on_registered", on_registered)
+    return refused
 
 
 def test_a_transport_that_cannot_lend_the_memory_is_left_out_and_the_next_one_taken(
@@ -206,6 +226,72 @@ def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
         assert REFUSED in caplog.text
         assert "it is not shared" in caplog.text
         adapter.close()
+
+
+def test_what_a_transport_refuses_late_does_not_stay_registered(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has registered the instance by then: it is taken back, and the next transport can have its id."""
+    refuse_late(monkeypatch, faulty.RefusesLate)
+    with serving(endpoint, node, "refuses_late", "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        with pytest.raises(BadLayout, match="cannot move it"):
+            worker(connected, node, "refuses_late").register_kv_caches(on_devices(node, 0), block_size=16)
+        assert taken(connected) == []
+        adapter = worker(connected, node)
+        adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        assert taken(connected) == ["sound"]
+        assert stores(connected, adapter)
+        adapter.close()
+
+
+def test_a_refusal_stands_until_there_is_another_server(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait mends nothing that does not fit: a lost instance asks once, not every few seconds."""
+    with serving(endpoint, node, "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        adapter = worker(connected, node)
+        adapter.register_kv_caches(on_devices(node, 0), block_size=16)
+        with monkeypatch.context() as patch:
+            asked = refuse_late(patch, SimEngine)
+            connected.request("UNREGISTER_KV_CACHE", m.Unregister(1), m.Empty)
+            assert not stores(connected, adapter)
+            instance = adapter._instance
+            assert instance is not None
+            wait_until(lambda: instance._again is not None, PATIENCE_S, "the attempt to register again")
+            thread = instance._again
+            assert thread is not None
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "it tries again"
+            for _ in range(3):
+                assert not stores(connected, adapter)
+            assert instance._again is thread
+            assert len(asked) == 1
+            assert taken(connected) == []
+    with serving(endpoint, node, "sound"):
+        wait_until(lambda: connected.usable and taken(connected), PATIENCE_S, "the registration at the new server")
+        assert stores(connected, adapter)
+        adapter.close()
+
+
+def test_an_instance_that_was_never_made_does_not_register_later(
+    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever error ended its constructor, a new server hears nothing of it."""
+
+    class Fails:
+        spare_blocks = (0,)
+
+        def declared(self, layout: object) -> None:
+            raise ZeroDivisionError
+
+    with serving(endpoint, node, "sound"):
+        assert connected.wait_up(PATIENCE_S)
+        with pytest.raises(ZeroDivisionError):
+            worker(connected, node).register_kv_caches(on_devices(node, 0), block_size=16, view=Fails())  # type: ignore[arg-type]
+        assert taken(connected) == []
+        assert connected._on_up == []
 
 
 def test_tensors_are_registered_anew_only_after_a_close(

@@ -82,6 +82,14 @@ def lends_nothing(options: SimOptions) -> LendsNothing:
     return LendsNothing.open[-1]
 
 
+class RefusesLate(SimEngine):
+    """A driver to tell apart: a test makes its transport refuse what the server has registered."""
+
+
+def refuses_late(options: SimOptions) -> RefusesLate:
+    return RefusesLate(runtime(options.node))
+
+
 def breaks_once(options: SimOptions, device: str, arena: Arena) -> SimCopier:
     made = BreaksOnce(runtime(options.node), device, arena)
     made.marker = Path(options.node) / "broken"
@@ -142,4 +150,5 @@ def kvf_transports() -> list[DeviceTransportProvider[SimOptions]]:
         _provider("is_broken", is_broken),
         _provider("needs_a_library", needs_a_library),
         _provider("lends_nothing", refuses_memory, lends_nothing),
+        _provider("refuses_late", create_copier, refuses_late),
     ]

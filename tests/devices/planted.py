@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,10 @@ class PlantedCopier(SimCopier):
 
     def __init__(self, options: SimOptions, device: str, arena: Arena) -> None:
         super().__init__(runtime(options.node), device, arena)
+
+
+class TakesAnyDevice(PlantedCopier):
+    """Made for a device that the machine lacks."""
 
 
 class OffByOne(PlantedCopier):
@@ -234,19 +239,26 @@ def _copy(
 # in the engine
 
 
-class KeepsStreams(SimEngine):
+class PlantedEngine(SimEngine):
+    """Made as a provider's `create_engine` is called."""
+
+    def __init__(self, options: SimOptions) -> None:
+        super().__init__(runtime(options.node))
+
+
+class KeepsStreams(PlantedEngine):
     def destroy_event(self, event: Event) -> None:
         self._behind.pop(event, None)
         super().destroy_event(event)
 
 
-class MakesAStreamEachTime(SimEngine):
+class MakesAStreamEachTime(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         self._behind.pop(event, None)
         super().record(event, behind)
 
 
-class ExportsEachTensor(SimEngine):
+class ExportsEachTensor(PlantedEngine):
     """As if an allocation ended at each tensor: the same memory is opened many times."""
 
     def export(self, address: int) -> Exported:
@@ -254,7 +266,7 @@ class ExportsEachTensor(SimEngine):
         return found._replace(allocation=structs.replace(found.allocation, nbytes=found.offset + 1))
 
 
-class OffsetOfTheFirst(SimEngine):
+class OffsetOfTheFirst(PlantedEngine):
     first: Exported | None = None
 
     def export(self, address: int) -> Exported:
@@ -263,14 +275,14 @@ class OffsetOfTheFirst(SimEngine):
         return found._replace(offset=self.first.offset)
 
 
-class TakesTheDefaultStream(SimEngine):
+class TakesTheDefaultStream(PlantedEngine):
     """Any object is the current stream."""
 
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         return super().block_stream(stream if isinstance(stream, Stream) else None)
 
 
-class TheLastOfTheProcess(SimEngine):
+class TheLastOfTheProcess(PlantedEngine):
     """Events are made on the device that was first used in this process."""
 
     used: ClassVar[list[str]] = []
@@ -280,12 +292,12 @@ class TheLastOfTheProcess(SimEngine):
         return super().create_event(self.used[0])
 
 
-class ForgetsTheEvent(SimEngine):
+class ForgetsTheEvent(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         super().record(event, None)
 
 
-class RecordsTooLate(SimEngine):
+class RecordsTooLate(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         def late() -> None:
             with contextlib.suppress(DeviceError):
@@ -295,19 +307,19 @@ class RecordsTooLate(SimEngine):
         threading.Timer(0.3, late).start()
 
 
-class ExportsNoOffset(SimEngine):
+class ExportsNoOffset(PlantedEngine):
     def export(self, address: int) -> Exported:
         return super().export(address)._replace(offset=0)
 
 
-class WaitsForTheEngine(SimEngine):
+class WaitsForTheEngine(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         while isinstance(behind, Event) and not self._runtime.reached(behind):
             time.sleep(0.005)
         super().record(event, behind)
 
 
-class HasOneStream(SimEngine):
+class HasOneStream(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         if behind is not None:
             self._behind[event] = next(iter(self._behind.values()), None) or self._runtime.stream(event.device)
@@ -317,33 +329,55 @@ class HasOneStream(SimEngine):
         self._runtime.destroy_event(event)
 
 
-class TakesAnythingForNone(SimEngine):
+class TakesAnythingForNone(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         super().record(event, behind if isinstance(behind, Event) else None)
 
 
-class KeepsEvents(SimEngine):
+class KeepsEvents(PlantedEngine):
     def destroy_event(self, event: Event) -> None:
         return None
 
 
-class HoldsNothing(SimEngine):
+class ReleasesOnce(PlantedEngine):
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        releases = [super().block_stream(stream)]
+        return lambda: releases.pop()()
+
+
+class ReleasesWhileItIsOpen(PlantedEngine):
+    closed = False
+
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        release = super().block_stream(stream)
+        return lambda: None if self.closed else release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ForgetsItsRuntime(PlantedEngine):
+    def close(self) -> None:
+        vars(self).pop("_runtime", None)
+
+
+class HoldsNothing(PlantedEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         return lambda: None
 
 
-class NeverReleases(SimEngine):
+class NeverReleases(PlantedEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         super().block_stream(stream)
         return lambda: None
 
 
-class HoldsTheThread(SimEngine):
+class HoldsTheThread(PlantedEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         raise DeviceError("streams are not known here")
 
 
-class HoldsTheCurrentStream(SimEngine):
+class HoldsTheCurrentStream(PlantedEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         return super().block_stream(None)
 
@@ -430,51 +464,16 @@ def _by_hand(
     )
 
 
+def _name(bug: type) -> str:
+    """`OffByOne` is the transport `off_by_one`."""
+    return "_".join(re.findall(r"[A-Z][a-z]*|\d+", bug.__name__)).lower()
+
+
 @hookimpl
 def kvf_transports() -> list[AnyTransportProvider[SimOptions]]:
     return [
-        _provider("merges_neighbours", copier=MergesNeighbours),
-        _provider("copies_so_many", copier=CopiesSoMany),
-        _provider("forgets_the_last_fragment", copier=ForgetsTheLastFragment),
-        _provider("offsets_of_20_bits", copier=OffsetsOf20Bits),
-        _provider("loads_the_first_lane_only", copier=LoadsTheFirstLaneOnly),
-        _provider("swaps_lanes", copier=SwapsLanes),
-        _provider("stores_both_ways", copier=StoresBothWays),
-        _provider("pins_the_first_slice", copier=PinsTheFirstSlice),
-        _provider("pins_from_the_beginning", copier=PinsFromTheBeginning),
-        _provider("has_one_copy_stream", copier=HasOneCopyStream),
-        _provider("opens_any_device", copier=OpensAnyDevice),
-        _provider("opens_once", copier=OpensOnce),
-        _provider("reaches_what_failed", copier=ReachesWhatFailed),
-        _provider("copies_at_once", copier=CopiesAtOnce),
-        _provider("records_before", copier=RecordsBefore),
-        _provider("keeps_streams", engine=lambda options: KeepsStreams(runtime(options.node))),
-        _provider("makes_a_stream_each_time", engine=lambda options: MakesAStreamEachTime(runtime(options.node))),
-        _provider("exports_each_tensor", engine=lambda options: ExportsEachTensor(runtime(options.node))),
-        _provider("offset_of_the_first", engine=lambda options: OffsetOfTheFirst(runtime(options.node))),
-        _provider("takes_the_default_stream", engine=lambda options: TakesTheDefaultStream(runtime(options.node))),
-        _provider("the_last_of_the_process", engine=lambda options: TheLastOfTheProcess(runtime(options.node))),
-        _provider("off_by_one", copier=OffByOne),
-        _provider("wrong_stride", copier=WrongStride),
-        _provider("frees_early", copier=FreesEarly),
-        _provider("keeps_memory_open", copier=KeepsMemoryOpen),
-        _provider("forgets_the_event", engine=lambda options: ForgetsTheEvent(runtime(options.node))),
-        _provider("records_too_late", engine=lambda options: RecordsTooLate(runtime(options.node))),
-        _provider("synchronizes_first", copier=SynchronizesFirst),
-        _provider("opens_without_a_size", copier=OpensWithoutASize),
-        _provider("takes_the_first_device", copier=TakesTheFirstDevice),
-        _provider("knows_no_loss", copier=KnowsNoLoss),
-        _provider("loses_at_once", copier=LosesAtOnce),
-        _provider("keeps_opened_events", copier=KeepsOpenedEvents),
-        _provider("has_one_stream", engine=lambda options: HasOneStream(runtime(options.node))),
-        _provider("takes_anything_for_none", engine=lambda options: TakesAnythingForNone(runtime(options.node))),
-        _provider("exports_no_offset", engine=lambda options: ExportsNoOffset(runtime(options.node))),
-        _provider("waits_for_the_engine", engine=lambda options: WaitsForTheEngine(runtime(options.node))),
-        _provider("keeps_events", engine=lambda options: KeepsEvents(runtime(options.node))),
-        _provider("holds_nothing", engine=lambda options: HoldsNothing(runtime(options.node))),
-        _provider("never_releases", engine=lambda options: NeverReleases(runtime(options.node))),
-        _provider("holds_the_thread", engine=lambda options: HoldsTheThread(runtime(options.node))),
-        _provider("holds_the_current_stream", engine=lambda options: HoldsTheCurrentStream(runtime(options.node))),
+        *(_provider(_name(bug), copier=bug) for bug in PlantedCopier.__subclasses__()),
+        *(_provider(_name(bug), engine=bug) for bug in PlantedEngine.__subclasses__()),
         _by_hand("ignores_skip", IgnoresSkip),
         _by_hand("waits_for_the_copy", WaitsForTheCopy),
         _by_hand("copies_after_cancel", server=AnswersCancelAtOnce),

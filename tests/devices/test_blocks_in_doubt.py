@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.errors import TransportMismatch
+from kvframework.errors import BadLayout, TransportMismatch
 from kvframework.server import Server
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
@@ -89,6 +89,33 @@ def test_other_tensors_than_registered_are_refused(rig: SimulatedRig, client: KV
     assert submit(request, 0, 48, engine.source(), kv_caches=same).result(PATIENCE_S).ok
     name = next(iter(same))
     moved = {**same, name: rig.empty(same[name].shape, "float32")}
-    with pytest.raises(TransportMismatch, match="not the tensors that were registered"):
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
         submit(request, 0, 48, engine.source(), kv_caches=moved)
+    engine.close()
+
+
+@pytest.mark.parametrize("swap", ["another tensor", "other memory of the same tensor"])
+def test_a_tensor_that_is_swapped_in_the_registered_mapping_is_refused(
+    rig: SimulatedRig, client: KVClient, swap: str
+) -> None:
+    """The server would copy the memory that the engine had before, as if nothing were wrong."""
+    engine = KitEngine(rig, client, 7, NHD)
+    request = engine.request()
+    name, before = next(iter(engine.caches.items()))
+    other = rig.empty(before.shape, "float32")
+    assert isinstance(engine.caches, dict)
+    if swap == "another tensor":
+        engine.caches[name] = other
+    else:
+        address, before.address = before.address, other.data_ptr()
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
+        engine.store(request, engine.source())
+    with pytest.raises(BadLayout, match="not the tensors that were registered"):
+        engine.load(request, engine.target())
+    assert engine.hit(request) == 0
+    if swap == "another tensor":
+        engine.caches[name] = before
+    else:
+        before.address = address
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
     engine.close()

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+from kvframework.by_name import NamedCall
 from kvframework.devices.messages import Frames, Lost, Start, framed, from_copier
 from tests.support.full_pipe import full_pipe
 
@@ -26,7 +27,7 @@ def test_a_copier_that_fails_says_so_although_its_log_is_not_read() -> None:
         os.close(arena)
         try:
             ours.settimeout(30)
-            ours.sendall(framed(Start("no_such_module:create", "no_such_module:Options", b"", "gpu-0")))
+            ours.sendall(framed(Start(NamedCall("no_such_module:create", "no_such_module:Options", b""), "gpu-0")))
             frames, said = Frames(), []
             while not said:
                 said = [from_copier(payload) for payload in frames.feed(ours.recv(1 << 16))]

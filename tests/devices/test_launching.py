@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvframework.api.driver import CopyBatch
+from kvframework.by_name import NamedCall
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.pinning import Pinning
@@ -323,7 +324,7 @@ def test_a_descriptor_that_could_not_be_sent_is_kept_to_be_closed() -> None:
 
 def test_a_copier_that_can_not_be_started_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [*sys.path, object()])
-    supervisor = CopierSupervisor(Start("m:create", "m:Options", b"", "gpu-1"), 0, stall_s=60.0)
+    supervisor = CopierSupervisor(Start(NamedCall("m:create", "m:Options", b""), "gpu-1"), 0, stall_s=60.0)
     try:
         for _ in range(2):
             with pytest.raises(DeviceLost, match="cannot be started"):

@@ -119,10 +119,16 @@ def test_without_a_server_it_computes() -> None:
     assert "runs without a cache: [run.server_gone]" in told
 
 
-def test_the_guides_other_lines_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_other_lines_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In their order, in the example's names: a view, a scheduler process, a rank, a part of a prompt, preemption."""
     monkeypatch.setenv("KVFRAMEWORK_DEADLINE_SCALE", "20")
     view, scheduling, ranked, part, preemption = blocks(GUIDE, "python")[1:]
+
+    def run_lines(lines: str) -> None:
+        file = tmp_path / "lines.py"
+        file.write_text(lines)
+        names.update(run_path(str(file), init_globals=names))
+
     with ServerProcess() as server:
         monkeypatch.setenv("KVFRAMEWORK_ENDPOINT", server.endpoint)
         names = run_path(str(PROGRAM))
@@ -132,15 +138,15 @@ def test_the_guides_other_lines_run(monkeypatch: pytest.MonkeyPatch) -> None:
         names |= {"kv": engine.kv, "client": engine.cache.client, "chunk": engine.cache.chunk, "prompt": prompt}
         names |= {"namespace": worker.registration.namespace, "world_size": 1, "worker": worker}
         worker.close()
-        exec(view, names)
+        run_lines(view)
         worker.register_kv_caches(engine.kv, block_size=names["BLOCK"], view=names["View"]())
-        exec(scheduling, names)
+        run_lines(scheduling)
         assert names["found"].hit_tokens == 768
-        exec(ranked, names)
+        run_lines(ranked)
         names |= {"own": 300, "table": list(range(62))}
-        exec(part, names)
+        run_lines(part)
         assert names["future"].result(60).ok
         names["futures"] = [names["future"]]
-        exec(preemption, names)
+        run_lines(preemption)
         assert server.status()["tickets"] == 0
         engine.cache.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -122,8 +123,8 @@ def test_what_cannot_be_used_says_why() -> None:
 
 def test_memory_that_a_server_has_taken_already_is_not_asked_for() -> None:
     assert levels(ask("memory", kind="memory")) == {"plugin.usable": "ok", "acme.disk": "warn"}
-    assert levels(ask("memory", kind="memory", serving=True)) == {"plugin.usable": "ok"}
-    assert levels(ask("seen", serving=True)) == {"plugin.usable": "ok", "acme.disk": "warn"}
+    assert levels(ask("memory", kind="memory", replaces=os.getpid())) == {"plugin.usable": "ok"}
+    assert levels(ask("seen", replaces=os.getpid())) == {"plugin.usable": "ok", "acme.disk": "warn"}
 
 
 def test_a_transport_that_pins_wants_to_lock_memory(site: Path) -> None:

@@ -12,6 +12,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.transfers import checked_transfer
+from kvframework.testing.transport.cases import GroupCase
 from tests.plugins.arena_link import ArenaLink
 
 if TYPE_CHECKING:
@@ -21,24 +22,10 @@ NAMES = ("layer", "plane", "block", "token", "head", "dim")
 
 
 @dataclass(frozen=True)
-class Group:
-    """A layer group of a test: its sizes, and the axes in which an engine holds it."""
+class Group(GroupCase):
+    """A layer group of a test, and how an engine holds its layers."""
 
-    axes: tuple[str, ...]
-    layers: int = 2
-    planes: int = 2
-    heads: int = 2
-    dim: int = 3
-    dtype: str = "float32"
-    block_size: int = 4
-    compress_ratio: int = 1
-    window: int = 0
-    state: bool = False
     how: str = "own"  # "own" tensors, "offsets" in one storage, or "interleaved" in one tensor
-
-    @property
-    def slots(self) -> int:
-        return 1 if self.state else self.block_size // self.compress_ratio
 
     def content(self, blocks: int, seed: int) -> torch.Tensor:
         """Random bits `[layer, plane, block, slot, head, dim]`."""

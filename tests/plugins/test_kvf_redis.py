@@ -20,6 +20,7 @@ from kvframework.testing.tier.batches import BatchTests
 from kvframework.testing.tier.contract import ContractTests
 from kvframework.testing.tier.deadlines import DeadlineTests
 from kvframework.testing.tier.faults import FaultTests
+from tests.plugins.redis_rounds import rounds
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
 from tests.support.tls_proxy import TlsProxy
@@ -210,36 +211,8 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(server: RedisServer, ti
 def test_stores_and_loads_go_on_through_kills_and_freezes_and_no_byte_is_wrong(
     server: RedisServer, opened: Opened
 ) -> None:
-    tier, done, size = opened(server.url, max_value_bytes=64 << 10), threading.Event(), 150_000
-    rounds = {"found": 0, "failed": 0}
-    wrong: list[bytes] = []
-
-    def load(seed: int) -> None:
-        turn = 0
-        while not done.is_set():
-            turn += 1
-            keys = [b"%d/%d/%d" % (seed, turn % 3, index) for index in range(4)]
-            values = [(b"<%b.%d>" % (key, turn) * size)[:size] for key in keys]
-            try:
-                tier.put(keys, [[memoryview(value)] for value in values], deadline=soon(0.5))
-                outcomes, found = get(tier, *keys, nbytes=size, deadline=soon(0.5))
-            except TierError:
-                rounds["failed"] += 1
-                continue
-            rounds["found"] += outcomes == [FOUND] * 4
-            for key, value, outcome in zip(keys, found, outcomes, strict=True):
-                unit = value[: value.find(b">") + 1]
-                if outcome is FOUND and not (unit.startswith(b"<%b." % key) and value == (unit * size)[:size]):
-                    wrong.append(unit)
-
-    def progress(what: str, count: int = 3) -> None:
-        target = rounds[what] + count
-        wait_until(lambda: rounds[what] >= target, 60, f"rounds {what}")
-
-    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
+    tier = opened(server.url, max_value_bytes=64 << 10)
+    with rounds(tier, 150_000, call_s=0.5, threads=2) as progress:
         for _ in range(3):
             progress("found")
             server.restart()
@@ -252,11 +225,6 @@ def test_stores_and_loads_go_on_through_kills_and_freezes_and_no_byte_is_wrong(
         progress("failed")
         server.start()
         progress("found")
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
 
 
 def test_a_late_reply_is_never_taken_for_the_next_one(server: RedisServer) -> None:

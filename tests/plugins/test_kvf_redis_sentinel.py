@@ -12,10 +12,10 @@ import pytest
 
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
+from tests.plugins.redis_rounds import rounds
 from tests.support.processes import send
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -121,35 +121,7 @@ def in_threads(work: Callable[[], object], count: int) -> None:
 
 
 def test_a_killed_master_is_replaced_and_no_byte_is_wrong(group: RedisWithSentinels, opened: Opened) -> None:
-    tier, done, size = opened(), threading.Event(), 100_000
-    rounds = {"found": 0, "failed": 0}
-    wrong: list[bytes] = []
-
-    def load() -> None:
-        turn = 0
-        while not done.is_set():
-            turn += 1
-            keys = [b"%d/%d" % (turn % 3, index) for index in range(4)]
-            values = [(b"<%b.%d>" % (key, turn) * size)[:size] for key in keys]
-            try:
-                tier.put(keys, [[memoryview(value)] for value in values], deadline=soon(2.0))
-                outcomes, found = get(tier, *keys, nbytes=size, deadline=soon(2.0))
-            except TierError:
-                rounds["failed"] += 1
-                continue
-            rounds["found"] += outcomes == [FOUND] * 4
-            for key, value, outcome in zip(keys, found, outcomes, strict=True):
-                unit = value[: value.find(b">") + 1]
-                if outcome is FOUND and not (unit.startswith(b"<%b." % key) and value == (unit * size)[:size]):
-                    wrong.append(unit)
-
-    def progress(what: str) -> None:
-        target = rounds[what] + 3
-        wait_until(lambda: rounds[what] >= target, PATIENCE_S, f"rounds {what}")
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    try:
+    with rounds(opened(), 100_000, call_s=2.0) as progress:
         progress("found")
         victim, heir = group.master, group.replica
         group.set_down_after(500)
@@ -160,7 +132,3 @@ def test_a_killed_master_is_replaced_and_no_byte_is_wrong(group: RedisWithSentin
         group.set_down_after()
         group.bring_back(victim)
         progress("found")
-    finally:
-        done.set()
-        thread.join()
-    assert not wrong

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
+from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
 from kvframework.devices.messages import Start
 from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport
@@ -53,7 +54,9 @@ def test_a_copier_that_the_kernel_holds_keeps_no_server(
     monkeypatch.setattr("kvframework.devices.supervisor.SpawnedCopier", Held)
     transport = object.__new__(DeviceServerTransport)
     transport._copiers = {
-        f"gpu-{number}": CopierSupervisor(Start("m:create", "m:Options", b"", f"gpu-{number}"), 0, stall_s=60.0)
+        f"gpu-{number}": CopierSupervisor(
+            Start(NamedCall("m:create", "m:Options", b""), f"gpu-{number}"), 0, stall_s=60.0
+        )
         for number in range(3)
     }
     copiers = list(transport._copiers.values())

@@ -61,3 +61,11 @@ def children(pid: int) -> set[int]:
     """Return the living children of the process."""
     found = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
     return {int(child) for each in found for child in each}
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no such process, or one whose end only its parent has yet to see."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

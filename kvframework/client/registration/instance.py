@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvframework.api.canary import EngineView
@@ -19,6 +19,7 @@ from kvframework.client.registration.canary import check_by_reading, check_by_wr
 from kvframework.client.registration.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
+    BadLayout,
     DeviceError,
     KVFrameworkError,
     PluginWrongKind,
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
+# What no wait can mend: the two sides, or the tensors and their declaration, do not fit.
+_REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Instance:
         self._lock = threading.Lock()
         self._registering = threading.Lock()
         self._exports = False
+        self._refused = False
         choose_transport(
             client,
             identity.transport,
@@ -96,7 +100,7 @@ class Instance:
             if view is not None:
                 view.declared(self._declared)
                 check_by_writing(self.transfer, kv_caches, self._declared, view)
-        except KVFrameworkError:
+        except BaseException:
             self.close()
             raise
 
@@ -109,7 +113,11 @@ class Instance:
         if self._again is not None:
             self._again.join()
         with self._registering:
-            self._unregister()
+            try:
+                self._unregister(urgent=self._exports)
+            finally:
+                # Only now: until the server has closed its mappings it may refer to the transport's resources.
+                self.transfer.close()
 
     def _register_with(self, transport: str, transfer: TransferContext) -> None:
         self._transport, self.transfer = transport, transfer
@@ -119,9 +127,10 @@ class Instance:
         self.registration = self._register(urgent=False)
 
     def recover(self) -> None:
-        """Register again, in the background, since the server lost this instance's memory. Never blocks."""
+        """Register again, in the background, since the server lost this instance's memory. Does nothing after a refusal
+        that no wait can mend, until there is another server. Never blocks."""
         with self._lock:
-            if self._closed.is_set() or (self._again is not None and self._again.is_alive()):
+            if self._closed.is_set() or self._refused or (self._again is not None and self._again.is_alive()):
                 return
             again = threading.Thread(target=self._recover, name="kvf-register", daemon=True)
             try:
@@ -132,13 +141,17 @@ class Instance:
             self._again = again
 
     def _recover(self) -> None:
-        """Retry until it succeeds, another thread has registered, or the instance is closed."""
+        """Retry until it succeeds, another thread has registered, it is refused for good, or the instance is closed."""
         wait = _RECOVER_FIRST_S
         while not self._closed.is_set():
             try:
                 self._register_anew(urgent=False)
                 return
             except AlreadyRegistered:
+                return
+            except _REFUSALS as error:
+                self._refused = True
+                log.error("instance %d stays unregistered at this server: %s", self._identity.instance_id, error)
                 return
             except KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
@@ -160,7 +173,9 @@ class Instance:
                 return
             self.registration = self._register(urgent=urgent)
             if self._view is not None:
-                check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+                with self._taken_back():
+                    check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+            self._refused = False
         log.info("instance %d registered again", self._identity.instance_id)
 
     def _register(self, *, urgent: bool) -> Registration:
@@ -182,7 +197,6 @@ class Instance:
             layout=self._declared,
             handles=handles,
         )
-        unregister = m.Unregister(identity.instance_id)
         deadlines = self._client.deadlines
         reply = self._client.request(
             "REGISTER_KV_CACHE",
@@ -191,29 +205,38 @@ class Instance:
             urgent=urgent,
             # A device's copier may have to be started first.
             timeout=deadlines.export_s if handles else deadlines.setup_s,
-            on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", unregister),
+            on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id)),
         )
-        desc = self._layout.object_desc(self._declared, self._client.chunk_size)
-        if (reply.namespace, reply.desc) != (payload.namespace, desc):
-            self._client.send("UNREGISTER_KV_CACHE", unregister)
-            raise VersionMismatch(
-                f"the server computes another object layout: {reply.desc}",
-                available=str(desc),
-                hint="install the same kvframework release beside the engine and the server",
-            )
-        registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, reply.desc)
-        self.transfer.on_registered(registration, self._layout)
+        with self._taken_back():
+            desc = self._layout.object_desc(self._declared, self._client.chunk_size)
+            if (reply.namespace, reply.desc) != (payload.namespace, desc):
+                raise VersionMismatch(
+                    f"the server computes another object layout: {reply.desc}",
+                    available=str(desc),
+                    hint="install the same kvframework release beside the engine and the server",
+                )
+            registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, desc)
+            self.transfer.on_registered(registration, self._layout)
         return registration
 
-    def _unregister(self) -> None:
+    @contextlib.contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Unregister at the server if the engine's side refuses what the server has registered."""
         try:
-            if self._client.usable or self._exports:
+            yield
+        except BaseException:
+            self._unregister(urgent=True)
+            raise
+
+    def _unregister(self, *, urgent: bool) -> None:
+        try:
+            if urgent or self._client.usable:
                 deadlines = self._client.deadlines
                 self._client.request(
                     "UNREGISTER_KV_CACHE",
                     m.Unregister(self._identity.instance_id),
                     m.Empty,
-                    urgent=self._exports,
+                    urgent=urgent,
                     # The answer follows the server's own copies; a silent server may be in the midst of one.
                     timeout=deadlines.transfer_s if self._exports else deadlines.setup_s,
                 )
@@ -222,9 +245,6 @@ class Instance:
         except KVFrameworkError as error:
             doubt = ", its memory may be in use" if self._exports else ""
             log.warning("instance %d could not unregister%s: %s", self._identity.instance_id, doubt, error)
-        finally:
-            # Only now: until the server has closed its mappings it may refer to the transport's resources.
-            self.transfer.close()
 
 
 def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:

@@ -29,16 +29,17 @@ def choose_transport(
     """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
     memory; or with the one `wanted` by name.
 
-    `register` raises `DeviceError` or `BadLayout` where an accelerator's memory cannot be exported, or the server
-    cannot open it. For a transport chosen by name the error is raised; "auto" logs it and tries the next. Rejected
-    transports are closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only one.
+    `register` raises `DeviceError`, `BadLayout` or `TransportMismatch` where a transport cannot move the engine's
+    memory, or the server cannot open it. For a transport chosen by name the error is raised; "auto" logs it and tries
+    the next. Rejected transports are closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only
+    one.
     """
     refused: list[str] = []
     last: BadLayout | None = None
     for name, transfer in _shared(client, wanted, options, where, refused):
         try:
             register(name, transfer)
-        except (DeviceError, BadLayout) as error:
+        except (DeviceError, BadLayout, TransportMismatch) as error:
             transfer.close()
             if wanted != AUTO:
                 raise

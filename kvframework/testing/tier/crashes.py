@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvframework.api.tier import Tier
+from kvframework.by_name import plain
 from kvframework.errors import TierError
+from kvframework.testing.tier.deadlines import SHORT_S
 from kvframework.testing.tier.kit import MISSING, TierKit
 
-_KILLS = 4
-_KEYS = [bytes([number]) * 72 for number in (1, 2, 3)]
+_KILLS, _STOPS = 4, 8
+# The length of each value, by the byte that it repeats; each key repeats one of the bytes, too.
 _LENGTHS = {1: 1_000_000, 2: 3_000_001, 3: 5}
+_KEYS = [bytes([number]) * 72 for number in _LENGTHS]
 _WRITER = """
-import itertools, pickle, sys, time
-sys.path[:] = {path!r}
+import itertools, sys, time
+sys.path[:] = sys.argv[1:]
+import msgspec
 from kvframework.api.tier import TableContext
 from kvframework.registry import PluginRegistry
+use, raw, keys, lengths = msgspec.msgpack.decode(sys.stdin.buffer.read())
 registry = PluginRegistry()
-provider = registry.resolve("tier", {use!r})
-options = registry.options(provider, pickle.loads({options!r}), where="the kit")
-tier = provider.create(options, TableContext("[[l2]] #1"))
-for number in itertools.cycle({lengths!r}):
-    parts = [[memoryview(bytes([number]) * {lengths!r}[number])] for _ in {keys!r}]
-    tier.put({keys!r}, parts, deadline=time.monotonic() + 60)
+provider = registry.resolve("tier", use)
+tier = provider.create(registry.options(provider, raw, where="the kit"), TableContext("[[l2]] #1"))
+for number, length in itertools.cycle(lengths.items()):
+    tier.put(keys, [[memoryview(bytes([number]) * length)] for _ in keys], deadline=time.monotonic() + 60)
     print(number, flush=True)
 """
 
@@ -52,11 +56,8 @@ class CrashTests(TierKit):
             pytest.skip("no value outlives a process, or the tier has no plugin's name")
         chance = random.Random(5)  # noqa: S311  moments to kill at
         for _ in range(_KILLS):
-            with subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-                assert writer.stdin is not None
+            with self._writer() as writer:
                 assert writer.stdout is not None
-                writer.stdin.write(self._writer().encode())
-                writer.stdin.close()
                 started = writer.stdout.readline()
                 began = time.monotonic()
                 writer.stdout.readline()
@@ -70,6 +71,61 @@ class CrashTests(TierKit):
                 self.store(again, key, b"after the crash")
                 self.must_load(again, key, b"after the crash", "a crash left something in the way")
             again.delete(_KEYS, deadline=self.soon())
+
+    def test_a_writer_that_stands_still_delays_no_call_beyond_its_deadline(self, resolved: None) -> None:
+        """As a node of a shared store does that is stopped or swaps, perhaps in the middle of a write: others wait for
+        its locks, and in one process for each other, no longer than their deadlines allow."""
+        if not (self.use and self.is_shared):
+            pytest.skip("no other node uses the store, or the tier has no plugin's name")
+        chance = random.Random(6)  # noqa: S311  moments to stop at
+        with self._writer() as writer:
+            assert writer.stdout is not None
+            try:
+                assert writer.stdout.readline(), "another process cannot write to the store"
+                with contextlib.closing(self.watch(self.open_by_name())) as tier:
+                    for _ in range(_STOPS):
+                        time.sleep(chance.random() * 0.05)
+                        writer.send_signal(signal.SIGSTOP)
+                        os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
+                        if self._waits(tier, writer):
+                            break
+            finally:
+                writer.kill()
+
+    def _writer(self) -> subprocess.Popen[bytes]:
+        """Return a process that puts values in turn, and prints a line after each."""
+        command = [sys.executable, "-c", _WRITER, *sys.path]
+        writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert writer.stdin is not None
+        writer.stdin.write(
+            msgspec.msgpack.encode([self.use, dict(self._tier_options), _KEYS, _LENGTHS], enc_hook=plain)
+        )
+        writer.stdin.close()
+        return writer
+
+    def _waits(self, tier: Tier, writer: subprocess.Popen[bytes]) -> bool:
+        """Call the tier with short deadlines beside a call with a long one, and let the writer go on. Return whether a
+        call waited until its deadline. A call that outlasts it fails the test, see `WatchedTier`."""
+        one, other = self.fresh_keys(2)
+        waited: list[str] = []
+
+        def long() -> None:
+            with contextlib.suppress(TierError):
+                tier.put([one], [[memoryview(b"value")]], deadline=time.monotonic() + self.grace_s + 2.0)
+
+        def short() -> None:
+            try:
+                for _ in range(3):
+                    for name, call in self.calls(tier, other, lambda: time.monotonic() + SHORT_S).items():
+                        try:
+                            call()
+                        except TierError:
+                            waited.append(name)
+            finally:
+                writer.send_signal(signal.SIGCONT)
+
+        self.in_threads(long, short)
+        return bool(waited)
 
     def test_what_the_disk_refuses_is_failed_or_a_tier_error(self, watched: Tier) -> None:
         """For a tier on files: this process cannot write beyond some bytes of a file, as if the disk were full."""
@@ -90,10 +146,6 @@ class CrashTests(TierKit):
             self.store(watched, key, value)
             self.must_load(watched, key, value)
         watched.delete([kept, replaced, new], deadline=self.soon())
-
-    def _writer(self) -> str:
-        options = pickle.dumps(dict(self._tier_options))
-        return _WRITER.format(path=sys.path, use=self.use, options=options, keys=_KEYS, lengths=_LENGTHS)
 
     def _must_be_whole(self, tier: Tier) -> None:
         for key in _KEYS:

@@ -6,19 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvframework.client import KVClient
-from kvframework.devices import engine_half
-from kvframework.devices.engine_half import DeviceTransfer
-from kvframework.devices.handles import ExportedAllocation, export_memory
-from kvframework.errors import KVFrameworkError
+from kvframework.devices.handles import export_memory
 from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.false_handles import must_be_refused, needs_handles, relabelled
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import PATIENCE_S, status_of, wait_until
-from kvframework.testing.transport.outcomes import must_miss, must_succeed
+from kvframework.testing.transport.outcomes import must_miss, must_succeed, must_work
 from kvframework.testing.transport.rig import TransportRig
 
 NHD = PAGED["nhd"]
@@ -43,20 +39,22 @@ class Faults(TransportKit):
 
     def test_a_copy_that_fails_is_one_miss(self, rig: TransportRig, client: KVClient, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
-        _works(engine)
+        must_work(engine)
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.fail_copy)
-        must_miss(engine.store(request, engine.source()))
+        must_miss(
+            engine.store(request, engine.source()), "a store whose copy failed was answered as one that succeeded"
+        )
         assert engine.hit(request) == 0, "nothing of it is published"
         assert _copiers(client, rig) == copiers, "the copier ended: raise DeviceError for one operation that failed"
-        _works(engine)
+        must_work(engine)
 
     def test_a_poisoned_context_ends_its_copier_and_the_next_one_works(
         self, rig: TransportRig, client: KVClient, make_engine: MakeEngine
     ) -> None:
         engine = make_engine(NHD)
-        _works(engine)
+        must_work(engine)
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.poison)
@@ -67,41 +65,30 @@ class Faults(TransportKit):
             self.patience_s,
         )
         assert engine.hit(request) == 0, "nothing of it is published"
-        _works(engine)
-        assert not copiers or _copiers(client, rig) != copiers
+        must_work(engine)
+        assert not copiers or _copiers(client, rig) != copiers, (
+            "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
+        )
 
     def test_what_is_no_event_is_not_taken_for_none(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
-        self._exports(engine)
+        needs_handles(engine)
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
         assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
-        assert engine.hit(request) == 0
-        _works(engine)
+        assert engine.hit(request) == 0, "a store whose event is none was published"
+        must_work(engine)
 
     def test_memory_smaller_than_it_says_is_refused(
         self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A client may send any size, and a copy beyond the end would harm others."""
         engine = make_engine(NHD)
-        self._exports(engine)
-        engine.close()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine_half, "export_memory", _lying)
-            try:
-                engine.worker.register_kv_caches(engine.caches, block_size=NHD[0].block_size)
-            except KVFrameworkError:
-                pass
-            else:
-                pytest.fail("an allocation smaller than its `nbytes` was opened: a copy beyond its end harms others")
+        needs_handles(engine)
+        why = "an allocation smaller than its `nbytes` was opened: a copy beyond its end harms others"
+        must_be_refused(monkeypatch, engine, _lying, why)
         engine.worker.register_kv_caches(engine.caches, block_size=NHD[0].block_size)
-        _works(engine)
-
-    def _exports(self, engine: KitEngine) -> None:
-        instance = engine.worker._instance
-        assert instance is not None
-        if not isinstance(instance.transfer, DeviceTransfer):
-            pytest.skip("the transport is none of a device driver")
+        must_work(engine)
 
 
 def _lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
@@ -110,30 +97,11 @@ def _lying(*arguments: Any) -> tuple[str, tuple[bytes, ...]]:
     return device, tuple(relabelled(each, more=1 << 40) for each in handles)
 
 
-def relabelled(handle: bytes, *, device: str = "", more: int = 0) -> bytes:
-    """Return the handle of an allocation with another device, or a larger size; any other as it is."""
-    try:
-        exported = msgspec.msgpack.decode(handle, type=ExportedAllocation)
-    except msgspec.ValidationError:
-        return handle
-    found = exported.allocation
-    false = msgspec.structs.replace(found, nbytes=found.nbytes + more, device=device or found.device)
-    return msgspec.msgpack.encode(ExportedAllocation(false))
-
-
 def _injected(fault: Callable[[], None]) -> None:
     try:
         fault()
     except NotImplementedError as reason:
         pytest.skip(str(reason))
-
-
-def _works(engine: KitEngine) -> None:
-    request = engine.request()
-    must_succeed(engine.store(request, engine.source()))
-    must_succeed(engine.load(request, engine.target()))
-    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-    engine.must_be_right()
 
 
 def _copiers(client: KVClient, rig: TransportRig) -> dict[str, int | None]:

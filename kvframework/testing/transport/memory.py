@@ -8,14 +8,12 @@ import pytest
 
 from kvframework.client import KVClient
 from kvframework.devices import engine_half
-from kvframework.devices.engine_half import DeviceTransfer
 from kvframework.devices.handles import export_memory
-from kvframework.errors import KVFrameworkError
 from kvframework.testing.transport.cases import CASES, CHUNK, PAGED, GroupCase
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.faults import relabelled
+from kvframework.testing.transport.false_handles import must_be_refused, needs_handles, relabelled
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
-from kvframework.testing.transport.outcomes import must_succeed
+from kvframework.testing.transport.outcomes import must_succeed, must_work
 from kvframework.testing.transport.rig import TransportRig
 
 NHD = PAGED["nhd"]
@@ -44,11 +42,7 @@ class Memory(TransportKit):
         """As with an allocator that cuts all layers from one slab: each has an offset, and it is opened once."""
         before = rig.open_elsewhere()
         engine = make_engine(CASES[case], slab=True)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()))
-        must_succeed(engine.load(request, engine.target()))
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        engine.must_be_right("tensors that share an allocation")
+        must_work(engine, "a transfer of tensors that share an allocation")
         shapes = {(engine.groups[name[0]].dtype, *shape) for name, shape in engine.model.shapes.items()}
         opened = rig.open_elsewhere() - before
         assert opened <= len(shapes), f"{len(shapes)} allocations were opened {opened} times: give each one handle"
@@ -57,11 +51,7 @@ class Memory(TransportKit):
     def test_a_long_request_is_copied_whole(self, make_engine: MakeEngine, case: str) -> None:
         """Thousands of fragments in a batch, and more objects than fit into a batch of 16 or 64."""
         engine = make_engine(PAGED[case], chunks=24 if case == "dim_before_token" else 70)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()), "a store of many chunks")
-        must_succeed(engine.load(request, engine.target()), "a load of many chunks")
-        engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        engine.must_be_right("a request of 24 chunks")
+        must_work(engine, f"a request of {engine.chunks} chunks")
 
     def test_objects_may_lie_anywhere_in_the_arena(self, make_engine: MakeEngine) -> None:
         """All of the arena is registered for copies, slice by slice. Every place of it is used once here."""
@@ -117,20 +107,9 @@ class Memory(TransportKit):
         with monkeypatch.context() as patch:
             patch.setattr(engine_half, "export_memory", watched)
             engine = make_engine(NHD)
-        instance = engine.worker._instance
-        if instance is None or not isinstance(instance.transfer, DeviceTransfer):
-            pytest.skip("the transport is none of a device driver")
-        other = self._elsewhere(rig, client)
-        other.close()
-        with monkeypatch.context() as patch:
-            patch.setattr(engine_half, "export_memory", lying)
-            try:
-                other.worker.register_kv_caches(other.caches, block_size=NHD[0].block_size)
-            except KVFrameworkError:
-                pass
-            else:
-                other.close()
-                pytest.fail("memory of another device was opened: `open` refuses what is of another device")
+        needs_handles(engine)
+        why = "memory of another device was opened: `open` refuses what is of another device"
+        must_be_refused(monkeypatch, self._elsewhere(rig, client), lying, why)
         must_succeed(engine.store(engine.request(), engine.source()), "a store after a refused registration")
 
     def _elsewhere(self, rig: TransportRig, client: KVClient) -> KitEngine:

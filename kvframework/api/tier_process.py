@@ -1,37 +1,33 @@
 """The helper process of a tier: makes the tier, and serves one call at a time on each connection that the server sends.
 
-Started by `helper_supervisor.py`. The end of the thread that started it ends it, and so does the end of the control
-socket: then the tier is closed first.
+Started by `tier_process_supervisor.py`. The end of the thread that started it ends it, and so does the end of the
+control socket: then the tier is closed first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-import pickle
 import socket
-import struct
 import threading
 import traceback
 
-from kvframework.api.helper_calls import Answer, Call, read_call, receive_into, write_answer
 from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier_process_calls import Answer, Call, read_call, read_start, receive_into, write_answer
 from kvframework.errors import TierError
 from kvframework.parent_death import end_with_parent
-
-_LENGTH = struct.Struct("<I")
-_CONNECTION = b"c"
 
 
 def main(arguments: list[str]) -> None:
     """Runs the helper. The only argument is the number of the control socket's descriptor."""
     end_with_parent()
-    with socket.socket(fileno=int(arguments[0])) as control, control.makefile("rb", buffering=0) as stream:
-        (length,) = _LENGTH.unpack(stream.read(_LENGTH.size) or b"")
-        made = bytearray()
-        while len(made) < length:
-            made += stream.read(length - len(made)) or b""
-        tier: Tier = pickle.loads(made)()  # noqa: S301  from the process that started this one
+    with socket.socket(fileno=int(arguments[0])) as control:
+        start = read_start(control)
+        make, options = start.make.resolve()
+        tier: Tier = make(options, start.where)
+        with contextlib.suppress(BrokenPipeError):  # the server may have closed it by now
+            control.sendall(b"r")
         while True:
             word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not word:

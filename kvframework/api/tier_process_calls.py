@@ -14,9 +14,17 @@ from collections.abc import Sequence
 import msgspec
 
 from kvframework.api.types import Buffer
+from kvframework.by_name import NamedCall
 
 _LENGTH = struct.Struct("<I")
 _IOV_MAX = 1024
+
+
+class Start(msgspec.Struct, array_like=True):
+    """The first message to a process: what makes its tier, and the table in the TOML."""
+
+    make: NamedCall
+    where: str
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -40,8 +48,19 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_starts = msgspec.msgpack.Decoder(Start)
 _calls = msgspec.msgpack.Decoder(Call)
 _answers = msgspec.msgpack.Decoder(Answer)
+
+
+def write_start(sock: socket.socket, start: Start, deadline: float) -> None:
+    """Sends the first message."""
+    _write(sock, start, (), deadline)
+
+
+def read_start(sock: socket.socket) -> Start:
+    """Returns the first message, and reads no byte behind it."""
+    return _starts.decode(_read(sock, None))
 
 
 def write_call(
@@ -90,7 +109,9 @@ def _read(sock: socket.socket, deadline: float | None) -> bytearray:
     return body
 
 
-def _write(sock: socket.socket, message: Call | Answer, values: Sequence[Buffer], deadline: float | None) -> None:
+def _write(
+    sock: socket.socket, message: Start | Call | Answer, values: Sequence[Buffer], deadline: float | None
+) -> None:
     body = _encoder.encode(message)
     views = [memoryview(_LENGTH.pack(len(body)) + body), *(memoryview(each) for each in values if len(each))]
     first = 0

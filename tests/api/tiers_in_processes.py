@@ -9,22 +9,37 @@ from collections.abc import Sequence
 
 from kvf_filesystem import FilesystemOptions
 from kvf_filesystem.tier import open_tier
+from kvframework.api.options import NoOptions, Options
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 
 
-def filesystem(path: str) -> Tier:
-    return open_tier(FilesystemOptions(path=path), where="[[l2]] #1")
+def filesystem(options: FilesystemOptions, where: str) -> Tier:
+    return open_tier(options, where=where)
 
 
-def unmakeable() -> Tier:
+def unmakeable(options: NoOptions, where: str) -> Tier:
     raise ValueError("no library here")
+
+
+class SlowOptions(Options, frozen=True):
+    path: str
+    """A file that lets the tier be made once it is there."""
+
+
+def slow(options: SlowOptions, where: str) -> Tier:
+    while not os.path.exists(options.path):
+        time.sleep(0.01)
+    return Wrong(NoOptions(), where)
 
 
 class Wrong(Tier):
     """FOUND for every key that asks for nothing else."""
 
     name = "wrong"
+
+    def __init__(self, options: NoOptions, where: str) -> None:
+        pass
 
     def contains(self, keys: Sequence[bytes], *, deadline: float) -> list[Outcome]:
         deed = keys[0][:1]

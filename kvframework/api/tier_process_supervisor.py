@@ -11,12 +11,12 @@ import logging
 import os
 import select
 import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 
+from kvframework.api.tier_process_calls import Start, write_start
+from kvframework.child_process import reap, start_child, why_ended
 from kvframework.errors import TierError
 from kvframework.restart_backoff import Backoff
 
@@ -24,27 +24,24 @@ log = logging.getLogger(__name__)
 
 # Seconds behind its deadline after which a call that the helper has not ended counts as frozen.
 FROZEN_S = 1.0
-_STOP_S = 1.0
+# Seconds within which a process has made its tier: imports of large libraries, on a busy machine.
+START_S = 30.0
 _DRAINED = 1 << 18
-_LENGTH = struct.Struct("<I")
-# The paths of this process and no others: with -m the working directory would be the first.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[2:]; from kvframework.api.helper_process import main; main(sys.argv[1:2])"
-)
 
 
-class HelperSupervisor:
-    """One helper process at a time. `made` is the pickled function that makes the tier there.
-    Thread-safe."""
+class TierProcessSupervisor:
+    """One helper process at a time. `start` is its first message. Thread-safe."""
 
-    def __init__(self, name: str, made: bytes) -> None:
+    def __init__(self, name: str, start: Start) -> None:
         self._name = name
-        self._made = made
+        self._start = start
         self._state = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wake = -1
         self._closed = self._wanted = False
+        # The socket of a process that has made its tier, and how many have ended.
         self._control: socket.socket | None = None
+        self._ends = 0
         self._idle: list[socket.socket] = []
         self._busy: set[socket.socket] = set()
         # Connections of calls that ended without an answer, and when they count as frozen.
@@ -59,20 +56,21 @@ class HelperSupervisor:
             raise TierError("the tier is closed", where=where)
 
     def connect(self, deadline: float) -> socket.socket:
-        """Returns a connection for one call; starts the process if there is none. Blocks until it runs. Raises
-        `OSError`."""
+        """Returns a connection for one call; starts the process if there is none. Blocks until it has made its tier.
+        Raises `OSError`, at once where the process ends."""
         with self._state:
             if self._thread is None and not self._closed:
                 self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._thread = threading.Thread(target=self._run, name=f"kvf-helper-{self._name}", daemon=True)
                 self._thread.start()
+            ends = self._ends
             while self._control is None:
-                if self._closed:
-                    raise ConnectionError("closed")
+                if self._closed or self._ends != ends:
+                    raise ConnectionError("the helper process has ended")
                 self._wanted = True
                 self._notify()
                 if not self._state.wait(deadline - time.monotonic()):
-                    raise ConnectionError("there is no helper process")
+                    raise ConnectionError("no helper process within the deadline")
             if self._idle:
                 sock = self._idle.pop()
             else:
@@ -144,63 +142,58 @@ class HelperSupervisor:
     def _one_process(self) -> None:
         self._wanted = False
         self._backoff.started(time.monotonic())
-        ours, theirs = socket.socketpair()
-        reason = ""
         try:
-            with theirs:
-                popen = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
+            popen, control = start_child("kvframework.api.tier_process")
         except Exception as error:  # noqa: BLE001  the thread has to go on: callers wait for it
-            ours.close()
             self._ended(f"the helper process cannot be started: {error}")
             return
+        self.pid = popen.pid
+        reason = ""
         try:
-            ours.settimeout(_STOP_S)
-            ours.sendall(_LENGTH.pack(len(self._made)) + self._made)
-            ours.setblocking(False)
-            with self._state:
-                self._control, self.pid = ours, popen.pid
-                self._state.notify_all()
-            reason = self._watch(popen)
+            write_start(control, self._start, time.monotonic() + START_S)
+            control.setblocking(False)
+            reason = self._watch(popen, control)
         except OSError as error:
-            reason = f"the helper process ended: {error}"
+            reason = f"the helper process ended{why_ended(popen)}: {error}"
         finally:
             with self._state:
                 self._control = self.pid = None
-            ours.close()
+            control.close()
             if reason:
                 popen.kill()
-            try:
-                popen.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                popen.kill()
-                popen.wait()
+            reap(popen)
             self._forget()
         if reason:
             self._ended(reason)
 
-    def _watch(self, popen: subprocess.Popen[bytes]) -> str:
+    def _watch(self, popen: subprocess.Popen[bytes], control: socket.socket) -> str:
         """Watch the process until it must end; return the reason, "" after `close`."""
         pidfd = os.pidfd_open(popen.pid)
+        ready_by = time.monotonic() + START_S
         try:
             while True:
                 poller = select.poll()
                 poller.register(self._wake, select.POLLIN)
                 poller.register(pidfd, select.POLLIN)
                 with self._state:
-                    given_up = dict(self._given_up)
-                for sock in given_up:
+                    is_ready, given_up = self._control is not None, dict(self._given_up)
+                for sock in given_up if is_ready else [control]:
                     poller.register(sock, select.POLLIN)
-                due = min(given_up.values(), default=None)
+                due = min(given_up.values(), default=None) if is_ready else ready_by
                 happened = dict(poller.poll(None if due is None else max(due - time.monotonic(), 0) * 1000 + 1))
                 self._drain_wake()
                 if self._closed:
                     return ""
                 if pidfd in happened:
-                    return f"the helper process ended with status {popen.wait()}"
+                    return f"the helper process ended{why_ended(popen)}"
+                if control.fileno() in happened:
+                    if not control.recv(1):
+                        return f"the helper process ended{why_ended(popen)}"
+                    with self._state:
+                        self._control, self.last_error = control, ""
+                        self._state.notify_all()
+                elif not is_ready and time.monotonic() >= ready_by:
+                    return f"the helper process was killed: it made no tier within {START_S:g} s"
                 for sock, its_due in given_up.items():
                     if sock.fileno() in happened and _is_over(sock):
                         with self._state:
@@ -212,8 +205,11 @@ class HelperSupervisor:
             os.close(pidfd)
 
     def _ended(self, reason: str) -> None:
-        self._backoff.ended(time.monotonic())
-        self.last_error = reason
+        with self._state:
+            self._backoff.ended(time.monotonic())
+            self.last_error = reason
+            self._ends += 1
+            self._state.notify_all()
         log.error("tier %s: %s", self._name, reason)
 
     def _forget(self) -> None:

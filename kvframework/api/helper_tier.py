@@ -1,6 +1,6 @@
 """A tier whose client library runs in a helper process: one that freezes, or keeps the interpreter, is killed.
 
-`HelperTier` is the half in the server. The helper, see `helper_process.py`, makes an ordinary `Tier` and serves it: one
+`HelperTier` is the half in the server. The helper, see `tier_process.py`, makes an ordinary `Tier` and serves it: one
 thread for each connection, a Unix socket, over which one call at a time is answered. Values pass from the caller's
 buffers to the socket and back; none is copied with the interpreter lock held.
 
@@ -10,35 +10,38 @@ frozen: the process is killed, and started again with a backoff.
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvframework.api.helper_calls import Answer, Call, read_answer, receive_into, write_call
-from kvframework.api.helper_supervisor import FROZEN_S, HelperSupervisor
+from kvframework.api.plugin import O
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier_process_calls import Answer, Call, Start, read_answer, receive_into, write_call
+from kvframework.api.tier_process_supervisor import FROZEN_S, START_S, TierProcessSupervisor
+from kvframework.by_name import NamedCall
 from kvframework.errors import TierError
 
-__all__ = ["FROZEN_S", "HelperTier"]
+__all__ = ["FROZEN_S", "START_S", "HelperTier"]
 
 # The helper's own deadline is so much earlier, so that a store that keeps to it is heard in time.
 _ANSWER_S = 0.05
 
 
 class HelperTier(Tier):
-    """A tier in a helper process. `make` is called there and returns the `Tier`: a function at the top of a module, or
-    a `functools.partial` of one with arguments that `pickle` takes. `capabilities` are the optional methods of that
-    tier.
+    """A tier in a helper process, where `make(options, where)` returns it. The process imports `make` and the type of
+    `options` by their names: both stand at the top of a module. `where` is the table in the TOML, for error texts, and
+    `capabilities` are the optional methods of that tier. Raises `PluginBroken` for what another process cannot find, or
+    options that are no struct.
 
-    Thread-safe. The process is started at the first call; `close` ends it within a second. It also ends with the
-    server, however that ends. Values in its own memory end with it.
+    Thread-safe. The process is started at the first call, and killed where `make` takes longer than `START_S`; `close`
+    ends it within a second. It also ends with the server, however that ends. Values in its own memory end with it.
     """
 
     def __init__(
         self,
-        make: Callable[[], Tier],
+        make: Callable[[O, str], Tier],
+        options: O,
         *,
         name: str,
         where: str,
@@ -47,7 +50,7 @@ class HelperTier(Tier):
         self.name = name
         self._where = where
         self._capabilities = frozenset(capabilities)
-        self._supervisor = HelperSupervisor(name, pickle.dumps(make))
+        self._supervisor = TierProcessSupervisor(name, Start(NamedCall.of(make, options, where=where), where))
 
     def capabilities(self) -> frozenset[str]:
         return self._capabilities
@@ -133,10 +136,9 @@ class HelperTier(Tier):
             if not isinstance(error, OSError | EOFError):
                 raise
             self._supervisor.check_open(self._where)
-            raise TierError(self._fact(error), where=self._where) from error
+            ended = "there is no helper process yet" if sock is None else "the helper process has ended"
+            fact = (
+                "the deadline has passed" if isinstance(error, TimeoutError) else self._supervisor.last_error or ended
+            )
+            raise TierError(fact, where=self._where) from error
         self._supervisor.give_back(sock)
-
-    def _fact(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return "the deadline has passed"
-        return self._supervisor.last_error or "the helper process has ended"

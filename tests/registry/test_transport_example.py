@@ -1,0 +1,71 @@
+"""The transport of the hook's documentation at a real server: what it cannot do is refused at its registration, and
+what fails later is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvframework.api import hookspecs
+from kvframework.client import KVClient
+from kvframework.client.engine_driven import EngineDrivenCalls
+from kvframework.errors import ServerGone, TransportMismatch
+from kvframework.testing.accelerator import Accelerator, SimulatedNode
+from kvframework.testing.accelerator.rig import SimulatedRig
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of
+from tests.registry.fake_distributions import install
+from tests.registry.test_hook_examples import example
+
+NHD = PAGED["nhd"]
+
+
+@pytest.fixture
+def rig(site: Path, tmp_path: Path) -> Iterator[SimulatedRig]:
+    entry_point, code = example(hookspecs.kvf_transports)
+    install(site, "example", {entry_point: "documented_transport"}, {"documented_transport": code})
+    with SimulatedNode(tmp_path / "node") as node:
+        runtime = Accelerator(str(node.path))
+        with closing(SimulatedRig(runtime, str(node.path), "copy", options={})) as made:
+            yield made
+
+
+@pytest.fixture
+def client(rig: SimulatedRig) -> Iterator[KVClient]:
+    with serving(rig) as server, client_of(rig, server.endpoint) as connected:
+        yield connected
+
+
+def test_it_stores_and_loads(rig: SimulatedRig, client: KVClient) -> None:
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    assert engine.hit(request) == engine.chunks * engine.registration.desc.chunk_tokens
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
+    assert not engine.load(engine.request(), engine.target()).result(PATIENCE_S).ok
+    assert held_by(status_of(client)) == (0, 0)
+
+
+def test_without_the_arena_it_is_refused_at_once(
+    rig: SimulatedRig, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineDrivenCalls, "maps_arena", property(lambda _: False))
+    with pytest.raises(TransportMismatch, match="which is not mapped here"):
+        KitEngine(rig, client, 1, NHD)
+    assert status_of(client)["instances"] == []
+
+
+def test_an_arena_that_goes_away_later_is_a_miss(
+    rig: SimulatedRig, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does between the end of a server and the moment in which the client knows it."""
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    monkeypatch.setattr(client, "_arena", None)
+    outcome = engine.store(request, engine.source()).result(PATIENCE_S)
+    assert (outcome.stored, outcome.error) == (0, ServerGone.code)
+    assert engine.hit(request) == 0
