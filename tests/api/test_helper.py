@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
 from kvframework.api.helper import FROZEN_S, HelperTier
+
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.testing import TierConformance
 from tests.api.helper_tiers import Wrong, filesystem, unmakeable
