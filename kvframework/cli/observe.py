@@ -12,7 +12,7 @@ from kvframework.cli.usage import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
     "kvframework observe                        then open http://127.0.0.1:9309/",
-    "kvframework observe --listen 0.0.0.0:9309 --tls-cert c.pem --tls-key k.pem --token-file token",
+    "kvframework observe --listen 0.0.0.0:9309 --token-file /run/secrets/token",
     "curl -s 127.0.0.1:9309/metrics",
     "curl -s '127.0.0.1:9309/readyz?verbose'",
 )
@@ -60,6 +60,7 @@ def observe(
     files = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     settings = ObserveConfig(listen, **{name: str(file) for name, file in files.items() if file is not None})
     address = server_endpoint(endpoint, config)
+    process.check(address, settings)
     configure_logging("info", log_format.value)
     try:
         process.observe(address, settings)

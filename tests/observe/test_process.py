@@ -59,6 +59,8 @@ def test_it_ends_at_a_signal_also_without_a_server() -> None:
         observe.process.send_signal(signal.SIGINT)
         assert observe.process.wait(SLOW_S) == 0, observe.log
         assert "Traceback" not in observe.log
+        assert observe.log.count("no status: [run.server_gone] no server answers") <= 1
+        assert len(observe.log.splitlines()) < 12
 
 
 # as the child of a server
