@@ -100,6 +100,7 @@ def test_every_panel_shows_what_the_server_says(browser: Browser, fleet: Fleet) 
 
 def test_a_problem_leads_to_what_to_do(browser: Browser, fleet: Fleet) -> None:
     see(browser, fleet.url)
+    assert browser.value("document.querySelector('#said[role=status]').textContent") == "1 problem"
     (link,) = browser.value("[...document.querySelectorAll('#problems a')].map((each) => each.href)")
     assert re.fullmatch(r"https://\S+/docs/operations\.md#tier-down", link)
 

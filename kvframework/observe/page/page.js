@@ -4,7 +4,7 @@ import { pointer } from "./charts.js";
 import { fill, h } from "./dom.js";
 import { PANELS, named } from "./panels.js";
 import { Points, RANGES } from "./points.js";
-import { clock, percent } from "./units.js";
+import { clock, counted, percent } from "./units.js";
 
 const EVERY_MS = 2000;
 const PATIENCE_MS = 10000;
@@ -76,6 +76,8 @@ function draw() {
   document.title = `${away ? "away" : percent(minute.rate())} · kvframework`;
   fill(place("server"), named(status));
   const now = { status, points, minute, linked, stretches: points.stretches(range) };
+  // Read aloud when the number changes; the facts change each second.
+  fill(place("said"), counted((status.problems ?? []).length, "problem"));
   for (const [id, panel] of Object.entries(PANELS)) show(place(id), panel, now);
 }
 
