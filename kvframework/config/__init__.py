@@ -1,5 +1,6 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
+from kvframework.config.changes import Change, changes, flat, when
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
@@ -17,7 +18,16 @@ from kvframework.config.endpoint import (
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
 from kvframework.config.overrides import apply_override
-from kvframework.config.schema import Config, CurveConfig, L1Config, L2Config, LogConfig, PluginTable, ServerConfig
+from kvframework.config.schema import (
+    Config,
+    CurveConfig,
+    L1Config,
+    L2Config,
+    L2Keys,
+    LogConfig,
+    PluginTable,
+    ServerConfig,
+)
 from kvframework.config.toml import toml_value
 
 __all__ = [
@@ -25,23 +35,27 @@ __all__ = [
     "FIELD_DEFAULT",
     "FULL_SUFFIX",
     "LIVENESS_SUFFIX",
+    "Change",
     "Config",
     "CurveConfig",
     "Endpoint",
     "L1Config",
     "L2Config",
+    "L2Keys",
     "Layers",
     "LogConfig",
     "PluginTable",
     "ServerConfig",
     "apply_override",
     "assemble",
+    "changes",
     "check_directory",
     "check_private_directory",
     "closest",
     "convert",
     "default_directory",
     "default_endpoint",
+    "flat",
     "ipc_path",
     "load_config",
     "parse_endpoint",
@@ -49,4 +63,5 @@ __all__ = [
     "read_layers",
     "toml_value",
     "trusted_server_uid",
+    "when",
 ]

@@ -99,16 +99,17 @@ class CacheService(CacheServices):
             losses=self._losses.status,
         )
         self._report = CounterReport(time.monotonic())
+        self._engine_driven = EngineDrivenTransfers(
+            self.contexts,
+            storage,
+            keys,
+            store_lease_s=config.store_lease_s,
+            retrieve_lease_s=config.retrieve_lease_s,
+            store_share=config.store_share,
+        )
         self._parts = (
             self._registrations,
-            EngineDrivenTransfers(
-                self.contexts,
-                storage,
-                keys,
-                store_lease_s=config.store_lease_s,
-                retrieve_lease_s=config.retrieve_lease_s,
-                store_share=config.store_share,
-            ),
+            self._engine_driven,
             ServerDrivenTransfers(storage, keys, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
@@ -124,6 +125,19 @@ class CacheService(CacheServices):
             Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
+
+    def report(self) -> dict[str, object]:
+        """Return the status document. Blocks for some milliseconds; from a worker thread."""
+        return self._status.document()
+
+    def configure(self, config: ServerConfig) -> None:
+        """Change what of `[server]` may change while it runs, see `kvframework.config.changes`. From any thread."""
+        self._engine_driven.configure(
+            store_lease_s=config.store_lease_s,
+            retrieve_lease_s=config.retrieve_lease_s,
+            store_share=config.store_share,
+        )
+        self._lookups.tickets.configure(ticket_s=config.ticket_s)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session."""

@@ -20,7 +20,7 @@ from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
-from kvframework.config import closest
+from kvframework.config import L2Keys, closest
 from kvframework.errors import RequestError, TierError
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
@@ -133,6 +133,12 @@ class StorageManager:
     def count(self, **amounts: int) -> None:
         """Add to the counters that `status` shows."""
         self.counters.update(amounts)
+
+    @_locked
+    def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
+        """Change the watermarks, and the settings of each tier that its objects allow to change."""
+        self._high, self._low = high_watermark, low_watermark
+        self._tiers.configure(tiers)
 
     # writing
 

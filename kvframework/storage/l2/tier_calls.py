@@ -72,7 +72,7 @@ class TierCalls:
         self.last_error = ""
         # The last success of a call in the circuit of reads.
         self.answered_at = 0.0
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
@@ -124,7 +124,7 @@ class TierCalls:
     def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
         """Call the operation with its deadline, as one step. Raises `TierError`; `CircuitOpen` if the call was
         refused."""
-        call = self._begin(name, timeout_s or self._timeout_s)
+        call = self._begin(name, timeout_s or self.timeout_s)
         try:
             result = yield from do(operation, call.deadline)
         except Exception as error:
