@@ -11,6 +11,8 @@ from urllib.parse import unquote
 import msgspec
 
 HIDDEN = "***"
+# A value in a URL's query that is no number or flag.
+_LONG = 6
 
 
 def shown_options(options: msgspec.Struct) -> dict[str, object]:
@@ -60,9 +62,10 @@ def _hidden(value: object, mark: str | None) -> Iterator[str]:
         for each in value:
             yield from _hidden(each, mark)
     elif isinstance(value, str) and "://" in value:
-        user, at, _ = value.partition("://")[2].rpartition("@")
-        if at:
-            yield from filter(None, (user, unquote(user), unquote(user.rpartition(":")[2])))
+        user, _, place = value.partition("://")[2].rpartition("@")
+        yield from filter(None, (user, unquote(user), unquote(user.rpartition(":")[2])))
+        values = (each.partition("=")[2] for each in place.partition("?")[2].split("&"))
+        yield from (unquote(each) for each in values if len(each) >= _LONG)
     elif isinstance(value, str) and mark == "value" and value:
         yield value
 

@@ -16,6 +16,8 @@ _DIGEST = re.compile(r"(?<![0-9A-Za-z])(?:(?=[0-9]*[a-fA-F])[0-9a-fA-F]{12,}|[0-
 # A long word with letters and some digits, and without the marks between the words of a path: a token, or base64.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+=_-]{20,}")
 _DIGITS_OF_A_TOKEN = 3
+# A shorter secret is hidden only where it is a whole word: it is a part of too many others.
+_SHORT = 4
 
 
 class Redaction:
@@ -30,7 +32,10 @@ class Redaction:
         self._words = {f"{model}": f"<model {number}>" for number, model in numbered} | words
         longest_first = sorted(self._words, key=len, reverse=True)
         self._pattern = re.compile(
-            "|".join(re.escape(word) if word in words else rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first)
+            "|".join(
+                re.escape(word) if word in words and len(word) >= _SHORT else rf"(?<!\w){re.escape(word)}(?!\w)"
+                for word in longest_first
+            )
         )
 
     def text(self, text: str) -> str:
