@@ -18,6 +18,8 @@ from kvframework.errors import UnknownRequest, VersionMismatch
 from kvframework.masking import HIDDEN
 from kvframework.wire import messages as m
 
+CONNECT_S = 5.0
+
 
 def ask_for_changes(
     file: Path | None, overrides: Sequence[str], endpoint: str | None, *, dry_run: bool, timeout_s: float
@@ -29,7 +31,7 @@ def ask_for_changes(
     asked = m.ApplyConfig(msgspec.json.encode(layers.raw), layers.where, dry_run)
     endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or config.server.endpoint or default_endpoint()
     quiet_connection()
-    with KVClient(endpoint, name="config") as client:
+    with KVClient(endpoint, name="config", connect_timeout_s=min(timeout_s, CONNECT_S)) as client:
         _ = client.hello
         try:
             return client.request("APPLY_CONFIG", asked, m.ConfigApplied, timeout=timeout_s)

@@ -36,11 +36,12 @@ def dump(
     server's user on its node.
     """
     from kvframework.cli.bundle.contents import collect
-    from kvframework.cli.bundle.file import default_name, write
+    from kvframework.cli.bundle.file import BundleFile, default_name
     from kvframework.cli.console import print_text
 
-    contents = collect(config, overrides or (), endpoint, timeout_s=timeout)
-    place = write(out or Path(default_name()), contents.files)
+    with BundleFile(out or Path(default_name())) as file:
+        contents = collect(config, overrides or (), endpoint, timeout_s=timeout)
+        file.write(contents.files)
     for reason in dict.fromkeys(contents.missing.values()):
         print_text(f"{', '.join(part for part, why in contents.missing.items() if why == reason)}: {reason}")
-    print_text(f"{place}: read it before you send it")
+    print_text(f"{file.place}: read it before you send it")

@@ -72,14 +72,14 @@ def test_one_key_that_needs_a_restart_keeps_all_back(server: FileServer) -> None
 
 
 def test_a_refused_configuration_is_an_error_of_the_command(server: FileServer) -> None:
-    status, text = apply(server, "--set", "l2.0.use=filesystem", "--set", "l2.0.path=/proc/nowhere")
+    status, text = apply(server, "--set", "l2.0.use=filesystem", "--set", "l2.0.path=/etc/passwd/x")
     assert status == 2
     assert "[[l2]] #1" in text
     assert apply(server) == (0, "nothing differs\n")
 
 
 def test_no_server_is_an_error_of_the_command(tmp_path: Path) -> None:
-    done = run("config", "apply", "--endpoint", f"ipc://{tmp_path}/none.sock")
+    done = run("config", "apply", "--endpoint", f"ipc://{tmp_path}/none.sock", "--timeout", "0.2")
     assert done.returncode == 2
     assert "no server answers" in done.stderr
 

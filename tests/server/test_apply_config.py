@@ -147,7 +147,7 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "l1.high_watermark": (lambda node: node.server.service.storage._high, 0.95),
     "l1.low_watermark": (lambda node: node.server.service.storage._low, 0.4),
     "l2.0.timeout_s": (lambda node: of_the_tier(node).store.timeout_s, 3.0),
-    "l2.0.write_queue": (lambda node: of_the_tier(node)._queue.room, 77),
+    "l2.0.write_queue": (lambda node: of_the_tier(node)._queue.bound, 77),
     "l2.0.promote": (lambda node: node.client.status()["l2"][0]["promote"], False),
     "l2.0.high_watermark": (lambda node: of_the_tier(node).store._watermarks.high, 0.9),
     "l2.0.low_watermark": (lambda node: of_the_tier(node).store._watermarks.low, 0.5),

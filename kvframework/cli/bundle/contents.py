@@ -22,6 +22,7 @@ from kvframework.registry import PluginRegistry, named_tables, resolve_table
 from kvframework.running_config import shown_config
 from kvframework.wire import messages as m
 
+CONNECT_S = 5.0
 # The parts that only a server has, and the files that they are in.
 OF_THE_SERVER = {
     "status": "status.json",
@@ -75,7 +76,7 @@ def collect(path: Path | None, overrides: Sequence[str], endpoint: str | None, *
 
 def _ask(endpoint: str, timeout_s: float) -> Mapping[str, Any]:
     quiet_connection()
-    with KVClient(endpoint, name="dump", connect_timeout_s=timeout_s) as client:
+    with KVClient(endpoint, name="dump", connect_timeout_s=min(timeout_s, CONNECT_S)) as client:
         _ = client.hello
         reply = client.request("DUMP", m.Empty(), m.DumpReply, timeout=timeout_s)
     document: Mapping[str, Any] = msgspec.json.decode(reply.document)
