@@ -49,6 +49,7 @@ OTHER = {
     "log.format": ["log.format=json"],
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
+    "l1.ghosts": ["l1.ghosts=0"],
     "l2.0.codec": ["l2.0.codec=zstd"],
     "l2.0.timeout_s": ["l2.0.timeout_s=3"],
     "l2.0.loads": ["l2.0.loads=5"],
@@ -100,7 +101,7 @@ def keys(node: Node) -> None:
 
 
 def test_the_reference_and_the_values_here_have_the_same_keys() -> None:
-    assert {*OTHER, *ALSO} == set(COLUMN)
+    assert {*OTHER, *ALSO} == set(COLUMN), "another value of each new key belongs into OTHER"
 
 
 def test_the_column_of_each_key_is_what_the_server_says(node: Node, keys: None) -> None:
