@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvframework.cli.bundle.contents import OF_THE_SERVER
-from kvframework.doctor import Checkup
+from kvframework.doctor.checkup import Checkup
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import read_secret, write_pair
 from kvframework.wire import messages as m

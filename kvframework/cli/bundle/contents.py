@@ -14,7 +14,7 @@ from kvframework.cli.bundle.versions import versions
 from kvframework.cli.status_source import quiet_connection, server_endpoint
 from kvframework.client.connection import KVClient
 from kvframework.config import load_config
-from kvframework.doctor import examine
+from kvframework.doctor.checkup import examine
 from kvframework.errors import ConfigError, KVFrameworkError
 from kvframework.masking import secrets_of
 from kvframework.redaction import Redaction
