@@ -85,6 +85,7 @@ class Server:
                 "config": config.source,
             },
             messaging_status=lambda: self._messaging_status(),
+            request_durations=lambda: self._messages.durations.status(),
         )
         self.running = RunningConfig(config, self._registry, self._configure)
         handlers = self._handlers()
@@ -214,6 +215,7 @@ class Server:
     def _handlers(self) -> dict[str, Handler[Any]]:
         diagnosis = Diagnosis(
             {"status": self.service.report, "config": self.running.shown},
+            self.service.finished,
             secrets=self.running.secrets,
             models=lambda: self.service.storage.records.models().keys(),
         )

@@ -13,23 +13,26 @@ import msgspec
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.logs.form import recent_lines
 from kvframework.redaction import Redaction
+from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 
 
 class Diagnosis:
-    """`parts` make the document's parts beside the log and the threads, by name; `secrets` and `models` are hidden in
-    all of them."""
+    """`parts` make the document's parts beside the log, the threads and the finished requests, by name; `secrets` and
+    `models` are hidden in all of them, and so are the models that the requests name."""
 
     def __init__(
         self,
         parts: Mapping[str, Callable[[], object]],
+        finished: FinishedRequests,
         *,
         secrets: Callable[[], Collection[str]],
         models: Callable[[], Collection[str]],
     ) -> None:
         self._parts = {**parts, "log": recent_lines, "threads": stacks}
+        self._finished = finished
         self._secrets = secrets
         self._models = models
 
@@ -38,9 +41,21 @@ class Diagnosis:
 
     def _dump(self, client: ClientInfo, _payload: m.Empty, _buffers: Sequence[memoryview]) -> m.DumpReply:
         check_own_user(client, "make a dump")
-        redaction = Redaction(self._secrets(), self._models())
-        document = {name: make() for name, make in self._parts.items()}
+        records = self._finished.after(0).records
+        models = {*self._models(), *(model for record in records for model in (record.model, record.by))}
+        redaction = Redaction(self._secrets(), models)
+        document = {name: make() for name, make in self._parts.items()} | {"requests": _anonymous(records)}
         return m.DumpReply(msgspec.json.encode(redaction.document(msgspec.to_builtins(document, enc_hook=_plain))))
+
+
+def _anonymous(records: Sequence[m.Finished]) -> list[dict[str, object]]:
+    """Return the records with numbers in the place of request ids, which an engine's clients may choose."""
+    numbers: dict[str, int] = {}
+    return [
+        msgspec.structs.asdict(record)
+        | {"request_id": f"request {numbers.setdefault(record.request_id, len(numbers) + 1)}", "trace": ""}
+        for record in records
+    ]
 
 
 def _plain(value: object) -> object:

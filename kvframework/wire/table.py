@@ -34,6 +34,7 @@ _SPECS = (
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
     RequestSpec("APPLY_CONFIG", m.ApplyConfig, m.ConfigApplied, deadline_s=60.0),
     RequestSpec("DUMP", m.Empty, m.DumpReply, deadline_s=10.0),
+    RequestSpec("RECENT", m.Recent, m.RecentReply),
 )
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}

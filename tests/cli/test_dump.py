@@ -112,8 +112,9 @@ def test_a_report_holds_what_helps_and_no_secret(secrets: Secrets, tmp_path: Pat
     assert json.loads(files["versions.json"])["distributions"]["kvframework"]
     assert json.loads(files["doctor.json"])["findings"]
     assert os.uname().nodename not in files["versions.json"]
-    missing = [name for name in OF_THE_SERVER.values() if name not in files]
-    assert missing == [name for name in ("requests.json",) if name in said]
+    assert [name for name in OF_THE_SERVER.values() if name not in files or name in said] == []
+    lookup = next(each for each in json.loads(files["requests.json"]) if each["request"] == "LOOKUP")
+    assert (lookup["outcome"], lookup["request_id"], lookup["model"]) == ("hit", "request 1", "<model 1>")
     assert stat.S_IMODE((tmp_path / "report.tar.gz").stat().st_mode) == 0o600
 
 

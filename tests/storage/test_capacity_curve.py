@@ -38,7 +38,7 @@ def replay(trace: Trace, units: int, ghosts: int = 1 << 16) -> tuple[float, list
             hit = row.index(None) if None in row else len(row)
             return hit, [stored for stored in row[:hit] if stored is not None]
 
-        answer = tickets.look_up(OWNER, "", PREFIX[:16], Wanted(PREFIX, digests, 1, find, lambda _: None))
+        answer = tickets.look_up(OWNER, "", Wanted(PREFIX, digests, 1, find, lambda _: None))
         asked += len(digests)
         hits += answer.hit_tokens
         items = [(PREFIX + digest, ALIGNMENT) for digest in digests]
