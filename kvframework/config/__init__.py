@@ -12,6 +12,7 @@ from kvframework.config.endpoint import (
     default_endpoint,
     ipc_path,
     parse_endpoint,
+    parse_listen,
     prepare_private_directory,
     trusted_server_uid,
 )
@@ -25,6 +26,7 @@ from kvframework.config.schema import (
     L2Config,
     L2Keys,
     LogConfig,
+    ObserveConfig,
     PluginTable,
     ServerConfig,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "L2Keys",
     "Layers",
     "LogConfig",
+    "ObserveConfig",
     "PluginTable",
     "ServerConfig",
     "apply_override",
@@ -59,6 +62,7 @@ __all__ = [
     "ipc_path",
     "load_config",
     "parse_endpoint",
+    "parse_listen",
     "prepare_private_directory",
     "read_layers",
     "toml_value",

@@ -68,6 +68,7 @@ class CacheService(CacheServices):
         layouts: Mapping[str, Layout],
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
+        observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
     ) -> None:
         self.stopping = False
@@ -100,6 +101,7 @@ class CacheService(CacheServices):
             server={"boot_id": self.boot_id.hex(), **server_facts},
             transports={name: transport.server for name, transport in transports.items()},
             messaging=messaging_status,
+            observe=observe_status,
             requests=request_durations,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,

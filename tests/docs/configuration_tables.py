@@ -19,6 +19,7 @@ TABLES = {
     "ServerConfig": "server",
     "CurveConfig": "server.curve",
     "LogConfig": "log",
+    "ObserveConfig": "observe",
     "L1Keys": "l1",
     "L2Keys": "l2",
 }
