@@ -20,6 +20,7 @@ from kvframework.service import own_user
 from kvframework.wire import messages as m
 from tests.docs.configuration_tables import BLOCK, TABLES
 from tests.server.in_process import serving
+from tests.support.certificates import make_certificate
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -48,8 +49,8 @@ OTHER = {
     "log.level": ["log.level=debug"],
     "log.format": ["log.format=json"],
     "observe.listen": ["observe.listen=127.0.0.1:0"],
-    "observe.tls_cert": ["observe.tls_cert={folder}/keys/a.pem", "observe.tls_key={folder}/keys/b.pem"],
-    "observe.tls_key": ["observe.tls_cert={folder}/keys/a.pem", "observe.tls_key={folder}/keys/b.pem"],
+    "observe.tls_cert": ["observe.tls_cert={folder}/keys/cert.pem", "observe.tls_key={folder}/keys/key.pem"],
+    "observe.tls_key": ["observe.tls_cert={folder}/keys/cert.pem", "observe.tls_key={folder}/keys/key.pem"],
     "observe.token_file": ["observe.token_file={folder}/keys/token"],
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
@@ -102,6 +103,9 @@ def keys(node: Node) -> None:
     if not folder.exists():
         folder.mkdir(mode=0o700)
         write_pair(folder / "server.secret", folder / "engine.public")
+        make_certificate(folder)
+        (folder / "token").write_text("a-token-for-tests-0123456789\n")
+        (folder / "token").chmod(0o600)
 
 
 def test_the_reference_and_the_values_here_have_the_same_keys() -> None:
