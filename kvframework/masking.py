@@ -5,11 +5,14 @@ A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from urllib.parse import unquote
 
 import msgspec
 
 HIDDEN = "***"
+# A value in a URL's query that is no number or flag.
+_LONG = 6
 
 
 def shown_options(options: msgspec.Struct) -> dict[str, object]:
@@ -38,6 +41,38 @@ def secret_mark(kind: msgspec.inspect.Type) -> str | None:
         inside.append(kind.item_type)
     marks = {secret_mark(each) for each in inside} - {None}
     return "value" if "value" in marks else marks.pop() if marks else None
+
+
+def secrets_of(options: msgspec.Struct) -> set[str]:
+    """Return the texts that `shown_options` hides: secret values, and the credentials of URLs."""
+    struct = msgspec.inspect.type_info(type(options))
+    assert isinstance(struct, msgspec.inspect.StructType)
+    marks = {field.name: secret_mark(field.type) for field in struct.fields}
+    return {text for name in options.__struct_fields__ for text in _hidden(getattr(options, name), marks[name])}
+
+
+def _hidden(value: object, mark: str | None) -> Iterator[str]:
+    if isinstance(value, msgspec.Struct):
+        yield from secrets_of(value)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _hidden(key, mark)
+            yield from _hidden(each, mark)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _hidden(each, mark)
+    elif isinstance(value, str) and "://" in value:
+        user, _, place = value.partition("://")[2].rpartition("@")
+        yield from filter(None, (user, unquote(user), unquote(user.rpartition(":")[2])))
+        values = (each.partition("=")[2] for each in place.partition("?")[2].split("&"))
+        yield from (unquote(each) for each in values if len(each) >= _LONG)
+    elif isinstance(value, str) and mark == "value" and value:
+        yield value
+
+
+def shown(value: object) -> object:
+    """Return a value of the configuration that is no option of a plugin: the credentials of URLs are hidden."""
+    return _shown(value)
 
 
 def masked_url(url: str) -> str:

@@ -25,6 +25,7 @@ from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, L2Config, PluginTable, default_endpoint
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
+from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
@@ -32,6 +33,8 @@ from kvframework.observe.supervisor import ObserveSupervisor
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
+from kvframework.running_config import RunningConfig
+from kvframework.service.diagnosis import Diagnosis
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l2.codecs import CodecTable
@@ -87,6 +90,7 @@ class Server:
             messaging_status=lambda: self._messaging_status(),
             request_durations=lambda: self._messages.durations.status(),
         )
+        self.running = RunningConfig(config, self._registry, self._configure)
         handlers = self._handlers()
         self._messages = MessageServer(
             self.endpoint,
@@ -153,6 +157,17 @@ class Server:
         """Remove the endpoint's files, for a process that ends at once. Safe from any thread."""
         self._messages.abandon()
 
+    def _configure(self, config: Config) -> None:
+        """Change what `kvframework.config.changes` says can change now. From any thread; cannot fail."""
+        change_logging(config.log.level, config.log.format)
+        self.service.configure(config.server)
+        self._messages.configure(session_timeout_s=config.server.session_timeout_s)
+        self.service.storage.configure(
+            high_watermark=config.l1.high_watermark,
+            low_watermark=config.l1.low_watermark,
+            tiers=[l2.keys for l2 in config.l2],
+        )
+
     def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
         provider, options = resolve_table(self._registry, table, AnyTransportProvider)
         create = partial(self._creator.one, "transport", table, ServerTransport)
@@ -205,7 +220,14 @@ class Server:
         )
 
     def _handlers(self) -> dict[str, Handler[Any]]:
-        handlers = {handler.spec.name: handler for handler in self.service.handlers()}
+        diagnosis = Diagnosis(
+            {"status": self.service.report, "config": self.running.shown},
+            self.service.finished,
+            secrets=self.running.secrets,
+            models=lambda: self.service.storage.records.models().keys(),
+        )
+        own = [*self.service.handlers(), *self.running.handlers(), *diagnosis.handlers()]
+        handlers = {handler.spec.name: handler for handler in own}
         for table in self._config.requests:
             provider, options = resolve_table(self._registry, table, RequestsProvider)
             made = self._creator.several("requests", table, Handler, provider.create, options, self.service)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import CONFIG_HELP, AsJson, ConfigFile, Overrides, examples
+from kvframework.cli.usage import CONFIG_HELP, EXIT_FOUND, AsJson, ConfigFile, Endpoint, Overrides, examples
 
 if TYPE_CHECKING:
     from kvframework.config import Config
@@ -79,6 +79,40 @@ def show(
         print_document(view)
     else:
         stdout.print(as_toml(view, width=stdout.width if stdout.is_terminal else None), markup=False)
+
+
+@_app.command(
+    "apply",
+    epilog=examples(
+        "kvframework config apply kvf.toml --dry-run          what differs, and when it would take effect",
+        "kvframework config apply kvf.toml                    all of it, or nothing",
+        "kvframework config apply kvf.toml --set log.level=debug",
+    ),
+)
+def apply(
+    file: Annotated[Path | None, typer.Argument(help=CONFIG_HELP, show_default=False)] = None,
+    overrides: Overrides = None,
+    endpoint: Endpoint = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the difference, and change nothing.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Change the configuration of a running server, without a restart.
+
+    It shows each key that differs, and whether that changes now or needs a restart. All of them change, or none: none
+    if one needs a restart (exit status 1), or if a server would refuse to start with it (2). Run it as the server's
+    user on its node. The server's own file is not written; a SIGHUP makes the server read that again.
+    """
+    from kvframework.cli.config_changes import ask_for_changes, show_changes
+    from kvframework.cli.console import print_document
+
+    applied = ask_for_changes(file, overrides or (), endpoint, dry_run=dry_run, timeout_s=timeout)
+    if as_json:
+        print_document(applied)
+    else:
+        show_changes(applied, dry_run=dry_run)
+    if not all(each.now for each in applied.changes):
+        raise typer.Exit(EXIT_FOUND)
 
 
 def _summary(config: Config) -> str:

@@ -14,8 +14,11 @@ from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, ConfigFile, Overr
 from kvframework.errors import KVFrameworkError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvframework.cli.shutdown import StopSignals
     from kvframework.config import Config
+    from kvframework.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -52,20 +55,25 @@ def serve(
     """Run the server of this node in the foreground.
 
     SIGINT (Ctrl-C) or SIGTERM ends it within 5 seconds and with exit status 0: requests in flight finish or fail, and
-    objects on their way to L2 have the rest of that time. A second signal ends it at once.
+    objects on their way to L2 have the rest of that time. A second signal ends it at once. SIGHUP makes it read its
+    configuration again, see `kvframework config apply`; SIGUSR1 writes the stacks of its threads to standard error.
     """
+    from kvframework.cli.reload import ReloadSignal
     from kvframework.cli.shutdown import StopRequested, StopSignals
     from kvframework.logs.form import configure_logging, end_logging
 
-    with StopSignals() as signals:
+    def read() -> Config:
+        from kvframework.config import load_config
+
+        return _with_log(load_config(config, overrides or ()), log_level, log_format)
+
+    with StopSignals() as signals, ReloadSignal() as reloads:
         json_log = False
         try:
-            from kvframework.config import load_config
-
-            settings = _with_log(load_config(config, overrides or ()), log_level, log_format)
+            settings = read()
             json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
-            _run(settings, signals)
+            _run(settings, signals, lambda server: reloads.serve(lambda: server.running.apply(read())))
         except StopRequested:
             log.info("stopped before it served")
         except Exception as error:
@@ -87,7 +95,7 @@ def _with_log(config: Config, level: Level | None, form: Format | None) -> Confi
     return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
 
 
-def _run(settings: Config, signals: StopSignals) -> None:
+def _run(settings: Config, signals: StopSignals, bound: Callable[[Server], None]) -> None:
     # Imported only after signals can be handled: the import is most of the start.
     from kvframework.preflight import refusals
     from kvframework.registry import PluginRegistry
@@ -104,6 +112,7 @@ def _run(settings: Config, signals: StopSignals) -> None:
     except BaseException:
         server.close()
         raise
+    bound(server)
     server.serve_forever(process_ends=True)
 
 

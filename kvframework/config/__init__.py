@@ -1,5 +1,6 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
+from kvframework.config.changes import Change, changes, flat, when
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
@@ -23,6 +24,7 @@ from kvframework.config.schema import (
     CurveConfig,
     L1Config,
     L2Config,
+    L2Keys,
     LogConfig,
     ObserveConfig,
     PluginTable,
@@ -35,11 +37,13 @@ __all__ = [
     "FIELD_DEFAULT",
     "FULL_SUFFIX",
     "LIVENESS_SUFFIX",
+    "Change",
     "Config",
     "CurveConfig",
     "Endpoint",
     "L1Config",
     "L2Config",
+    "L2Keys",
     "Layers",
     "LogConfig",
     "ObserveConfig",
@@ -47,12 +51,14 @@ __all__ = [
     "ServerConfig",
     "apply_override",
     "assemble",
+    "changes",
     "check_directory",
     "check_private_directory",
     "closest",
     "convert",
     "default_directory",
     "default_endpoint",
+    "flat",
     "ipc_path",
     "load_config",
     "parse_endpoint",
@@ -61,4 +67,5 @@ __all__ = [
     "read_layers",
     "toml_value",
     "trusted_server_uid",
+    "when",
 ]

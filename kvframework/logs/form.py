@@ -8,6 +8,8 @@ import faulthandler
 import json
 import logging
 import os
+import signal
+import stat
 import sys
 import threading
 from datetime import datetime, timezone
@@ -68,21 +70,35 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(level: str, form: str) -> None:
     """Sends all logs, warnings, errors of threads and printed text to standard error in this form, without ever waiting
     for its reader. Once in a process, before it serves."""
-    global _chosen, _handler
-    _chosen = LogForm(level, form)
+    global _handler
     # Python has no stream where the descriptor was closed: another file may have its number by now.
     _handler = QueuedHandler(STDERR if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
-    _handler.setFormatter(JsonFormatter() if form == "json" else HumanFormatter())
     _handler.addFilter(LogLimit())
-    logging.basicConfig(level=level.upper(), handlers=[_handler], force=True)
+    logging.basicConfig(handlers=[_handler], force=True)
+    change_logging(level, form)
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_error
     if sys.stdout is not None:
         call_within(FLUSH_S, {"standard output": sys.stdout.flush})  # text printed earlier
     sys.stdout = PrintedLines(_handler, "stdout", logging.INFO, STDOUT)
     sys.stderr = PrintedLines(_handler, "stderr", logging.WARNING, STDERR)
-    if faulthandler.is_enabled():
-        _report_crashes_without_waiting()
+    _write_stacks()
+
+
+def change_logging(level: str, form: str) -> None:
+    """Changes level and form of the log that `configure_logging` has set up, and those of processes started later. From
+    any thread; without effect in an application that configured logging itself."""
+    global _chosen
+    if _handler is None:
+        return
+    _chosen = LogForm(level, form)
+    _handler.setFormatter(JsonFormatter() if form == "json" else HumanFormatter())
+    logging.getLogger().setLevel(level.upper())
+
+
+def recent_lines() -> list[str]:
+    """The last records of this process's log, the oldest first; none if the application configured logging."""
+    return [] if _handler is None else list(_handler.recent.copy())
 
 
 def end_logging() -> None:
@@ -108,13 +124,16 @@ def log_status() -> dict[str, object]:
     return {"waiting": _handler.waiting, "dropped": _handler.dropped, "problem": _handler.problem}
 
 
-def _report_crashes_without_waiting() -> None:
-    """Sends the traceback of a crash through an open file of its own that does not block: a full pipe must not keep a
-    dying process, and its resources, alive. Impossible, and left unchanged, where standard error is a socket."""
+def _write_stacks() -> None:
+    """Makes a crash, and SIGUSR1, write the stacks of all threads to standard error. To a pipe they go through an open
+    file of its own that does not block: a full one must not keep a dying process, and its resources, alive."""
+    file = STDERR
     with contextlib.suppress(OSError):
-        faulthandler.enable(
-            os.open(f"/proc/self/fd/{STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
-        )
+        if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
+            file = os.open(f"/proc/self/fd/{STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # there is no standard error
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file)
 
 
 def _log_thread_error(failure: threading.ExceptHookArgs) -> None:

@@ -8,11 +8,15 @@ import logging
 import os
 import select
 import threading
+from collections import deque
+from datetime import datetime, timezone
 from queue import SimpleQueue
 
 LIMIT = 4 << 20
 FLUSH_S = 0.3
 MAX_MESSAGE = 64 << 10
+# The records that are kept for a bug report, and the letters of a message and of a traceback in one.
+RECENT, RECENT_TEXT = 256, 2 << 10
 # The memory of a record beside its texts.
 _RECORD = 1 << 10
 
@@ -35,6 +39,8 @@ class QueuedHandler(logging.Handler):
         self._given, self._refused, self._full = 0, 0, False
         self._taken, self._failed, self._torn, self._told = 0, 0, False, 0
         self._error = ""
+        # The last records, whatever became of them, each as one text.
+        self.recent: deque[str] = deque(maxlen=RECENT)
         threading.Thread(target=self._run, name="kvf-log", daemon=True).start()
 
     @property
@@ -56,6 +62,7 @@ class QueuedHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         record = self._settled(record)
+        self.recent.append(_brief(record))
         size = _RECORD + len(record.msg) + len(record.exc_text or "") + len(record.stack_info or "")
         waiting = self._given - self._taken
         self._full = waiting > self._limit // 2 if self._full else waiting + size > self._limit
@@ -135,6 +142,12 @@ class QueuedHandler(logging.Handler):
             return False
         self._torn, self._error = False, ""
         return True
+
+
+def _brief(record: logging.LogRecord) -> str:
+    time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+    line = f"{time} {record.levelname} {record.name}: {record.msg[:RECENT_TEXT]}"
+    return f"{line}\n{record.exc_text[-RECENT_TEXT:]}" if record.exc_text else line
 
 
 def _notice(missing: int) -> logging.LogRecord:

@@ -1,6 +1,13 @@
 """Plugin machinery: static discovery, guarded loading, one registry. Used by server, client and CLI at startup."""
 
-from kvframework.registry.check import check_config, check_table, codec_tables, named_tables, resolve_table
+from kvframework.registry.check import (
+    check_config,
+    check_table,
+    codec_tables,
+    complete_config,
+    named_tables,
+    resolve_table,
+)
 from kvframework.registry.discovery import EntryPointInfo, discover
 from kvframework.registry.kinds import KINDS
 from kvframework.registry.registry import PluginInfo, PluginRegistry
@@ -13,6 +20,7 @@ __all__ = [
     "check_config",
     "check_table",
     "codec_tables",
+    "complete_config",
     "discover",
     "named_tables",
     "resolve_table",

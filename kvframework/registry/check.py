@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
+
+import msgspec
 
 from kvframework.api.codec import NO_CODEC, CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -15,7 +18,7 @@ from kvframework.api.plugin import Provider, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.config import Config, PluginTable
+from kvframework.config import Config, PluginTable, default_endpoint
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
@@ -76,6 +79,33 @@ def named_tables(config: Config) -> list[tuple[PluginTable, type[Provider[Any]]]
         tables += [(table, CodecProvider) for table in codec_tables(config)]
     tables += [(table, RequestsProvider) for table in config.requests]
     return tables
+
+
+def complete_config(
+    config: Config, registry: PluginRegistry, form: Callable[[Options], dict[str, object]] = msgspec.structs.asdict
+) -> Config:
+    """The configuration with every option of every plugin, defaults too, in the given form, and the endpoint: two that
+    mean the same are equal then. Blocking. Raises like `check_config`."""
+
+    def complete(table: PluginTable, descriptor: type[Provider[Any]]) -> PluginTable:
+        return msgspec.structs.replace(table, options=form(resolve_table(registry, table, descriptor)[1]))
+
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        server=replace(config.server, endpoint=config.server.endpoint or default_endpoint()),
+        l1=replace(
+            config.l1,
+            memory=complete(config.l1.memory, MemoryProvider),
+            eviction=complete(config.l1.eviction, EvictionProvider),
+        ),
+        transport=tuple(complete(table, AnyTransportProvider) for table in config.transport),
+        layout=tuple(complete(table, LayoutProvider) for table in config.layout),
+        l2=tuple(replace(l2, tier=complete(l2.tier, TierProvider)) for l2 in config.l2),
+        hasher=complete(config.hasher, HasherProvider),
+        requests=tuple(complete(table, RequestsProvider) for table in config.requests),
+        codecs=replace(config.codecs, options=tuple(complete(table, CodecProvider) for table in codec_tables(config))),
+    )
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:

@@ -87,7 +87,7 @@ class CacheService(CacheServices):
             chunk_size=config.chunk_size,
             hasher_fingerprint=hasher.fingerprint,
         )
-        finished = FinishedRequests(self.boot_id, storage.clock)
+        finished = self.finished = FinishedRequests(self.boot_id, storage.clock)
         self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s)
         self._miss_facts = self._lookups.miss_facts
         accounts = TransferAccounts(storage, finished, self._miss_facts)
@@ -108,17 +108,18 @@ class CacheService(CacheServices):
             losses=self._losses.status,
         )
         self._report = CounterReport(time.monotonic())
+        self._engine_driven = EngineDrivenTransfers(
+            self.contexts,
+            storage,
+            keys,
+            store_lease_s=config.store_lease_s,
+            retrieve_lease_s=config.retrieve_lease_s,
+            store_share=config.store_share,
+            accounts=accounts,
+        )
         self._parts = (
             self._registrations,
-            EngineDrivenTransfers(
-                self.contexts,
-                storage,
-                keys,
-                store_lease_s=config.store_lease_s,
-                retrieve_lease_s=config.retrieve_lease_s,
-                store_share=config.store_share,
-                accounts=accounts,
-            ),
+            self._engine_driven,
             ServerDrivenTransfers(storage, keys, accounts, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
@@ -135,6 +136,19 @@ class CacheService(CacheServices):
             Handler(REQUESTS["CLEAR"], self._clear, pooled=True, ordered=True),
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
+
+    def report(self) -> dict[str, object]:
+        """Return the status document. Blocks for some milliseconds; from a worker thread."""
+        return self._status.document()
+
+    def configure(self, config: ServerConfig) -> None:
+        """Change what of `[server]` may change while it runs, see `kvframework.config.changes`. From any thread."""
+        self._engine_driven.configure(
+            store_lease_s=config.store_lease_s,
+            retrieve_lease_s=config.retrieve_lease_s,
+            store_share=config.store_share,
+        )
+        self._lookups.tickets.configure(ticket_s=config.ticket_s)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the

@@ -21,7 +21,7 @@ from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
-from kvframework.config import closest
+from kvframework.config import L2Keys, closest
 from kvframework.errors import RequestError, TierError
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Departures
@@ -140,6 +140,12 @@ class StorageManager:
     def count(self, **amounts: int) -> None:
         """Add to the counters that `status` shows."""
         self.counters.update(amounts)
+
+    @_locked
+    def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
+        """Change the watermarks, and the settings of each tier that its objects allow to change."""
+        self._high, self._low = high_watermark, low_watermark
+        self._tiers.configure(tiers)
 
     # writing
 

@@ -367,6 +367,40 @@ class Cleared(Message, frozen=True):
     unlisted: Names = ()
 
 
+class ApplyConfig(Message, frozen=True):
+    """Changes the server's configuration to the merged layers in `config`, a JSON document with the tables of a TOML
+    file; `source` names them in errors. Nothing is changed with `dry_run`, or if any change needs a restart. Processes
+    of the server's own user on its node only."""
+
+    config: bytes
+    source: str
+    dry_run: bool = False
+
+
+class ConfigChange(Message, frozen=True):
+    """A key, such as `l2.0.timeout_s`, with its values as TOML, "" if it is not set, and "***" for secrets. `now`: it
+    can change while the server runs."""
+
+    key: str
+    old: str
+    new: str
+    now: bool
+
+
+class ConfigApplied(Message, frozen=True):
+    """The differences between the running configuration and the other one; `applied` says whether that is in force."""
+
+    changes: tuple[ConfigChange, ...]
+    applied: bool
+
+
+class DumpReply(Message, frozen=True):
+    """What only the server knows for a bug report, as a JSON document without secrets, see `kvframework dump`.
+    Processes of the server's own user on its node only."""
+
+    document: bytes
+
+
 class Recent(Message, frozen=True):
     """RECENT: the finished requests with a number above `after`, the oldest `most` of them, or those of `request_id`
     ("" for all). Clients on the server's node only."""
@@ -439,6 +473,7 @@ class StatusReply(Message, frozen=True):
 __all__ = [
     "PROTOCOL_VERSION",
     "Aborted",
+    "ApplyConfig",
     "Cancel",
     "CancelReply",
     "ChunkSize",
@@ -447,6 +482,9 @@ __all__ = [
     "Clear",
     "Cleared",
     "Committed",
+    "ConfigApplied",
+    "ConfigChange",
+    "DumpReply",
     "Empty",
     "EndSession",
     "Finished",

@@ -32,6 +32,8 @@ _SPECS = (
     RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
     RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
+    RequestSpec("APPLY_CONFIG", m.ApplyConfig, m.ConfigApplied, deadline_s=60.0),
+    RequestSpec("DUMP", m.Empty, m.DumpReply, deadline_s=10.0),
     RequestSpec("RECENT", m.Recent, m.RecentReply),
 )
 

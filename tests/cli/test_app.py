@@ -141,7 +141,7 @@ def test_plugin_names_are_completed_without_importing_a_plugin(site: Path) -> No
 
 def test_commands_and_choices_are_completed() -> None:
     assert complete("kvframework", "con") == ["config"]
-    assert complete("kvframework", "config", "") == ["check", "show"]
+    assert complete("kvframework", "config", "") == ["check", "show", "apply"]
     assert complete("kvframework", "serve", "--log-format", "") == ["human", "json"]
 
 

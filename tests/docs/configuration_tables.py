@@ -9,14 +9,31 @@ from __future__ import annotations
 
 import re
 
-from kvframework.config import schema
+from kvframework.config import schema, when
 from kvframework.registry.options import describe_options
 from tests.docs.option_tables import rows
 
 BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
-STRUCTS = ("ServerConfig", "CurveConfig", "LogConfig", "ObserveConfig", "L1Keys", "L2Keys")
+# The table of the TOML file that each struct describes.
+TABLES = {
+    "ServerConfig": "server",
+    "CurveConfig": "server.curve",
+    "LogConfig": "log",
+    "ObserveConfig": "observe",
+    "L1Keys": "l1",
+    "L2Keys": "l2",
+}
+STRUCTS = tuple(TABLES)
+KEY = re.compile(r"\| `(\w+)` \|")
 
 
 def renewed(page: str) -> str:
     """The page with its tables as the schema is."""
-    return BLOCK.sub(lambda block: block[1] + rows(describe_options(getattr(schema, block[2])), "key") + block[3], page)
+    return BLOCK.sub(lambda block: block[1] + _table(block[2]) + block[3], page)
+
+
+def _table(struct: str) -> str:
+    """The table of a struct's keys, with a column that says when a change of each takes effect."""
+    head, line, *cells = rows(describe_options(getattr(schema, struct)), "key").splitlines()
+    changes = [f"{row} {when(f'{TABLES[struct]}.{KEY.match(row)[1]}')} |" for row in cells]  # type: ignore[index]
+    return "\n".join([f"{head} changes |", f"{line}---|", *changes, ""])

@@ -122,6 +122,10 @@ class MessageServer:
         """A snapshot; may be taken from any thread."""
         return self._table.sessions()
 
+    def configure(self, *, session_timeout_s: float) -> None:
+        """Change the longest silence of a client without a liveness socket. May be called from any thread."""
+        self._table.timeout_s = session_timeout_s
+
     def descriptors(self) -> dict[str, object]:
         """Return the gate's view for the status document. May be called from any thread; empty while nothing is
         bound."""

@@ -53,7 +53,7 @@ class SessionTable:
         self, clock: Callable[[], float], *, session_timeout_s: float = 30.0, max_sessions: int = MAX_SESSIONS
     ) -> None:
         self._clock = clock
-        self._timeout = session_timeout_s
+        self.timeout_s = session_timeout_s
         self._max = max_sessions
         self._last_id = 0
         self._remote = 0
@@ -121,7 +121,7 @@ class SessionTable:
     def expire(self, now: float) -> list[ClientSession]:
         """Return the sessions to end: without a liveness socket, and silent for the timeout, which is short while the
         table is more than half full. Changes nothing."""
-        patience = min(self._timeout, PRESSED_S) if 2 * len(self) > self._max else self._timeout
+        patience = min(self.timeout_s, PRESSED_S) if 2 * len(self) > self._max else self.timeout_s
         return [s for s in self._by_token.values() if not s.local and now - s.last_seen >= patience]
 
     def end(self, session: ClientSession) -> bool:

@@ -39,10 +39,14 @@ class EngineDrivenTransfers:
         self._contexts = contexts
         self._storage = storage
         self._keys = keys
+        self._accounts = accounts
+        self.configure(store_lease_s=store_lease_s, retrieve_lease_s=retrieve_lease_s, store_share=store_share)
+
+    def configure(self, *, store_lease_s: float, retrieve_lease_s: float, store_share: float) -> None:
+        """Change the leases' lifetimes and the share of a client, from the next lease on. From any thread."""
         self._store_lease_s = store_lease_s
         self._retrieve_lease_s = retrieve_lease_s
         self._store_share = store_share
-        self._accounts = accounts
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [

@@ -57,7 +57,6 @@ class L2Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = tier.name
-        self.timeout_s = timeout_s
         self.capabilities = frozenset(tier.capabilities())
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
@@ -75,6 +74,16 @@ class L2Store:
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for a call that is given no other."""
+        return self._calls.timeout_s
+
+    def configure(self, *, timeout_s: float, watermarks: Watermarks) -> None:
+        """Change the timeout and the watermarks, from the next call on. May be called from any thread."""
+        self._calls.timeout_s = timeout_s
+        self._watermarks = watermarks
 
     @property
     def state(self) -> str:

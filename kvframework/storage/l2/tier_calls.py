@@ -77,7 +77,7 @@ class TierCalls:
         self.answered_at = 0.0
         # The last call of a load that had no result: its time, and what happened.
         self.read_trouble = (-math.inf, "")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
@@ -130,7 +130,7 @@ class TierCalls:
     def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
         """Call the operation with its deadline, as one step. Raises `TierError`; `CircuitOpen` if the call was
         refused."""
-        call = self._begin(name, timeout_s or self._timeout_s)
+        call = self._begin(name, timeout_s or self.timeout_s)
         try:
             result = yield from do(operation, call.deadline)
         except Exception as error:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
 from kvframework.bounded_close import call_within
+from kvframework.config import L2Keys
 from kvframework.errors import TierError
+from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
@@ -64,6 +66,14 @@ class Tiers:
         ]
         self._watching_uses = [writer for writer in self.writers if writer.watches_uses]
         self._watching_l1 = [writer for writer in self.writers if writer.watches_removals]
+
+    def configure(self, tables: Sequence[L2Keys]) -> None:
+        """Change what each tier's keys say and its objects allow, see `kvframework.config.changes`."""
+        for writer, keys in zip(self.writers, tables, strict=True):
+            writer.configure(queue=keys.write_queue, promote=keys.promote)
+            writer.store.configure(
+                timeout_s=keys.timeout_s, watermarks=Watermarks(keys.high_watermark, keys.low_watermark)
+            )
 
     @property
     def watches_uses(self) -> bool:

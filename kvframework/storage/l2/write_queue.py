@@ -38,7 +38,7 @@ class WriteQueue:
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None]) -> None:
         self.policy = policy
-        self._bound = bound
+        self.bound = bound
         self._count = count
         self._waiting: OrderedDict[PackedKey, None] = OrderedDict()
         # Keys taken for a batch and not settled; each batch's in its order.
@@ -57,7 +57,7 @@ class WriteQueue:
 
     @property
     def room(self) -> int:
-        return max(self._bound - len(self._waiting) - len(self._refused), 0)
+        return max(self.bound - len(self._waiting) - len(self._refused), 0)
 
     def wait_s(self, now: float) -> float:
         """Return the seconds until there is something to send; infinite if nothing waits."""

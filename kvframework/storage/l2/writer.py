@@ -74,6 +74,12 @@ class TierWriter:
     def status(self) -> dict[str, object]:
         return {"write_policy": self._policy.name, "promote": self.promote, "write_pending": self.pending}
 
+    def configure(self, *, queue: int, promote: bool) -> None:
+        """Change the bound of the queue, whose objects stay, and whether promoted objects are written."""
+        with self.changed:
+            self._queue.bound = queue
+            self.promote = promote
+
     @property
     def watches_removals(self) -> bool:
         return self._policy.watches_l1

@@ -44,7 +44,7 @@ class TicketTable:
     """All tickets, by id. `ticket_s` is a ticket's lifetime after its last pin or the end of its load, in seconds."""
 
     def __init__(self, ticket_s: float) -> None:
-        self._ticket_s = ticket_s
+        self.ticket_s = ticket_s
         self._tickets: dict[str, Ticket] = {}
         # The client sessions that have begun and not ended.
         self._owners: set[int] = set()
@@ -70,7 +70,7 @@ class TicketTable:
 
     def open(self, owner: int, request_id: str, now: float) -> Ticket:
         """Return a new ticket, which is not in the table until `keep`."""
-        return Ticket(secrets.token_hex(8), owner, request_id, now + self._ticket_s)
+        return Ticket(secrets.token_hex(8), owner, request_id, now + self.ticket_s)
 
     def keep(self, ticket: Ticket) -> None:
         """Add a ticket to the table; a ticket without pins and without a load is removed."""
@@ -103,7 +103,7 @@ class TicketTable:
         before, ticket.pins = ticket.pins, lease_id
         ticket.objects = objects
         ticket.hit_tokens = hit_tokens
-        ticket.deadline = now + self._ticket_s
+        ticket.deadline = now + self.ticket_s
         return before
 
     def end(self, ticket: Ticket) -> str:
@@ -129,7 +129,7 @@ class TicketTable:
         """Record the end of the load, successful or not. Called once for each `load_begun`."""
         ticket.pending = False
         ticket.cancel_load = None
-        ticket.deadline = now + self._ticket_s
+        ticket.deadline = now + self.ticket_s
         self._loading[ticket.owner] -= 1
         if not self._loading[ticket.owner]:
             del self._loading[ticket.owner]

@@ -45,7 +45,6 @@ class LookupTickets:
         self, storage: StorageManager, *, ticket_s: float, on_end: Callable[[str], object] = lambda _ticket: None
     ) -> None:
         self._storage = storage
-        self._ticket_s = ticket_s
         self._on_end = on_end
         self._lock = storage.lock
         self._clock = storage.clock
@@ -53,6 +52,11 @@ class LookupTickets:
 
     def __len__(self) -> int:
         return len(self._table)
+
+    def configure(self, *, ticket_s: float) -> None:
+        """Change the lifetime of tickets from their next pin on."""
+        with self._lock:
+            self._table.ticket_s = ticket_s
 
     def begin_owner(self, owner: int) -> None:
         """Add a client session, which has begun or has opened another connection."""
@@ -90,7 +94,7 @@ class LookupTickets:
         with self._lock:
             if not keys or not self._table.is_owner(owner):
                 return ""
-            lease = self._storage.pin(keys, owner=owner, request_id=request_id, lease_s=self._ticket_s)
+            lease = self._storage.pin(keys, owner=owner, request_id=request_id, lease_s=self._table.ticket_s)
             if lease is None:
                 return ""
             now = self._clock()
@@ -160,7 +164,7 @@ class LookupTickets:
         lease_id = ""
         if hit:
             lease_id = self._storage.pin_objects(
-                objects, owner=ticket.owner, request_id=ticket.request_id, lease_s=self._ticket_s
+                objects, owner=ticket.owner, request_id=ticket.request_id, lease_s=self._table.ticket_s
             ).id
         tokens = hit * wanted.chunk_tokens
         before = self._table.pin(ticket, lease_id, objects=len(objects), hit_tokens=tokens, now=self._clock())

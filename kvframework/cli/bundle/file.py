@@ -1,0 +1,63 @@
+"""The file of `kvframework dump`: a tar archive that only its user may read."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvframework.errors import ConfigFileError
+
+FOLDER = "kvframework-dump"
+
+
+def default_name() -> str:
+    return f"{FOLDER}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
+
+
+class BundleFile:
+    """A new, empty file at `place`. Raises `ConfigFileError` if it exists or cannot be written."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        try:
+            descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _refusal(place, error) from None
+        self._file = os.fdopen(descriptor, "wb")
+
+    def __enter__(self) -> BundleFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        if kind is not None:
+            self.place.unlink(missing_ok=True)
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write texts by name. Raises `ConfigFileError`."""
+        try:
+            self._file.write(_packed(files))
+            self._file.flush()
+        except OSError as error:
+            raise _refusal(self.place, error) from None
+
+
+def _packed(files: Mapping[str, str]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text in files.items():
+            data = text.encode("utf-8", "backslashreplace")
+            entry = tarfile.TarInfo(f"{FOLDER}/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def _refusal(place: Path, error: OSError) -> ConfigFileError:
+    return ConfigFileError(
+        f"cannot be written: {error.strerror or error}", where=str(place), hint="name a new file with --out"
+    )

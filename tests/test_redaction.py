@@ -1,0 +1,67 @@
+"""What a bug report does not hold, and what stays readable in it."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from kvframework.redaction import Redaction
+
+SECRET = "hunter2+/=ü"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        SECRET,
+        SECRET.encode().hex(),
+        SECRET.encode().hex().upper(),
+        base64.b64encode(SECRET.encode()).decode(),
+        base64.urlsafe_b64encode(SECRET.encode()).decode(),
+    ],
+)
+def test_a_secret_is_hidden_in_every_form(form: str) -> None:
+    shown = Redaction([SECRET]).text(f"the value {form}, refused")
+    assert form.rstrip("=") not in shown
+    assert shown.startswith("the value ")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://user:pass@cache.corp:6379/0", "store://:pass@cache.corp", "tcp://pass@cache.corp:1?x=1"]
+)
+def test_credentials_take_their_host_along(url: str) -> None:
+    shown = Redaction().text(f"cannot reach '{url}', later")
+    assert "pass" not in shown
+    assert "cache.corp" not in shown
+    assert shown.endswith("later")
+
+
+def test_digests_and_tokens_have_names_within_one_report() -> None:
+    digest, token = "ab12" * 16, "ghp_16C7e42F292c6912E7"
+    redaction = Redaction()
+    once, twice = redaction.text(f"key {digest}"), redaction.text(f"again {digest.upper()}")
+    assert once.removeprefix("key ") == twice.removeprefix("again ")
+    assert digest[:12] not in once
+    assert Redaction().text(digest) != redaction.text(digest), "names of two reports cannot be compared"
+    assert token not in redaction.text(f"Bearer {token}")
+    assert "1234567890" * 3 not in redaction.text("salt " + "1234567890" * 3)
+
+
+def test_models_get_numbers() -> None:
+    redaction = Redaction(models=["acme/secret-model", "tiny"])
+    assert redaction.text("loads acme/secret-model, not tinyish") == "loads <model 1>, not tinyish"
+    assert redaction.document({"tiny": ["tiny", 3]}) == {"<model 2>": ["<model 2>", 3]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-11-22 22:14:19,344 INFO kvframework.server: process 25314, boot ea84a274: L1 16.0 MiB",
+        '  File "/usr/lib/python3.11/site-packages/kvframework/messaging/server/loop.py", line 153, in serve_forever',
+        "1099511627776 bytes of ipc:///run/user/1000/kvframework/server.sock",
+        "ThreadPoolExecutor-0_0, write_through_selective",
+    ],
+)
+def test_the_rest_stays_as_it_is(text: str) -> None:
+    assert Redaction(["a", ""]).text(text) == text
