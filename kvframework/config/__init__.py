@@ -11,13 +11,23 @@ from kvframework.config.endpoint import (
     default_endpoint,
     ipc_path,
     parse_endpoint,
+    parse_listen,
     prepare_private_directory,
     trusted_server_uid,
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
 from kvframework.config.overrides import apply_override
-from kvframework.config.schema import Config, CurveConfig, L1Config, L2Config, LogConfig, PluginTable, ServerConfig
+from kvframework.config.schema import (
+    Config,
+    CurveConfig,
+    L1Config,
+    L2Config,
+    LogConfig,
+    ObserveConfig,
+    PluginTable,
+    ServerConfig,
+)
 from kvframework.config.toml import toml_value
 
 __all__ = [
@@ -32,6 +42,7 @@ __all__ = [
     "L2Config",
     "Layers",
     "LogConfig",
+    "ObserveConfig",
     "PluginTable",
     "ServerConfig",
     "apply_override",
@@ -45,6 +56,7 @@ __all__ = [
     "ipc_path",
     "load_config",
     "parse_endpoint",
+    "parse_listen",
     "prepare_private_directory",
     "read_layers",
     "toml_value",

@@ -66,6 +66,7 @@ class CacheService(CacheServices):
         layouts: Mapping[str, Layout],
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
+        observe_status: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.stopping = False
         self.boot_id = secrets.token_bytes(16)
@@ -94,6 +95,7 @@ class CacheService(CacheServices):
             server={"boot_id": self.boot_id.hex(), **server_facts},
             transports={name: transport.server for name, transport in transports.items()},
             messaging=messaging_status,
+            observe=observe_status,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
             losses=self._losses.status,

@@ -33,6 +33,7 @@ class StatusReport:
         server: Mapping[str, object],
         transports: Mapping[str, ServerTransport | None],
         messaging: Callable[[], Mapping[str, object]],
+        observe: Callable[[], Mapping[str, object]],
         tickets: Callable[[], int],
         lookups: Callable[[], Mapping[str, int]],
         losses: Callable[[], Mapping[str, object]],
@@ -43,6 +44,7 @@ class StatusReport:
         self._server = server
         self._transports = transports
         self._messaging = messaging
+        self._observe = observe
         self._tickets = tickets
         self._lookups = lookups
         self._losses = losses
@@ -84,4 +86,5 @@ class StatusReport:
             **self._storage.status(),
             "messaging": self._messaging(),
             "log": log_status(),
+            "observe": self._observe(),
         }

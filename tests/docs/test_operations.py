@@ -18,9 +18,11 @@ import typer
 
 import kvframework
 from kvframework.cli.app import app
+from kvframework.config import ObserveConfig
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
+from kvframework.observe.supervisor import ObserveSupervisor
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
@@ -169,7 +171,7 @@ def test_every_field_is_documented_and_every_documented_field_is_there(document:
 
 
 # What this server has none of.
-NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms")
+NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms", "observe.")
 
 
 def test_every_field_of_a_device_is_documented() -> None:
@@ -180,6 +182,11 @@ def test_every_field_of_a_device_is_documented() -> None:
         copier.stop()
         assert copier.join(10)
     assert found == {name for name in documented() if name.startswith("transports.*.devices")}
+
+
+def test_every_field_of_the_observing_process_is_documented() -> None:
+    found = {f"observe.{name}" for name in ObserveSupervisor("ipc:///none", ObserveConfig()).status()}
+    assert found == {name for name in documented() if name.startswith("observe.")}
 
 
 def test_all_trouble_is_documented() -> None:
