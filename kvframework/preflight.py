@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
 from kvframework.config import Config, PluginTable, default_endpoint, parse_endpoint
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
@@ -27,30 +26,29 @@ from kvframework.wire import messages as m
 _ANSWER_S = 1.0
 
 
-def refusals(config: Config, registry: PluginRegistry, *, running: bool = False) -> Iterator[KVFrameworkError]:
-    """Yield every error with which a server of this configuration would refuse to start: of each table, then of all
-    together. With `running`, what a server of this user holds at the endpoint does not count: see `running_server`.
-    Blocking: imports plugins."""
+def refusals(config: Config, registry: PluginRegistry, *, replaces: int | None = None) -> Iterator[KVFrameworkError]:
+    """Yield every error with which a server of this configuration would refuse to start: of all tables together, then
+    of each, so that a second server of one file is refused for its endpoint and not for its folder. What process
+    `replaces` holds, this user's server at the endpoint, does not count: see `running_server`. Blocking: imports
+    plugins."""
+    yield from common_refusals(config, registry, running=replaces is not None)
     for table, descriptor in named_tables(config):
         try:
             provider, options = resolve_table(registry, table, descriptor)
-            if not (running and descriptor is MemoryProvider):
-                check_table(registry, table, provider, options)
+            check_table(registry, table, provider, options, replaces=replaces)
         except KVFrameworkError as error:
             yield error
-    yield from common_refusals(config, registry, running=running)
 
 
 def common_refusals(config: Config, registry: PluginRegistry, *, running: bool = False) -> Iterator[KVFrameworkError]:
-    """Yield the refusals that are not of one table: of stores, keys, the endpoint and ports."""
-    checks: list[Callable[[], object]] = [
+    """Yield the refusals that are not of one table: of the endpoint, ports, stores and keys."""
+    checks: list[Callable[[], object]] = [] if running else [lambda: _check_endpoint(config)]
+    checks += [
+        lambda: _check_ports(config, running=running),
         lambda: codec_tables(config),
         lambda: _check_stores(config, registry),
         lambda: _check_keys(config),
     ]
-    if not running:
-        checks.append(lambda: _check_endpoint(config))
-    checks.append(lambda: _check_ports(config, running=running))
     for check in checks:
         try:
             check()

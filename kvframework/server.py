@@ -85,6 +85,7 @@ class Server:
             },
             observe_status=self._observer.status if self._observer else dict,
             messaging_status=lambda: self._messaging_status(),
+            request_durations=lambda: self._messages.durations.status(),
         )
         handlers = self._handlers()
         self._messages = MessageServer(
@@ -173,6 +174,7 @@ class Server:
             records=records,
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
+            ghosts=config.l1.ghosts,
         )
 
     def _codecs(self) -> CodecTable:

@@ -29,9 +29,14 @@ def always_available() -> str | None:
 
 @dataclass(frozen=True)
 class TableContext:
-    """The TOML table for which `create` or `diagnose` is called. `where` is its place, for error texts."""
+    """The TOML table for which `create`, `check` or `diagnose` is called. `where` is its place, for error texts.
+
+    `replaces` is for `check`: the process of the server whose place the new one will take, None: no server runs. What
+    that process holds, such as a lock, is free by then.
+    """
 
     where: str
+    replaces: int | None = None
 
 
 # (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or

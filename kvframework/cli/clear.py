@@ -36,7 +36,7 @@ def clear(
     import msgspec
 
     from kvframework.api.options import ByteSize
-    from kvframework.cli.console import print_document, print_text
+    from kvframework.cli.console import confirm, print_document, print_text
     from kvframework.cli.status_source import quiet_connection, server_endpoint
     from kvframework.client import KVClient
     from kvframework.errors import VersionMismatch
@@ -48,7 +48,7 @@ def clear(
         _ = client.hello
         if not yes:
             document = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0).document
-            typer.confirm(_question(msgspec.json.decode(document), l2=l2, model=model), abort=True, err=True)
+            confirm(_question(msgspec.json.decode(document), l2=l2, model=model))
         if model and CLEAR_MODEL not in client.hello.features:
             raise VersionMismatch(
                 "this server is older: it clears all models or none",

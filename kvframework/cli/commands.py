@@ -26,14 +26,21 @@ KNOWN = {"bench": install_command(distribution="kvframework-bench")}
 
 
 class QuickGroup(TyperGroup):
-    """A group of commands whose absent flags cost nothing: typer imports pydantic, a tenth of a second, to convert
-    their value None."""
+    """A group of commands whose absent options cost nothing: typer imports pydantic, a tenth of a second, to convert
+    each default, even the None of a flag."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = self.params
+        if args and args[0] in self.commands:  # no option of the group itself is given
+            ctx.params.update({str(each.name): each.default for each in own if each.expose_value})
+            self.params = []
         for parameter in self.get_params(ctx):
             if getattr(parameter, "is_flag", False) and parameter.default is None:
                 parameter.default = False
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        finally:
+            self.params = own
 
 
 class CommandGroup(QuickGroup):

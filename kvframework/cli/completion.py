@@ -1,4 +1,5 @@
-"""What TAB offers for `--set`, `--l2` and plugin names. A mistake in the configuration means fewer offers, no error.
+"""What TAB offers for `--set`, `--l2` and plugin names. A mistake in the configuration, or a plugin that fails, prints
+or does not come back, means fewer offers, no error.
 
 Whole keys are offered, never the beginning of one: bash sets a space behind what it completes.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,25 @@ from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import discover
 from kvframework.registry.options import OptionInfo, describe_options
 
+PLUGINS_S = 2.0  # of all of them together
+
 _ARRAYS = {"transport": "transport", "layout": "layout", "l2": "tier", "requests": "requests"}
 
 
 def override_words(parameters: Mapping[str, Any], incomplete: str) -> list[str]:
     """Return the `TABLE.KEY=` that begin so, or behind a `=` the values of that key. `parameters` are those of the
     command so far: its configuration decides which plugins are meant. Imports plugins."""
-    with _quiet():
+    with _guarded():
         registry = PluginRegistry()
         return _words(dict(_keys(_raw(parameters), registry)), incomplete)
+    return []
 
 
 def option_words(kind: str, name: str, incomplete: str) -> list[str]:
     """Return the `KEY=` of one plugin that begin so, or behind a `=` its values. Imports the plugin."""
-    with _quiet():
+    with _guarded():
         return _words(dict(_of_plugin("", kind, name, PluginRegistry())), incomplete)
+    return []
 
 
 def plugin_words(incomplete: str) -> list[str]:
@@ -96,7 +101,7 @@ def _of_table(
 
 
 def _of_plugin(prefix: str, kind: str, name: str, registry: PluginRegistry) -> list[tuple[str, list[str]]]:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         _, provider = registry.describe(kind, name)
         if provider is not None:
             return [(prefix + option.name, _values(option)) for option in describe_options(provider.options)]
@@ -120,7 +125,21 @@ def _table(value: object) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what a plugin prints at its import away from the shell."""
-    with contextlib.redirect_stdout(sys.stderr):
+def _guarded() -> Iterator[None]:
+    """Keep away from the shell what plugins print, and in whichever way they end. One that takes too long ends the
+    process: nothing else ends it for sure."""
+    handler = signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    signal.setitimer(signal.ITIMER_REAL, PLUGINS_S)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGALRM, handler)
+        stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        for number in (1, 2):
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(nowhere.fileno(), number)
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        stack.enter_context(contextlib.suppress(Exception, SystemExit))
         yield

@@ -41,7 +41,7 @@ def check(
 
     config = load_config(file, overrides or ())
     running = running_server(config)
-    errors = list(refusals(config, PluginRegistry(), running=running is not None))
+    errors = list(refusals(config, PluginRegistry(), replaces=None if running is None else running.pid))
     for error in errors[:-1]:
         print_error(error)
     for error in errors[-1:]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 
 from kvframework.api.codec import CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -62,9 +63,11 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.core(("log",), "[log]", shown_options(config.log))
     if config.observe is not None:
         view.core(("observe",), "[observe]", shown_options(config.observe))
+    else:
+        view.empty.append(ShownValue("observe", None, FIELD_DEFAULT))
     l1, eviction = config.l1, config.l1.eviction
-    marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
-    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
+    own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts}
+    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
     view.array("transport", config.transport, AnyTransportProvider)
@@ -129,11 +132,11 @@ class _View:
 def _aligned(values: Iterable[ShownValue], most: int | None) -> list[str]:
     """Return `key = value # origin` lines with the comments aligned."""
     said = [(_line(value), value.origin) for value in values]
-    width = min(max((len(line) for line, _ in said), default=0), 48)
+    width = min(max((cell_len(line) for line, _ in said), default=0), 48)
     lines: list[str] = []
     for line, origin in said:
-        whole = f"{line:{width}}  # {origin}"
-        lines += [whole] if most is None or len(whole) <= most else [f"# {origin}", line]
+        whole = f"{line}{' ' * (width - cell_len(line))}  # {origin}"
+        lines += [whole] if most is None or cell_len(whole) <= most else [f"# {origin}", line]
     return lines
 
 

@@ -5,6 +5,7 @@ Imports nothing heavy, so that even a Ctrl-C during the imports ends without a t
 
 from __future__ import annotations
 
+import os
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -12,12 +13,23 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command and exit with its status."""
+    _open_standard_streams()
     try:
         from kvframework.cli.app import run
 
         run()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _open_standard_streams() -> None:
+    """Give the numbers of closed standard streams to /dev/null: a socket under the number of one would get what a
+    library prints."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 if __name__ == "__main__":

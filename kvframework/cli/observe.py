@@ -60,6 +60,7 @@ def observe(
     files = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     settings = ObserveConfig(listen, **{name: str(file) for name, file in files.items() if file is not None})
     address = server_endpoint(endpoint, config)
+    process.check(address, settings)
     configure_logging("info", log_format.value)
     try:
         process.observe(address, settings)

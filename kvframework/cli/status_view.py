@@ -43,7 +43,7 @@ def view_status(encoded: bytes, round_trip_s: float | None = None) -> Renderable
 
 def problem_lines(encoded: bytes) -> list[str]:
     """Return the current problems, a line each."""
-    return _problems(msgspec.json.decode(encoded))
+    return [one_line(problem) for problem in _problems(msgspec.json.decode(encoded))]
 
 
 def unreachable(endpoint: str, error: KVFrameworkError) -> RenderableType:

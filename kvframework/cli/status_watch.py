@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import time
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
-from kvframework.cli.console import print_error, print_view, stdout
+from kvframework.cli.console import PlainConsole, print_error, print_view, stdout
 from kvframework.cli.status_source import StatusSource
 from kvframework.cli.status_view import unreachable, view_status
 from kvframework.errors import KVFrameworkError
@@ -31,7 +31,7 @@ def watch_status(source: StatusSource, interval: float, *, as_json: bool) -> Non
 
 def _show_forever(source: StatusSource, interval: float) -> None:
     # A separate console: `Live` finds the first line again only if lines are wrapped.
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             view = _look(source)

@@ -66,14 +66,16 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     endpoint = sockets.endpoint_of(config)
     running = running_server(config)
     yield "socket", partial(sockets.socket_findings, endpoint, running)
-    serving = running is not None
-    yield "config", partial(plugins.common_findings, config, serving=serving, deadline_s=CHECK_S)
+    yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
+    replaces = None if running is None else running.pid
     for table in plugins.configured(config):
-        yield "plugin", partial(plugins.table_findings, table, serving=serving, deadline_s=CHECK_S)
+        yield "plugin", partial(plugins.table_findings, table, replaces=replaces, deadline_s=CHECK_S)
 
 
-def run_check(subject: str, check: Check, timeout_s: float = CHECK_S + 1.0) -> list[Finding]:
-    """The findings of a check; its failure or timeout is a finding too."""
+def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
+    """The findings of a check; its failure is a finding too, and so is its timeout (None: a second more than
+    `CHECK_S`)."""
+    timeout_s = CHECK_S + 1.0 if timeout_s is None else timeout_s
     found: list[Finding] = []
     failure: list[str] = []
 

@@ -38,8 +38,7 @@ def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
     try:
         registry = PluginRegistry()
         provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
-        if not subject.held:
-            check_table(registry, subject.table, provider, options)
+        check_table(registry, subject.table, provider, options, replaces=subject.replaces)
     except KVFrameworkError as error:
         yield refusal(error)
         return

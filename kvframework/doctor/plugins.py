@@ -20,12 +20,12 @@ _TO_END_S = 1.0
 
 class Subject(msgspec.Struct, frozen=True):
     """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none.
-    `held`: a running server has what the plugin's own check would look for."""
+    `replaces` is the process of this user's server that runs at the endpoint."""
 
     kind: str
     table: PluginTable
     diagnose_s: float = 0.0
-    held: bool = False
+    replaces: int | None = None
 
 
 def refusal(error: KVFrameworkError) -> Finding:
@@ -59,12 +59,12 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
     return found or [Finding("config.start", "ok", "keys, stores, socket and ports let a server start")]
 
 
-def table_findings(subject: Subject, *, serving: bool, deadline_s: float) -> Iterator[Finding]:
-    """The findings for one table. `serving`: a server of this user runs at the endpoint and holds memory, so the
-    memory plugin is not asked for more."""
+def table_findings(subject: Subject, *, replaces: int | None, deadline_s: float) -> Iterator[Finding]:
+    """The findings for one table. `replaces`: the process of this user's server that runs at the endpoint and holds
+    memory, so the memory plugin is not asked for more."""
     where = subject.table.where
-    held = subject.kind == "memory" and serving
-    timed = msgspec.structs.replace(subject, held=held, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
+    held = subject.kind == "memory" and replaces is not None
+    timed = msgspec.structs.replace(subject, replaces=replaces, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
     request = msgspec.msgpack.encode(timed)
     ran = run_isolated("kvframework.doctor.plugin_process", request, deadline_s=deadline_s)
     for line in ran.lines:

@@ -21,13 +21,14 @@ def exposition(observed: Observed, now: float, *, open_metrics: bool) -> bytes:
     lines: list[str] = []
     for metric in OWN if observed.document is None else METRICS:
         document = own if metric in OWN else observed.document
-        lines += _family(metric, document or {}, open_metrics=open_metrics)
+        lines += family(metric, document or {}, open_metrics=open_metrics)
     if open_metrics:
         lines.append("# EOF")
     return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
 
-def _family(metric: Metric, document: Mapping[str, Any], *, open_metrics: bool) -> Iterator[str]:
+def family(metric: Metric, document: Mapping[str, Any], *, open_metrics: bool = False) -> Iterator[str]:
+    """The lines of one family; `document` is the status document, or `own_document`."""
     name = metric.full.removesuffix("_total") if open_metrics and metric.type == "counter" else metric.full
     yield f"# HELP {name} {_escaped(metric.help)}."
     yield f"# TYPE {name} {metric.type}"

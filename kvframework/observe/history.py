@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
-from kvframework.observe.metrics import found_tokens
+from kvframework.observe.derived_readings import found_tokens
 from kvframework.observe.poller import Document, Observed
 from kvframework.observe.readings import found, tier_names
 
 SECONDS, MINUTES = 900, 1440
+# The call of a tier that loads values.
+LOADING = "get_into"
 FIELDS = (
     "time",  # seconds since 1970
     "boot",
@@ -104,6 +106,6 @@ def _point(document: Document, time: float, boot: int) -> Point:
 
 
 def _tier(name: str, tier: Mapping[str, Any]) -> list[Any]:
-    gets = found(tier, "seconds.get") or {"counts": (), "sum": 0.0}
+    gets = found(tier, f"seconds.{LOADING}") or {"counts": (), "sum": 0.0}
     read, written = tier.get("bytes_read", 0), tier.get("bytes_written", 0)
     return [name, int(tier["state"] == "closed"), sum(gets["counts"]), gets["sum"], read, written]

@@ -6,20 +6,16 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from kvframework import errors
+from kvframework.observe import derived_readings as derived
 from kvframework.observe.health import findings
-from kvframework.observe.poller import Document, Observed
+from kvframework.observe.poller import Observed
 from kvframework.observe.readings import (
     Labels,
     Reader,
-    Value,
     counts,
     each,
-    found,
     histogram,
     histograms,
     number,
@@ -27,9 +23,7 @@ from kvframework.observe.readings import (
     tier,
     tier_each,
     tier_histograms,
-    tier_names,
 )
-from kvframework.wire.table import REQUESTS
 
 PREFIX = "kvframework_"
 
@@ -51,16 +45,6 @@ REASONS = (
     "unknown_namespace",
 )
 CAUSES = ("room", "watermark", "tenant")
-OPERATIONS = ("contains", "get", "put", "delete", "scan", "touch", "usage", "ping")
-CODES = tuple(
-    sorted(
-        error.code
-        for error in vars(errors).values()
-        if isinstance(error, type)
-        and issubclass(error, errors.KVFrameworkError)
-        and error.code.startswith(("protocol.", "request.", "run.", "storage."))
-    )
-)
 TIER_VALUES = {
     "hit": "hits",
     "miss": "misses",
@@ -118,76 +102,6 @@ class Metric(NamedTuple):
         return PREFIX + self.name
 
 
-def found_tokens(document: Document) -> Iterator[tuple[Labels, Value]]:
-    by_model = found(document, "lookups.by_model")
-    if not by_model:  # of a server before the split by model
-        asked, hit = (found(document, f"lookups.{name}") or 0 for name in ("asked_tokens", "hit_tokens"))
-        by_model = {"other": {"asked_tokens": asked, "l1_tokens": hit}}
-    for model, row in ({"other": {}} | by_model).items():
-        asked, l1, l2 = (row.get(name, 0) for name in ("asked_tokens", "l1_tokens", "l2_tokens"))
-        yield (model, "l1"), l1
-        yield (model, "l2"), l2
-        yield (model, "missed"), asked - l1 - l2
-
-
-def _evictions(document: Document) -> Iterator[tuple[Labels, Value]]:
-    evicted = found(document, "l1.evicted") or {"room": found(document, "l1.evictions") or 0}
-    yield from (((cause,), evicted.get(cause, 0)) for cause in CAUSES)
-
-
-def _l1_bytes(document: Document) -> Iterator[tuple[Labels, Value]]:
-    used, free, quarantined = (found(document, f"l1.{name}_bytes") or 0 for name in ("used", "free", "quarantined"))
-    yield from ((("used",), used - quarantined), (("free",), free), (("quarantined",), quarantined))
-
-
-def _capacities(document: Document) -> Iterator[tuple[Labels, Value]]:
-    for point in found(document, "l1.more_capacity") or ():
-        yield (str(point["capacity_bytes"]),), point["hit_rate"]
-
-
-def _tier_up(document: Document) -> Iterator[tuple[Labels, Value]]:
-    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
-        yield (name,), int(status["state"] == "closed")
-
-
-def _circuits(document: Document) -> Iterator[tuple[Labels, Value]]:
-    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
-        yield from (((name, which), int(state != "closed")) for which, state in status["circuits"].items())
-
-
-def _errors(document: Document) -> Iterator[tuple[Labels, Value]]:
-    counters = found(document, "messaging.counters") or {}
-    answered = {name.removeprefix("errors."): n for name, n in counters.items() if name.startswith("errors.")}
-    yield from (((code,), value) for code, value in (dict.fromkeys(CODES, 0) | answered).items())
-
-
-def _accepting(document: Document) -> Iterator[tuple[Labels, Value]]:
-    descriptors = found(document, "messaging.descriptors") or {}
-    yield from (((what,), int(descriptors.get(what, True))) for what in ("local", "sessions", "tcp"))
-
-
-def _devices(field: str) -> Reader:
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in (document.get("transports") or {}).items():
-            for device in status.get("devices", ()) if isinstance(status, dict) else ():
-                value = device.get(field)
-                yield (name, str(device["device"])), int(value is not None) if field == "pid" else value
-
-    return read
-
-
-def _started(document: Document) -> Iterator[tuple[Labels, Value]]:
-    yield (), datetime.fromisoformat(document["server"]["started_at"]).timestamp()
-
-
-def _build(document: Document) -> Iterator[tuple[Labels, Value]]:
-    yield (str(found(document, "server.version") or ""),), 1
-
-
-def _length(path: str) -> Reader:
-    return lambda document: iter([((), len(found(document, path) or ()))])
-
-
 def _counter(
     name: str, help_: str, place: str, read: Reader | None = None, labels: Labels = (), row: str = ""
 ) -> Metric:
@@ -227,16 +141,18 @@ OWN = (
 # The titles are rows of the dashboard.
 TABLE: dict[str, tuple[Metric, ...]] = {
     "Server": (
-        _gauge("build_info", "1, with the server's release", "server.version", _build, ("version",)),
+        _gauge("build_info", "1, with the server's release", "server.version", derived.build, ("version",)),
         _gauge(
             "server_start_time_seconds",
             "start of the server, in seconds since 1970",
             "server.started_at",
-            _started,
+            derived.started,
             row="server-killed",
         ),
-        _gauge("instances", "registered instances of engines", "instances[].instance_id", _length("instances")),
-        _gauge("sessions", "connected clients", "messaging.sessions[].session_id", _length("messaging.sessions")),
+        _gauge("instances", "registered instances of engines", "instances[].instance_id", derived.length("instances")),
+        _gauge(
+            "sessions", "connected clients", "messaging.sessions[].session_id", derived.length("messaging.sessions")
+        ),
         _counter(
             "clients_total",
             "clients that connected, and that ended",
@@ -262,7 +178,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "lookup_tokens_total",
             "tokens of lookups, by where they were found",
             "lookups.by_model.*.asked_tokens, lookups.by_model.*.l1_tokens, lookups.by_model.*.l2_tokens",
-            found_tokens,
+            derived.found_tokens,
             ("model", "found"),
         ),
         _counter(
@@ -285,7 +201,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "request_seconds",
             "time from the receipt of a request to its answer",
             "requests.*.counts",
-            histograms("requests", tuple(REQUESTS), 1e-5, 20),
+            histograms("requests"),
             ("type",),
         ),
         _counter(
@@ -299,7 +215,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "refused_total",
             "requests that were answered with an error, by its code",
             "messaging.counters.errors.CODE",
-            _errors,
+            derived.error_answers,
             ("code",),
             "malformed",
         ),
@@ -317,7 +233,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "accepting",
             "whether new clients are accepted",
             "messaging.descriptors.local, messaging.descriptors.sessions, messaging.descriptors.tcp",
-            _accepting,
+            derived.accepting,
             ("what",),
             "descriptors-low",
         ),
@@ -329,7 +245,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "l1_bytes",
             "bytes of the resident arena, by state",
             "l1.used_bytes, l1.free_bytes, l1.quarantined_bytes",
-            _l1_bytes,
+            derived.l1_bytes,
             ("state",),
             "writer-stopped",
         ),
@@ -351,24 +267,31 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("what",),
             "l1-full-of-pins",
         ),
-        _counter("l1_evictions_total", "evicted objects, by cause", "l1.evicted.*", _evictions, ("cause",), "l1-full"),
+        _counter(
+            "l1_evictions_total",
+            "evicted objects, by cause",
+            ", ".join(f"l1.evicted.{cause}" for cause in CAUSES),
+            each({cause: f"l1.evicted.{cause}" for cause in CAUSES}),
+            ("cause",),
+            "l1-full",
+        ),
         _histogram(
             "l1_evicted_idle_seconds",
             "how long evicted objects had not been used",
             "l1.evicted_idle_s.counts",
-            histogram("l1.evicted_idle_s", 1.0, 20),
+            histogram("l1.evicted_idle_s"),
         ),
         _histogram(
             "l1_wanted_after_eviction_seconds",
             "how long after its eviction an object was asked for",
             "l1.wanted_after_eviction_s.counts",
-            histogram("l1.wanted_after_eviction_s", 1.0, 20),
+            histogram("l1.wanted_after_eviction_s"),
         ),
         _gauge(
             "l1_hit_rate_by_capacity",
             "the share of tokens that L1 would have had with this capacity",
             "l1.more_capacity[].hit_rate",
-            _capacities,
+            derived.capacities,
             ("capacity_bytes",),
         ),
         _gauge("l1_ghosts", "digests that left L1 and are remembered", "l1.ghosts.held"),
@@ -384,12 +307,12 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _counter("pins_lapsed_total", "pins that outlived their lease", "l1.counters.lapsed", row="reader-slow"),
     ),
     "Tiers": (
-        _gauge("tier_up", "whether both circuits are closed", "l2[].state", _tier_up, ("tier",), "tier-down"),
+        _gauge("tier_up", "whether both circuits are closed", "l2[].state", derived.tier_up, ("tier",), "tier-down"),
         _gauge(
             "tier_circuit_open",
             "whether calls of this direction are stopped",
             "l2[].circuits.read, l2[].circuits.write",
-            _circuits,
+            derived.circuits,
             ("tier", "direction"),
             "tier-down",
         ),
@@ -397,7 +320,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "tier_seconds",
             "time of calls that worked",
             "l2[].seconds.*.counts",
-            tier_histograms("seconds", OPERATIONS, 1e-4, 20),
+            tier_histograms("seconds"),
             ("tier", "op"),
         ),
         _counter(
@@ -450,7 +373,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "copier_up",
             "whether the device's copier runs",
             "transports.*.devices[].pid",
-            _devices("pid"),
+            derived.devices("pid"),
             ("transport", "device"),
             "copier-ended",
         ),
@@ -458,7 +381,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "copier_starts_total",
             "starts of the device's copier",
             "transports.*.devices[].starts",
-            _devices("starts"),
+            derived.devices("starts"),
             ("transport", "device"),
             "copier-ended",
         ),
@@ -466,7 +389,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "copies",
             "copies under way",
             "transports.*.devices[].copies",
-            _devices("copies"),
+            derived.devices("copies"),
             ("transport", "device"),
         ),
     ),

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from kvframework.client.status_source import StatusSource
-from kvframework.config import ObserveConfig, parse_listen
+from kvframework.config import ObserveConfig, parse_endpoint, parse_listen
 from kvframework.errors import EndpointError, KVFrameworkError
 from kvframework.logs.form import LogForm, configure_logging, end_logging
 from kvframework.observe.app import App
@@ -31,11 +31,18 @@ class Start(msgspec.Struct, frozen=True):
     log: LogForm
 
 
-def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
-    """Answer HTTP about the server at `endpoint`, whether or not it is there, until SIGINT or SIGTERM. In the main
-    thread. Raises the errors of `settings.refusals`."""
+def check(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
+    """Raise `EndpointError` or the first error of `settings.refusals`, if there is one. Blocking."""
+    parse_endpoint(endpoint)
     for refusal in refusals(config, where):
         raise refusal
+
+
+def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
+    """Answer HTTP about the server at `endpoint`, whether or not it is there, until SIGINT or SIGTERM. In the main
+    thread, after `check`. Raises `EndpointError`, and `OSError` of files that have vanished since."""
+    # The connection says the same at each try; the poller says it once.
+    logging.getLogger("kvframework.messaging").setLevel(logging.CRITICAL)
     history = History()
     poller = Poller(StatusSource(endpoint, ANSWER_S, name="observe"), history.add)
     host, _ = parse_listen(config.listen)
@@ -54,6 +61,7 @@ def main(argument: str) -> int:
     start = msgspec.json.decode(argument, type=Start)
     configure_logging(*start.log)
     try:
+        check(start.endpoint, start.config, where="[observe]")
         observe(start.endpoint, start.config, where="[observe]")
     except KVFrameworkError as error:
         log.error("%s", error)

@@ -18,6 +18,8 @@ Reader = Callable[[Document], Iterator[tuple[Labels, Value]]]
 # A label's value may come from a client.
 LONGEST_LABEL = 128
 
+_EMPTY = {"first": 1.0, "counts": (0,), "sum": 0.0}
+
 
 def found(node: Any, path: str) -> Any:
     """The value at a path of keys; None where it ends early."""
@@ -55,20 +57,14 @@ def rows(path: str, field: str) -> Reader:
     return read
 
 
-def histograms(path: str, always: Sequence[str], first: float, octaves: int) -> Reader:
-    """The histograms of a map by its keys, and empty ones for `always`."""
-
-    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        yield from (
-            ((label,), value) for label, value in (_empty(always, first, octaves) | _map(document, path)).items()
-        )
-
-    return read
+def histograms(path: str) -> Reader:
+    """The histograms of a map by its keys."""
+    return counts(path)
 
 
-def histogram(path: str, first: float, octaves: int) -> Reader:
+def histogram(path: str) -> Reader:
     """One histogram."""
-    return lambda document: iter([((), found(document, path) or _empty(("",), first, octaves)[""])])
+    return lambda document: iter([((), found(document, path) or _EMPTY)])
 
 
 def tier_names(document: Document) -> list[str]:
@@ -99,13 +95,12 @@ def tier_each(paths: Mapping[str, str]) -> Reader:
     return read
 
 
-def tier_histograms(path: str, always: Sequence[str], first: float, octaves: int) -> Reader:
+def tier_histograms(path: str) -> Reader:
     """Histograms of each tier, by a second label."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
-            by_label = _empty(always, first, octaves) | _map(status, path)
-            yield from (((name, label), value) for label, value in by_label.items())
+            yield from (((name, label), value) for label, value in _map(status, path).items())
 
     return read
 
@@ -113,7 +108,3 @@ def tier_histograms(path: str, always: Sequence[str], first: float, octaves: int
 def _map(node: Any, path: str) -> dict[str, Any]:
     value = found(node, path)
     return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _empty(labels: Sequence[str], first: float, octaves: int) -> dict[str, Any]:
-    return {label: {"first": first, "counts": [0] * octaves, "sum": 0.0} for label in labels}

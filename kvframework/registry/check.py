@@ -88,7 +88,18 @@ def check_config(config: Config, registry: PluginRegistry) -> None:
         resolve_table(registry, table, descriptor)
 
 
-def check_table(registry: PluginRegistry, table: PluginTable, provider: Provider[Any], options: Options) -> None:
-    """Calls the provider's own check. Raises the plugin's `KVFrameworkError`, or `PluginBroken`. Blocking."""
-    if provider.check is not None:
-        Creator(registry).call(provider.kind, table, provider.check, options, TableContext(table.where), name="check")
+def check_table(
+    registry: PluginRegistry,
+    table: PluginTable,
+    provider: Provider[Any],
+    options: Options,
+    *,
+    replaces: int | None = None,
+) -> None:
+    """Calls the provider's own check. The server of process `replaces` holds memory that the new one will have, so the
+    memory plugin is not asked for as much again. Raises the plugin's `KVFrameworkError`, or `PluginBroken`.
+    Blocking."""
+    if provider.check is None or (replaces is not None and isinstance(provider, MemoryProvider)):
+        return
+    context = TableContext(table.where, replaces)
+    Creator(registry).call(provider.kind, table, provider.check, options, context, name="check")

@@ -86,7 +86,7 @@ class NamedKit(Kit):
             timeout=60,
             check=False,
         )
-        assert run.returncode == 0, run.stderr.decode(errors="replace") or f"the process ended with {run.returncode}"
+        assert run.returncode == 0, f"another process fails: {_last_of(run.stderr) or run.returncode}"
         return run.stdout
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
@@ -96,6 +96,10 @@ class NamedKit(Kit):
     @property
     def _fixture(self) -> str:
         return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
+
+
+def _last_of(output: bytes) -> str:
+    return output.decode(errors="replace").strip().rpartition("\n")[2]
 
 
 def _by_state(made: object) -> str:

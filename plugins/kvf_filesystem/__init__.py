@@ -24,7 +24,7 @@ def _create(options: FilesystemOptions, context: TableContext) -> Tier:
 def _check(options: FilesystemOptions, context: TableContext) -> None:
     from kvf_filesystem.root import check_root
 
-    check_root(options, where=context.where)
+    check_root(options, where=context.where, replaces=context.replaces)
 
 
 def _store(options: FilesystemOptions) -> str:

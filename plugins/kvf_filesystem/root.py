@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from kvf_filesystem.aligned import REFUSALS
 from kvf_filesystem.form import FORMAT, PAGE
+from kvf_filesystem.locking import check_lock, lock
 from kvf_filesystem.options import FilesystemOptions
 from kvframework.errors import ConfigFieldError
 
@@ -79,9 +79,9 @@ def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
     return root
 
 
-def check_root(options: FilesystemOptions, *, where: str) -> None:
-    """Refuses a folder that `open_root` would refuse, without creating, locking or writing anything. Whether another
-    server has locked it is not seen. Raises `ConfigFieldError`."""
+def check_root(options: FilesystemOptions, *, where: str, replaces: int | None = None) -> None:
+    """Refuses a folder that `open_root` would refuse, without creating, locking or writing anything. What process
+    `replaces` has locked is not refused. Raises `ConfigFieldError`."""
     path = _absolute(options.path, where)
     base = path
     while not os.path.lexists(base):
@@ -96,6 +96,12 @@ def check_root(options: FilesystemOptions, *, where: str) -> None:
         if base == path:
             _check_private(fd, path, where)
             _check_marker(fd, path, where)
+            with contextlib.suppress(FileNotFoundError):
+                marker_fd = os.open(MARKER, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                try:
+                    check_lock(marker_fd, options, path, where, replaces=replaces)
+                finally:
+                    os.close(marker_fd)
     except OSError as error:
         raise _refused(path, error, where) from error
     finally:
@@ -119,7 +125,7 @@ def _check(root: Root, options: FilesystemOptions, path: str, where: str) -> Non
     if not root.usable():
         raise _not_writable(path, where)
     _check_private(root.fd, path, where)
-    _lock(root, options, path, where)
+    lock(root.marker_fd, options, path, where)
     if options.direct != "off":
         able = _can_bypass_cache(root.fd)
         if options.direct == "on" and not able:
@@ -183,20 +189,6 @@ def _open_marker(fd: int, path: str, where: str) -> int:
         os.close(marker_fd)
         raise
     return marker_fd
-
-
-def _lock(root: Root, options: FilesystemOptions, path: str, where: str) -> None:
-    """Locks the folder against a second server that is configured to use it alone. Nothing else relies on this."""
-    try:
-        fcntl.flock(root.marker_fd, (fcntl.LOCK_SH if options.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigFieldError(
-            f"another server uses the folder {path}",
-            where=f"{where}.path",
-            hint="set shared = true for all of them, or name another folder",
-        ) from None
-    except OSError as error:
-        _log.warning("%s: the folder cannot be locked (%s): it must not be used by two servers", where, error.strerror)
 
 
 def _can_bypass_cache(fd: int) -> bool:

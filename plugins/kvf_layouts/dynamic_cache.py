@@ -38,7 +38,7 @@ class DynamicCacheLayout(Layout):
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """See `Layout.block_views`. All layers must hold the same number of tokens."""
-        return views_of(layout.groups, _groups(kv_caches, layout.groups[0].block_size))
+        return views_of(layout, _groups(kv_caches, layout.groups[0].block_size))
 
 
 def _groups(kv_caches: Mapping[str, LayerTensors], block_size: int) -> list[TensorGroup]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvframework.api.layout import LayerGroup, LayerTensors
+from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors
 from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ def group_layers(layers: Iterable[SeenLayer]) -> list[TensorGroup]:
     return sorted(groups.values(), key=lambda group: group.signature.rule)
 
 
-def views_of(declared: Sequence[LayerGroup], groups: Sequence[TensorGroup]) -> list[list[list[torch.Tensor]]]:
+def views_of(layout: KVLayout, groups: Sequence[TensorGroup]) -> list[list[list[torch.Tensor]]]:
     """`[group][plane][layer]`, see `Layout.block_views`. Raises `BadLayout` unless these are the declared groups."""
-    _check_declared(declared, groups)
+    _check_declared(layout, groups)
     return [
         [[layer[plane] for layer in group.layers] for plane in range(want.planes)]
-        for want, group in zip(declared, groups, strict=True)
+        for want, group in zip(layout.groups, groups, strict=True)
     ]
 
 
@@ -126,7 +126,8 @@ def _parts(layer: SeenLayer) -> list[tuple[Signature, Sequence[torch.Tensor]]]:
     return [(signature(view, 1, role), (view,)) for view, role in zip(layer.planes, ("keys", "values"), strict=True)]
 
 
-def _check_declared(declared: Sequence[LayerGroup], found: Sequence[TensorGroup]) -> None:
+def _check_declared(layout: KVLayout, found: Sequence[TensorGroup]) -> None:
+    declared = layout.groups
     if len(declared) != len(found):
         raise BadLayout(f"the tensors form {len(found)} layer groups", available=f"{len(declared)} as declared")
     for index, (want, have) in enumerate(zip(declared, found, strict=True)):
@@ -146,5 +147,12 @@ def _check_declared(declared: Sequence[LayerGroup], found: Sequence[TensorGroup]
                 f"strides {sorted(have.strides)}",
                 where=where,
                 available=f"{want.strides} as declared",
+                hint="register again when the engine's memory has changed",
+            )
+        if (told := layout.blocks_of(index)) and (blocks := have.blocks()) != told:
+            raise BadLayout(
+                f"{blocks} blocks",
+                where=where,
+                available=f"{told} as declared",
                 hint="register again when the engine's memory has changed",
             )

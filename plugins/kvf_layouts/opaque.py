@@ -62,7 +62,7 @@ class OpaqueLayout(Layout):
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """See `Layout.block_views`: `[blocks, 1, 1, bytes of a block]`."""
-        return views_of(layout.groups, group_layers(self._see(kv_caches, rules_of_layers(self._rules, kv_caches))))
+        return views_of(layout, group_layers(self._see(kv_caches, rules_of_layers(self._rules, kv_caches))))
 
     def _see(self, kv_caches: Mapping[str, LayerTensors], chosen: Mapping[str, int]) -> list[SeenLayer]:
         seen = []

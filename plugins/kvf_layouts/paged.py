@@ -68,7 +68,7 @@ class PagedLayout(Layout):
             if group is None:
                 raise BadLayout(f"layer {name} was not declared", available=", ".join(list(declared)[:8]))
             seen += _see(name, plane_tensors(name, tensors), group.axes, group.slots, chosen[name])
-        return views_of(layout.groups, group_layers(seen))
+        return views_of(layout, group_layers(seen))
 
 
 def _see(name: str, tensors: Sequence[torch.Tensor], axes: Sequence[str], slots: int, rule: int) -> Iterator[SeenLayer]:

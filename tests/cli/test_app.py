@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str]) -> None:
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize("arguments", [["plugins", "check", "eviction.lru"], ["config", "check"]])
+def test_a_stream_that_is_closed_is_no_error(arguments: list[str]) -> None:
+    """What opens a descriptor gets its number, and what starts a process names that number."""
+    command = ["bash", "-c", 'exec "$@" <&- >&-', "bash", *COMMAND, *arguments]
+    done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_an_interrupt_while_modules_are_imported_is_silent(site: Path, tmp_path: Path) -> None:
     marker = tmp_path / "importing"
     (site / "typer.py").write_text(f"import time\nopen({str(marker)!r}, 'w').close()\ntime.sleep(60)\n")
@@ -115,9 +124,10 @@ def test_an_interrupt_while_modules_are_imported_is_silent(site: Path, tmp_path:
 
 def complete(*words: str, site: Path | None = None) -> list[str]:
     """What bash would offer for the last of `words`."""
-    done = run(
-        site=site, _KVFRAMEWORK_COMPLETE="complete_bash", COMP_WORDS=" ".join(words), COMP_CWORD=str(len(words) - 1)
-    )
+    with mock.patch("kvframework.cli.completion.PLUGINS_S", 240):
+        done = run(
+            site=site, _KVFRAMEWORK_COMPLETE="complete_bash", COMP_WORDS=" ".join(words), COMP_CWORD=str(len(words) - 1)
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -40,7 +41,7 @@ def fill(server: ServerProcess) -> dict[str, m.Registered]:
         one, two = client.register(), client.register(2, **OTHER)
         client.store(key_for(one, TOKENS), b"a")
         client.store(key_for(two, TOKENS, model_name="other"), b"b", 2)
-        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, what="the write to L2")
+        wait_until(lambda: not any(tier["write_pending"] for tier in client.status()["l2"]), what="the writes to L2")
     return {"tiny": one, "other": two}
 
 
@@ -142,7 +143,7 @@ def test_it_asks_first(server: ServerProcess) -> None:
     with mock.patch("sys.stdin", io.StringIO("n\n")):
         refused = run("clear", "--l2", "--endpoint", server.endpoint)
     assert (refused.returncode, refused.stdout.strip()) == (1, "")
-    assert "Aborted" in refused.stderr
+    assert refused.stderr.endswith("? [y/N]: not done\n")
     assert f"Drop all {2 * CHUNKS} objects, " in refused.stderr
     assert f" of L1 and of filesystem at {server.endpoint}?" in refused.stderr
     assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
@@ -153,6 +154,46 @@ def test_it_asks_first(server: ServerProcess) -> None:
     assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
     assert first.endswith("; 0 are in use and stay")
     assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
+
+
+def test_no_answer_is_no(server: ServerProcess) -> None:
+    models = fill(server)
+    with mock.patch("sys.stdin", io.StringIO("")):
+        ended = run("clear", "--json", "--endpoint", server.endpoint)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "--yes" in ended.stderr
+    with mock.patch("sys.stdin.readline", side_effect=KeyboardInterrupt):
+        interrupted = run("clear", "--endpoint", server.endpoint)
+    assert (interrupted.returncode, interrupted.stdout) == (130, "")
+    assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
+
+
+def test_a_dead_tier_is_named_with_what_was_cleared(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    tiers = [text for index, folder in enumerate(folders) for text in _tier(index, folder)]
+    with ServerProcess(*tiers) as server:
+        fill(server)
+        for folder in folders[:2]:
+            shutil.rmtree(folder)
+            folder.touch()
+        arguments = ("clear", "--yes", "--l2", "--endpoint", server.endpoint)
+        known = run(*arguments, "--model", "tiny")
+        assert known.returncode == 2
+        assert "nothing is cleared" in known.stderr
+        with server.client() as client:
+            assert client.status()["l1"]["objects"] == 2 * CHUNKS
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert [f"[[l2]] #{number}" in done.stderr for number in (1, 2, 3)] == [True, True, False]
+        assert "L1 and the other tiers are cleared" in done.stderr
+        with server.client() as client:
+            assert client.status()["l1"]["objects"] == 0
+        records = 2
+        assert len([path for path in folders[2].glob("*/*") if path.is_file()]) == records
+
+
+def _tier(index: int, folder: Path) -> list[str]:
+    return [f"l2.{index}.use=filesystem", f"l2.{index}.path={folder}"]
 
 
 @pytest.mark.redis

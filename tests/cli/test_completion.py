@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import install_config_plugins
+from tests.cli.command import install_config_plugins, run_process
 from tests.cli.test_app import complete
 from tests.registry.fake_distributions import install
 
@@ -44,6 +44,43 @@ def test_a_broken_file_or_plugin_leaves_the_rest(site: Path, tmp_path: Path) -> 
     words = ("kvframework", "serve", "--config", str(file), "--set")
     assert complete(*words, "l1.cap", site=site) == ["l1.capacity="]
     assert "l2.0.codec=" in complete(*words, "l2.0.use=broken", "--set", "l2.0.c", site=site)
+
+
+HOOK = """
+from kvframework.api.tier import TierProvider, hookimpl
+class Meta(type):
+    def __getattribute__(self, name):
+        raise SystemExit(name)
+class Options(metaclass=Meta):
+    pass
+@hookimpl
+def kvf_tiers():
+    {}
+"""
+HOSTILE = {
+    "raises": "raise ValueError('x')",
+    "ends": "import sys; sys.exit(3)",
+    "prints": "import os; print('noise'); os.write(1, b'noise'); os.write(2, b'noise')",
+    "raises in its hook": HOOK.format("raise ValueError('x')"),
+    "ends in its hook": HOOK.format("raise SystemExit(3)"),
+    "ends in its options": HOOK.format("return [TierProvider(name='bad', summary='', create=print, options=Options)]"),
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_plugin_is_no_offer_and_no_error(source: str, site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    install(site, "acme", {"tier.bad": "acme_bad"}, {"acme_bad": source})
+    words = ("kvframework", "serve", "--set", "l2.0.use=bad", "--set", "l1.cap")
+    assert complete(*words, site=site) == ["l1.capacity="]
+    assert complete("kvframework", "demo", "--l2", "bad", "--set", "", site=site) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_plugin_that_does_not_come_back_does_not_keep_the_shell(site: Path) -> None:
+    install(site, "acme", {"tier.bad": "acme_bad"}, {"acme_bad": "import time; time.sleep(3600)"})
+    words = "kvframework demo --l2 bad --set "
+    done = run_process(site=site, _KVFRAMEWORK_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD="5")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_tiers_of_the_demo_and_their_options(site: Path) -> None:

@@ -26,7 +26,7 @@ own = {name for name in sys.modules if name.startswith(('kvframework.', 'kvframe
 print(*sorted(loaded & set(sys.argv.pop(0).split())), *sorted(own), file=sys.stderr)
 """
 COMMANDS = ["", "serve", "status", "clear", "config", "config check", "config show", "keys new", "keys add"]
-COMMANDS += ["plugins", "plugins list", "plugins info", "plugins check", "new", "doctor", "demo"]
+COMMANDS += ["plugins", "plugins list", "plugins info", "plugins check", "new", "doctor", "demo", "demo blend"]
 
 
 def imported(*arguments: str, site: Path | None = None, **variables: str) -> set[str]:

@@ -23,6 +23,7 @@ import pytest
 from kvframework.cli.keys import CLIENTS, SERVER
 from kvframework.inspection.isolated import Ran
 from tests.cli.command import environment, run, run_process
+from tests.plugins.filesystem_folder import open_tier
 from tests.support.server_process import ServerProcess
 
 SMALL = 'transport = []\nlayout = []\n[l1]\nuse = "pinned"\ncapacity = "{capacity}"\n[server]\n'
@@ -127,6 +128,11 @@ def no_folder(bench: Bench) -> str:
     return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/file/l2"\n')
 
 
+def locked_folder(bench: Bench) -> str:
+    bench.stack.callback(open_tier(bench.path / "l2").close)
+    return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/l2"\n')
+
+
 def redis_port(bench: Bench) -> str:
     return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "redis://127.0.0.1:eighteen/0"\n')
 
@@ -191,6 +197,7 @@ CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
     no_client_keys: ("config.curve_key", "the directory of client keys cannot be read"),
     one_folder: ("config.field", "is the store of [[l2]] #1 already"),
     foreign_folder: ("config.field", "holds files that are not the tier's"),
+    locked_folder: ("config.field", f", process {os.getpid()}"),
     no_folder: ("config.field", "Not a directory"),
     redis_port: ("config.field", "redis-py does not understand url"),
     redis_scheme: ("config.field", "redis-py does not understand url"),
@@ -215,7 +222,7 @@ from kvframework.cli.main import main
 from kvframework.config import load_config
 from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry
-list(refusals(load_config(None), PluginRegistry(), running=True))
+list(refusals(load_config(None), PluginRegistry(), replaces=0))
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:
@@ -323,7 +330,8 @@ def test_every_refusal_is_named_not_only_the_first(bench: Bench) -> None:
 def test_a_server_that_runs_keeps_no_new_file_from_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, other, wrong = (tmp_path / name for name in ("kvf.toml", "other.toml", "wrong.toml"))
     address = f"tcp://127.0.0.1:{free_port()}"
-    text = SMALL.format(capacity="16MiB") + f'insecure = true\ntcp = "{address}"\n'
+    tier = f'[[l2]]\nuse = "filesystem"\npath = "{tmp_path}/l2"\n'
+    text = SMALL.format(capacity="16MiB") + f'insecure = true\ntcp = "{address}"\n{tier}'
     for each in (file, other):
         each.write_text(text)
     wrong.write_text(text.replace("127.0.0.1", "192.0.2.1") + '[[l2]]\nuse = "filesystem"\npaht = "/x"\n')
@@ -342,8 +350,8 @@ def test_a_server_that_runs_keeps_no_new_file_from_its_check(tmp_path: Path, mon
         refused = run("config", "check", str(wrong), *at)
         assert refused.returncode == 2
         assert [line.split()[1] for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
-            "[config.field]",
             "[config.endpoint]",
+            "[config.field]",
         ]
         for each in (file, other):
             held = f"another server holds this endpoint, process {server.pid}"

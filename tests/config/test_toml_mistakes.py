@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.config.toml import parse_toml, read_toml
+from kvframework.config.toml import MOST_BYTES, parse_toml, read_toml
 from kvframework.config.toml_mistakes import explain
 from kvframework.errors import ConfigFileError
 
@@ -117,6 +118,53 @@ def test_secrets_of_a_wrong_line_are_masked(line: str) -> None:
     assert "***" in str(caught.value)
 
 
+# Behind lines that are right, at the place that is shown.
+HIDDEN = {
+    "a string": 'password = """\nhunter2 \\q"""',
+    "a string that ends there": 'password = """\nhunter2""" x',
+    "a literal string": "password = '''\nhunter2''' x",
+    "a string of another key": 'text = """\nhunter2 \\q"""',
+    "a string with quotes in it": 'password = """"a" \n "" hunter2"""" x',
+    "an array": 'tokens = [\n  "hunter2" x,\n]',
+    "an array of arrays": 'tokens = [\n  ["a"],\n  ["b", "hunter2" x],\n]',
+    "the end of an array": 'tokens = [\n  "hunter2"] x',
+    "an array in a table": 'x = {tokens = [\n  "hunter2" x]}',
+    "an array with a comment": 'tokens = [ # [ " ]\n  hunter2]',
+    "base64": "tokens = [\n  hunter2==x,\n]",
+    "base64 behind the array": 'tokens = [\n  "hunter2=="] x',
+    "the same array twice": 'tokens = [\n"hunter2 = "]\ntokens = [\n"hunter2 = "]',
+    "a string in an array": 'tokens = ["a", """\nhunter2""" x]',
+    "no space behind the key": 'password"hunter2"',
+    "another word for it": "redis_pass = hunter2",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("before", ["", '[l1]\nuse = "pinned" # it\'s [one\n', "a = [[1], {b = '['}]\n[[l2]]\n"])
+def test_secrets_in_values_of_several_lines_are_masked(before: str, name: str) -> None:
+    error = refusal(before + HIDDEN[name])
+    assert error is not None
+    assert "hunter2" not in str(error)
+    assert "***" in str(error)
+
+
+@given(
+    st.lists(st.sampled_from(['"', "'", '"""', "\n", "=", "[", "]", "{", "}", ",", "a", "#", "\\", " "]), max_size=25)
+)
+def test_no_line_of_an_array_of_secrets_is_shown(pieces: list[str]) -> None:
+    error = refusal('tokens = [\n  "hunter2", ' + "hunter2".join(pieces))
+    shown = str(error).splitlines()[1:] if error else []
+    assert not any("hunter2" in line for line in shown), shown
+
+
+@pytest.mark.parametrize("piece", ["://", "token!", "[1],", "[ ", '"",'])
+def test_a_file_of_one_line_is_explained_in_a_time_that_grows_with_its_length_alone(piece: str) -> None:
+    text = "a = [1," + piece * (MOST_BYTES // len(piece)) + "x"
+    began = time.process_time()
+    assert refusal(text) is not None
+    assert time.process_time() - began < 5  # takes 0.4 s; with a square in it 15 s and more
+
+
 def test_no_line_of_a_file_commands_the_terminal() -> None:
     with pytest.raises(ConfigFileError) as caught:
         parse_toml("a = \x1b]0;owned\x07\x9b2J", where="kvf.toml")
@@ -129,7 +177,7 @@ def test_what_is_too_large_for_a_configuration_is_not_read(name: str, tmp_path: 
     if name == "large.toml":
         with path.open("wb") as file:
             file.truncate(100 << 20)
-    with pytest.raises(ConfigFileError, match="more than 1 MiB"):
+    with pytest.raises(ConfigFileError, match="more than 256 KiB"):
         read_toml(path)
 
 

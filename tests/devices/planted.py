@@ -42,6 +42,10 @@ class PlantedCopier(SimCopier):
         super().__init__(runtime(options.node), device, arena)
 
 
+class TakesAnyDevice(PlantedCopier):
+    """Made for a device that the machine lacks."""
+
+
 class OffByOne(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         if to_arena:
@@ -333,6 +337,28 @@ class TakesAnythingForNone(PlantedEngine):
 class KeepsEvents(PlantedEngine):
     def destroy_event(self, event: Event) -> None:
         return None
+
+
+class ReleasesOnce(PlantedEngine):
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        releases = [super().block_stream(stream)]
+        return lambda: releases.pop()()
+
+
+class ReleasesWhileItIsOpen(PlantedEngine):
+    closed = False
+
+    def block_stream(self, stream: object | None) -> Callable[[], None]:
+        release = super().block_stream(stream)
+        return lambda: None if self.closed else release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ForgetsItsRuntime(PlantedEngine):
+    def close(self) -> None:
+        vars(self).pop("_runtime", None)
 
 
 class HoldsNothing(PlantedEngine):

@@ -41,6 +41,13 @@ BUGS = {
         "raise DeviceError for what is no stream",
     ),
     "the_last_of_the_process": (TWO, "another device"),
+    "releases_once": ("test_a_blocked_stream_is_released[twice]", "second call of the release, twice, raised"),
+    "releases_while_it_is_open": ("test_a_blocked_stream_is_released[after close]", "end of a stream's wait"),
+    "forgets_its_runtime": ("test_events_are_destroyed_after_close", "destroy_event after close raised"),
+    "takes_any_device": (
+        "test_a_copier_of_a_device_that_the_machine_lacks_is_refused[another]",
+        "create_copier takes the device",
+    ),
     "off_by_one": (f"{CONTENT}[nhd]", "first at"),
     "wrong_stride": (f"{CONTENT}[hnd]", "first at"),
     "ignores_skip": ("test_skipped_tokens_are_not_written[nhd]", "47 tokens were skipped"),

@@ -18,11 +18,14 @@ import typer
 
 import kvframework
 from kvframework.cli.app import app
+from kvframework.cli.explain_view import ADVICE
+from kvframework.cli.explain_view import PAGE as PAGE_OF_REASONS
 from kvframework.config import ObserveConfig
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.observe.supervisor import ObserveSupervisor
+from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
@@ -30,6 +33,7 @@ from tests.docs.shown import blocks
 from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
+from tests.support.wire_client import key_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -37,7 +41,15 @@ STATUS = (ROOT / "docs" / "status.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Maps whose keys are not names of this project.
-OPEN_MAPS = {"l2[].latency_ms", "transports", "losses.recent[].codes"}
+OPEN_MAPS = {
+    "l2[].latency_ms",
+    "l2[].seconds",
+    "losses.recent[].codes",
+    "lookups.by_model",
+    "lookups.misses",
+    "requests",
+    "transports",
+}
 
 
 def rows(title: str) -> list[list[str]]:
@@ -124,6 +136,12 @@ def test_every_error_code_is_one() -> None:
     assert codes <= KVFrameworkError._by_code.keys()
 
 
+def test_every_reason_of_a_miss_has_its_row() -> None:
+    told = [quoted(row[0])[0] for row in rows("Why a lookup missed")]
+    assert told == list(REASONS) == list(ADVICE)
+    assert PAGE_OF_REASONS == "docs/operations.md#why-a-lookup-missed"
+
+
 # the status document
 
 
@@ -144,10 +162,12 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Of a server with an instance, a tier, and a client that was refused."""
+    """Of a server with an instance, a tier, a lookup, and a client that was refused."""
     settings = ("l2.0.use=filesystem", f"l2.0.path={tmp_path_factory.mktemp('tier')}", "l2.0.capacity=1GiB")
     with ServerProcess(*settings) as server, server.client() as client:
-        client.register()
+        ticket = client.lookup(key_for(client.register(), range(256))).ticket
+        query = m.TicketRef(ticket)
+        wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the end of the lookup")
         with server.client(hello=False) as stranger, pytest.raises(KVFrameworkError):
             stranger.call("HELLO", m.Hello("new", 7, min_version=98, max_version=99))
         client.call("PING", m.Ping((m.Lost("run.deadline", stores=1),)))
@@ -168,6 +188,11 @@ def test_every_field_is_documented_and_every_documented_field_is_there(document:
     assert sorted(found - documented() - counters()) == []
     elsewhere = {name for name in documented() | counters() if name.startswith(NOT_HERE)}
     assert sorted((documented() | counters()) - found - elsewhere) == []
+
+
+def test_every_field_of_a_finished_request_is_documented() -> None:
+    told = [name for row in rows("Finished requests") for name in quoted(row[0])]
+    assert sorted(told) == sorted(m.Finished.__struct_fields__)
 
 
 # What this server has none of.
@@ -242,5 +267,5 @@ def test_the_unit_file_is_one(tmp_path: Path) -> None:
 
 
 def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 330
+    assert len(PAGE.splitlines()) < 350
     assert "docs/operations.md" in (ROOT / "README.md").read_text()

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -73,13 +74,31 @@ def test_the_disk_has_room_or_not(tmp_path: Path) -> None:
     assert diagnose(table)[1].level == "warn"
 
 
-def test_a_folder_in_use_is_ok_and_stays_in_use(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path / "kv", capacity="1MiB")
+@pytest.mark.parametrize(
+    ("held", "asked", "free"), [(False, False, False), (False, True, False), (True, False, False), (True, True, True)]
+)
+def test_a_folder_that_a_server_has_locked(*, held: bool, asked: bool, free: bool, tmp_path: Path) -> None:
+    """`held` and `asked` say whether the server and the table share the folder."""
+    folder = str(tmp_path / "kv")
+    tier = open_tier(tmp_path / "kv", capacity="1MiB", shared=held)
     before = sorted(tmp_path.rglob("*"))
-    found = ask("filesystem", path=str(tmp_path / "kv"), capacity="1MiB")
-    assert levels(found) == {"plugin.usable": "ok", "filesystem.folder": "ok", "filesystem.space": "ok"}
+    usable = {"plugin.usable": "ok", "filesystem.folder": "ok", "filesystem.space": "ok"}
+    found = ask("filesystem", path=folder, capacity="1MiB", shared=asked)
+    assert levels(found) == (usable if free else {"config.field": "fail"})
+    if not free:
+        assert found["config.field"].fact == f"another server uses the folder {folder}, process {os.getpid()}"
+    replacing = ask("filesystem", path=folder, capacity="1MiB", shared=asked, replaces=os.getpid())
+    assert levels(replacing) == usable
     assert sorted(tmp_path.rglob("*")) == before
     tier.close()
+    assert levels(ask("filesystem", path=folder, capacity="1MiB", shared=asked)) == usable
+
+
+def test_the_check_of_a_folder_takes_no_lock(tmp_path: Path) -> None:
+    """For a moment it would refuse a server that starts."""
+    open_tier(tmp_path / "kv", capacity="1MiB").close()
+    with mock.patch("fcntl.flock", side_effect=AssertionError):
+        check_root(options(tmp_path / "kv", capacity="1MiB"), where="[[l2]] #1")
 
 
 def test_an_arena_that_does_not_fit_fails() -> None:
@@ -87,4 +106,4 @@ def test_an_arena_that_does_not_fit_fails() -> None:
     found = ask("pinned", kind="memory", capacity="900TiB")["storage.arena"]
     assert found.level == "fail"
     assert "lower [l1] capacity" in found.advice
-    assert levels(ask("pinned", kind="memory", serving=True, capacity="900TiB")) == {"plugin.usable": "ok"}
+    assert levels(ask("pinned", kind="memory", replaces=os.getpid(), capacity="900TiB")) == {"plugin.usable": "ok"}

@@ -12,9 +12,11 @@ import pytest
 
 from kvf_cpu_gather import context
 from kvf_cpu_gather.engine_memory import RegisteredMemory
+from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Courses, planned
 from kvf_cpu_gather.wire_path import WirePath
 from kvf_cpu_gather.wire_staging import Staging
+from kvframework.errors import BadBlockIds
 from kvframework.testing import TransportConformance
 from kvframework.testing.transport import RigSpec
 
@@ -58,6 +60,11 @@ def half_of_the_wire(self: Any, transfer: Any, moves: Any, ready: Any, skip: int
     return right(self, transfer, moves, ready, skip)
 
 
+def any_block(self: Any, transfer: Any, memory: Any, right: Any = Moves.__init__) -> None:
+    with contextlib.suppress(BadBlockIds):
+        right(self, transfer, memory)
+
+
 # By bug: what is patched.
 BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "CommitsFirst": [(context, "store_in_arena", commits_first)],
@@ -74,6 +81,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
         (Staging, "take", lambda self, nbytes: SHARED[:nbytes]),
         (Staging, "give_back", lambda self, staged: None),
     ],
+    "TakesAnyBlock": [(Moves, "__init__", any_block)],
     "LeavesItsThread": [(Courses, "close", lambda self: None)],
 }
 

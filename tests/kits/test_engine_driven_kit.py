@@ -23,6 +23,7 @@ KILLED_BY = {
         "test_buffers_are_never_written_again_after_a_failure",
         "buffers of a store that was not answered were written again",
     ),
+    "TakesAnyBlock": ("test_blocks_that_the_tensors_of_a_submit_lack_are_refused", "no BadBlockIds"),
     "LeavesItsThread": ("test_close_gives_threads_and_files_back[wire]", "close leaves behind: thread"),
 }
 

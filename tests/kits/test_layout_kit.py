@@ -150,6 +150,20 @@ class Casts(PagedLayout):
         return super().block_views(layout, {name: each.to(dtype) for name, each in kv_caches.items()})
 
 
+class TakesAnyNumberOfBlocks(PagedLayout):
+    def block_views(self, layout: KVLayout, kv_caches: Any) -> Any:
+        return super().block_views(replace(layout, num_blocks=0), kv_caches)
+
+
+class KnowsTheWidthOfElements(PagedLayout):
+    def block_views(self, layout: KVLayout, kv_caches: Any) -> Any:
+        dtype = getattr(torch, layout.groups[0].dtype)
+        known = {
+            name: each.view(dtype) if each.itemsize == dtype.itemsize else each for name, each in kv_caches.items()
+        }
+        return super().block_views(layout, known)
+
+
 class AcceptsNothing(PagedLayout):
     def describe(self, kv_caches: Any, *, block_size: int) -> KVLayout:
         if not kv_caches:
@@ -339,6 +353,8 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "takes anything": (TakesAnything, REFUSED, "raises"),
     "takes one more": (IgnoresMore, REFUSED, "one more layer: block_views raises no BadLayout"),
     "casts": (Casts, REFUSED, "another dtype: block_views raises no BadLayout"),
+    "any number of blocks": (TakesAnyNumberOfBlocks, REFUSED, "shorter along its axis"),
+    "a dtype of the same width": (KnowsTheWidthOfElements, REFUSED, "another dtype of the same width: block_views"),
     "an error of its own": (RaisesItsOwn, REFUSED, "raises KeyError instead of BadLayout"),
     "the order given": (TakesTheOrderGiven, ORDER, "the views are of other layers"),
     "accepts nothing": (AcceptsNothing, "test_what_cannot_be_described_is_refused[no layers]", "raises no BadLayout"),

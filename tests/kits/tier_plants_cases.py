@@ -405,6 +405,7 @@ BUGS: dict[str, Any] = {
     "ListsTuples": bug(scan=lambda right, s: ((e.key, e.nbytes, e.used_at) for e in right())),
     "ListsAList": bug(scan=lambda right, s: list(right())),
     "ListsMilliseconds": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes, e.used_at * 1000) for e in right())),
+    "TouchNotesMilliseconds": bug(touch_one=lambda right, s, key: s.store.values.update({key: Value(v, time.time() * 1000)}) if (v := s.value(key)) is not None else None),
     "ListsMonotonicTimes": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes, time.monotonic()) for e in right())),
     "ListsTheTimeOfTheScan": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes, time.time()) for e in right())),
     "ListsTemporaryNames": bug(scan=lambda right, s: (each for e in right() for each in (e, e))),
@@ -415,6 +416,8 @@ BUGS: dict[str, Any] = {
     "ATouchRevives": bug(touch_one=lambda right, s, key: s.store.values.update({key: Value(s.store.values[key].data, time.time())}) if key in s.store.values else None),
     "ListsWhatExpired": bug(scan=lambda right, s: (right(), (TierEntry(k, len(v.data), v.used_at) for k, v in list(s.store.values.items())))[1]),
     "CountsWhatExpired": bug(used=lambda right, s: sum(len(v.data) for v in list(s.store.values.values()))),
+    "TouchesTheFirstOfABatch": bug(touch=lambda right, s, keys: right(keys[:1])),
+    "TouchesShortValuesOnly": bug(touch_one=lambda right, s, key: right(key) if len(s.value(key) or b"") < 1 << 20 else None),
     "AskingProlongs": bug(contains_one=lambda right, s, key: (s.touch_one(key), right(key))[1]),
     # its end
     "CloseHangs": bug(close=lambda right, s: (right(), threading.Event().wait())),

@@ -1,10 +1,11 @@
-"""The kit over a network tier on a faulty wire: one that is right, and three that are wrong in one way each. Run by
+"""The kit over a network tier on a faulty wire: one that is right, and some that are wrong in one way each. Run by
 pytest outside of the repository."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 from line_tier import LineServer, LineTier
@@ -70,6 +71,21 @@ class TestWaitsForever(Planted):
             sock = super().arm(deadline)
             sock.settimeout(None)
             return sock
+
+
+class TestLeavesItsCallsAtClose(Planted):
+    class Tier(LineTier):
+        def close(self) -> None:
+            self.closed = True
+
+
+class TestLeavesBrokenConnections(Planted):
+    left: ClassVar[list[object]] = []
+
+    class Tier(LineTier):
+        def drop(self) -> None:
+            TestLeavesBrokenConnections.left.append(self.sock)
+            self.sock = None
 
 
 class TestRaisesWhatTheSocketDoes(Planted):

@@ -19,7 +19,7 @@ def test_a_point_has_the_sums() -> None:
     history = History()
     row = {"asked_tokens": 100, "l1_tokens": 60, "l2_tokens": 30}
     histogram = {"first": 1e-4, "counts": [1, 2], "sum": 0.5}
-    status = document(lookups__by_model={"m": row}, l2__1__seconds={"get": histogram}, l1__evictions=4)
+    status = document(lookups__by_model={"m": row}, l2__1__seconds={"get_into": histogram}, l1__evictions=4)
     history.add(answered(status, time=10.0))
     (point,) = points(history)
     assert (point["asked_tokens"], point["l1_tokens"], point["l2_tokens"], point["evicted_objects"]) == (100, 60, 30, 4)

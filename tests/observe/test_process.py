@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
+from tests.observe.documents import document
 from tests.support.observe_process import SLOW_S, Got, ObserveProcess, get, listening_url
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -58,6 +59,8 @@ def test_it_ends_at_a_signal_also_without_a_server() -> None:
         observe.process.send_signal(signal.SIGINT)
         assert observe.process.wait(SLOW_S) == 0, observe.log
         assert "Traceback" not in observe.log
+        assert observe.log.count("no status: [run.server_gone] no server answers") <= 1
+        assert len(observe.log.splitlines()) < 12
 
 
 # as the child of a server
@@ -111,3 +114,10 @@ def test_it_ends_with_the_server(how: str) -> None:
         status = server.stop() if how == "stop" else server.kill9()
         assert not status
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), SLOW_S, "the end of the child")
+
+
+def test_the_document_of_the_other_tests_is_that_of_a_server(server: ServerProcess) -> None:
+    live, ours = server.status(), document()
+    assert set(live) == set(ours)
+    for part in ("l1", "lookups", "messaging", "losses", "requests", "observe"):
+        assert set(live[part]) == set(ours[part]), part

@@ -74,6 +74,12 @@ def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyP
     assert 'pip install "DIR-OF-CLONE[observe]"' in str(refusal)
 
 
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    done = run("observe", "--listen", "127.0.0.1:0", "--endpoint", "nowhere")
+    assert done.returncode == 2
+    assert "'nowhere' is no endpoint" in done.stderr
+
+
 def test_one_of_two_files_is_wrong_usage() -> None:
     assert run("observe", "--tls-cert", "c.pem").returncode == 2
 

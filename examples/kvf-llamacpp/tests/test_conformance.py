@@ -14,6 +14,7 @@ from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab
 
 BLOCK, HEADS, DIM = 4, 2, 8
 CELLS = 5 * BLOCK
+REST = 3  # cells behind the last whole block
 
 
 class GgmlView(EngineView):
@@ -85,7 +86,7 @@ class TestLlamaCpp(LayoutConformance):
         def make(memory: Slab, layers: int, blocks: int) -> LayoutSubject:
             caches = {}
             for at in range(layers):
-                held = layer(v_trans=v_trans, cells=blocks * BLOCK, memory=memory, **kinds[at % len(kinds)])
+                held = layer(v_trans=v_trans, cells=blocks * BLOCK + REST, memory=memory, **kinds[at % len(kinds)])
                 caches[f"l{at}"] = held[:1] if request.param == "latent" else held
             options = {"head_dim": DIM, "v_trans": v_trans}
             return LayoutSubject(caches, BLOCK, GgmlView(caches, v_trans=v_trans), options)

@@ -48,6 +48,8 @@ class Tiers:
     ) -> None:
         self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
+        for store in self.stores:
+            store.on_damaged = l1.damaged
         self.writers = [
             TierWriter(
                 l1,
@@ -95,17 +97,20 @@ class Tiers:
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Clear every tier, see `L2Store.clear`: (values deleted, their bytes). Blocking; raises `TierError`, after all
         were asked, if one failed."""
-        failure: TierError | None = None
+        failures: list[TierError] = []
         values = nbytes = 0
         for store in self.stores:
             try:
                 found = store.clear(dropped, wanted)
             except TierError as error:
-                failure = error
+                failures.append(error)
             else:
                 values, nbytes = values + found[0], nbytes + found[1]
-        if failure is not None:
-            raise failure
+        if failures:
+            raise TierError(
+                "; ".join(f"{error.where}: {error.fact}" for error in failures),
+                hint="L1 and the other tiers are cleared: clear again when this one works",
+            )
         return values, nbytes
 
     def learn(self, records: NamespaceRecords) -> None:

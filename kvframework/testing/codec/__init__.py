@@ -29,5 +29,6 @@ from kvframework.testing.codec.packing import PackingTests
 __all__ = ["CodecConformance", "CodecKit"]
 
 
-class CodecConformance(PackingTests, DamageTests, MemoryTests):
+# pytest runs the tests of the last base first: what is packed before damage.
+class CodecConformance(MemoryTests, DamageTests, PackingTests):
     """Base class of an author's test class; see the module. `CodecKit` lists the settings and fixtures."""

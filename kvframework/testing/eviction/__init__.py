@@ -29,5 +29,6 @@ from kvframework.testing.eviction.serving import ServingTests
 __all__ = ["EvictionConformance", "EvictionKit"]
 
 
-class EvictionConformance(OfferTests, ServingTests, CostTests, MemoryTests):
+# pytest runs the tests of the last base first: what is offered before what it costs.
+class EvictionConformance(MemoryTests, CostTests, ServingTests, OfferTests):
     """Base class of an author's test class; see the module. `EvictionKit` lists the settings and fixtures."""

@@ -104,7 +104,7 @@ def _use(policy: EvictionPolicy, keys: Sequence[bytes], size: int, measure: _Mea
         measure("on_access_many", lambda batch=batch: policy.on_access_many(batch))  # type: ignore[misc]
         victim = measure("victims", lambda: next(policy.victims()))
         measure("ten_victims", lambda: list(islice(policy.victims(), 10)))
-        assert isinstance(victim, bytes)
+        assert isinstance(victim, bytes), f"victims() yields a {type(victim).__name__}, no key of bytes"
         measure("on_remove", lambda victim=victim: policy.on_remove(victim))  # type: ignore[misc]
         del inside[victim]
         measure("on_insert", lambda new=new: policy.on_insert(new, MIB))  # type: ignore[misc]

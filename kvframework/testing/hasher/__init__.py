@@ -30,5 +30,6 @@ from kvframework.testing.hasher.tokens import TokenTests
 __all__ = ["HasherConformance", "HasherKit", "MakeHasher"]
 
 
-class HasherConformance(DigestTests, TokenTests, ExtraTests, PieceTests, ServingTests):
+# pytest runs the tests of the last base first: single digests before all that is made of them.
+class HasherConformance(ServingTests, PieceTests, ExtraTests, TokenTests, DigestTests):
     """Base class of an author's test class; see the module. `HasherKit` lists the settings and fixtures."""

@@ -32,5 +32,6 @@ from kvframework.testing.layout.views import ViewTests
 __all__ = ["LayoutConformance", "LayoutKit", "LayoutSubject", "MakeLayout", "MakeSubject", "Slab"]
 
 
-class LayoutConformance(DeclarationTests, ObjectTests, ViewTests, RefusalTests, InstanceTests):
+# pytest runs the tests of the last base first: views that are wrong for one instance are no matter of several.
+class LayoutConformance(InstanceTests, RefusalTests, ObjectTests, ViewTests, DeclarationTests):
     """Base class of an author's test class, which gives `use` and a fixture `make_subject`; see the module."""

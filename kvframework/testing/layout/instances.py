@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from kvframework.api.layout import Layout
+from kvframework.errors import BadLayout
 from kvframework.testing.layout.kit import (
     BLOCKS,
     LAYERS,
@@ -37,7 +40,14 @@ class InstanceTests(LayoutKit):
             assert all(found.blocks_of(at) in (0, count) for at, count in enumerate(expected)), (
                 "an instance is described with the number of blocks of another one"
             )
-            must_be_the_engines(layout.block_views(found, instance.kv_caches), instance)
+            try:
+                views = layout.block_views(found, instance.kv_caches)
+            except BadLayout as error:
+                pytest.fail(
+                    "block_views() refuses the tensors of an instance after another was described: the declaration that"
+                    f" it gets counts, not an earlier one: {error.fact[:80]}"
+                )
+            must_be_the_engines(views, instance)
 
     def test_instances_with_more_blocks_share_objects(
         self, make_subject: MakeSubject, make_layout: MakeLayout, layout: Layout, subject: LayoutSubject

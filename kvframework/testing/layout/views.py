@@ -41,6 +41,23 @@ class ViewTests(LayoutKit):
                     f"group {index}: a view has {view.dtype}, declared is {group.dtype}"
                 )
 
+    def test_views_copy_nothing_and_change_nothing(self, layout: Layout, subject: LayoutSubject) -> None:
+        for tensor in tensors_of(subject.kv_caches):
+            tensor.copy_(pattern(tensor, 1))
+        before = [tensor.clone() for tensor in tensors_of(subject.kv_caches)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(subject.kv_caches)}
+        declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
+        views = layout.block_views(declared, subject.kv_caches)
+        for index, layer, plane, _ in places(views):
+            view = views[index][plane][layer]
+            assert view.untyped_storage().data_ptr() in storages, (
+                f"group {index}, layer {layer}, plane {plane}: the view is a copy, and no memory of the engine"
+            )
+        for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
+            assert same(tensor, was), "describe() or block_views() writes to the engine's memory"
+        again = layout.block_views(declared, subject.kv_caches)
+        assert same_memory(views, again), "block_views() answers something else the second time"
+
     def test_views_are_the_engines_memory(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout, memory: Slab
     ) -> None:
@@ -62,23 +79,6 @@ class ViewTests(LayoutKit):
             assert same(view, pattern(view, number)), (
                 f"group {index}, layer {layer}, plane {plane}, block {block} shares memory with another place"
             )
-
-    def test_views_copy_nothing_and_change_nothing(self, layout: Layout, subject: LayoutSubject) -> None:
-        for tensor in tensors_of(subject.kv_caches):
-            tensor.copy_(pattern(tensor, 1))
-        before = [tensor.clone() for tensor in tensors_of(subject.kv_caches)]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(subject.kv_caches)}
-        declared = layout.describe(subject.kv_caches, block_size=subject.block_size)
-        views = layout.block_views(declared, subject.kv_caches)
-        for index, layer, plane, _ in places(views):
-            view = views[index][plane][layer]
-            assert view.untyped_storage().data_ptr() in storages, (
-                f"group {index}, layer {layer}, plane {plane}: the view is a copy, and no memory of the engine"
-            )
-        for tensor, was in zip(tensors_of(subject.kv_caches), before, strict=True):
-            assert same(tensor, was), "describe() or block_views() writes to the engine's memory"
-        again = layout.block_views(declared, subject.kv_caches)
-        assert same_memory(views, again), "block_views() answers something else the second time"
 
 
 def must_be_the_engines(views: Views, subject: LayoutSubject) -> None:

@@ -24,6 +24,7 @@ from kvframework.testing.memory.readiness import ReadinessTests
 __all__ = ["MakeMemory", "MemoryConformance", "MemoryKit"]
 
 
-class MemoryConformance(ContentTests, ReadinessTests, EndTests):
+# pytest runs the tests of the last base first: bytes before readiness and the end.
+class MemoryConformance(EndTests, ReadinessTests, ContentTests):
     """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
     `make_memory`, a factory that takes the size in bytes."""

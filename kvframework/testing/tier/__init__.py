@@ -47,22 +47,23 @@ from kvframework.testing.tier.wire import WireFaultTests
 __all__ = ["TierConformance", "TierKit"]
 
 
+# pytest runs the tests of the last base first: those that fill a store, and single values before all made of them.
 class TierConformance(
-    ClaimTests,
-    ContractTests,
-    BatchTests,
-    DeadlineTests,
-    ConcurrencyTests,
-    LifecycleTests,
-    LeakTests,
-    ModelTests,
-    SharingTests,
-    CrashTests,
-    ExpiryTests,
-    CapacityTests,
-    ListingTests,
-    FaultTests,
     WireFaultTests,
+    FaultTests,
+    ListingTests,
+    ExpiryTests,
+    CrashTests,
+    SharingTests,
+    ModelTests,
+    LeakTests,
+    LifecycleTests,
+    ConcurrencyTests,
+    DeadlineTests,
+    BatchTests,
+    ContractTests,
+    CapacityTests,
+    ClaimTests,
 ):
     """Base class of an author's test class; see the module.
 

@@ -105,7 +105,7 @@ class BatchTests(TierKit):
         buffers = [bytearray(100) for _ in keys]
         outcomes = watched.get_into(keys, self.parts_of(buffers), deadline=self.soon())
         assert outcomes == [100, DAMAGED, MISSING, 100]
-        assert (bytes(buffers[0]), bytes(buffers[3])) == (b"b" * 100, b"a" * 100)
+        self.must_be([buffers[0], buffers[3]], [b"b" * 100, b"a" * 100], "beside a longer value others are wrong")
         assert watched.contains([missing, wrong], deadline=self.soon()) == [MISSING, FOUND]
 
     def test_the_same_key_twice_is_applied_in_order(self, watched: Tier) -> None:
@@ -114,7 +114,7 @@ class BatchTests(TierKit):
         assert watched.put([one, other, one], parts, deadline=self.soon()) == [STORED] * 3
         buffers = [bytearray(6), bytearray(5), bytearray(6)]
         assert watched.get_into([one, other, one], self.parts_of(buffers), deadline=self.soon()) == [6, 5, 6]
-        assert buffers == [b"second", b"other", b"second"]
+        self.must_be(buffers, [b"second", b"other", b"second"], "of a key twice in a put the last value stays")
         assert watched.contains([one, one], deadline=self.soon()) == [FOUND, FOUND]
         watched.touch([one, one], deadline=self.soon())
         assert watched.delete([one, other, one], deadline=self.soon()) == [DELETED, DELETED, MISSING]

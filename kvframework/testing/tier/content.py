@@ -57,7 +57,11 @@ def must_heal(store: L2Store, keys: Sequence[PackedKey], patience_s: float) -> N
     """After the faults, every value is right or missing, and every value can be stored and loaded."""
     persist(lambda: load(store, keys), patience_s)
     persist(lambda: save(store, keys), patience_s)
-    assert all(persist(lambda: load(store, keys), patience_s)), "a value that was stored without faults is not there"
+    found = persist(lambda: load(store, keys), patience_s)
+    assert all(found), (
+        f"{len(found) - sum(found)} of {len(found)} values that were stored without faults are not there: a put, or a"
+        " `usage` of which the core takes the store for full"
+    )
 
 
 def persist(call: Callable[[], T], patience_s: float) -> T:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,10 @@ import pytest
 from kvframework.api.tier import Tier
 from kvframework.by_name import plain
 from kvframework.errors import TierError
+from kvframework.testing.tier.deadlines import SHORT_S
 from kvframework.testing.tier.kit import MISSING, TierKit
 
-_KILLS = 4
+_KILLS, _STOPS = 4, 8
 # The length of each value, by the byte that it repeats; each key repeats one of the bytes, too.
 _LENGTHS = {1: 1_000_000, 2: 3_000_001, 3: 5}
 _KEYS = [bytes([number]) * 72 for number in _LENGTHS]
@@ -52,15 +54,10 @@ class CrashTests(TierKit):
         """With `use`: another process makes the tier by its name and options."""
         if not (self.use and (self.persistent or self.is_shared)):
             pytest.skip("no value outlives a process, or the tier has no plugin's name")
-        work = msgspec.msgpack.encode([self.use, dict(self._tier_options), _KEYS, _LENGTHS], enc_hook=plain)
         chance = random.Random(5)  # noqa: S311  moments to kill at
         for _ in range(_KILLS):
-            command = [sys.executable, "-c", _WRITER, *sys.path]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-                assert writer.stdin is not None
+            with self._writer() as writer:
                 assert writer.stdout is not None
-                writer.stdin.write(work)
-                writer.stdin.close()
                 started = writer.stdout.readline()
                 began = time.monotonic()
                 writer.stdout.readline()
@@ -74,6 +71,61 @@ class CrashTests(TierKit):
                 self.store(again, key, b"after the crash")
                 self.must_load(again, key, b"after the crash", "a crash left something in the way")
             again.delete(_KEYS, deadline=self.soon())
+
+    def test_a_writer_that_stands_still_delays_no_call_beyond_its_deadline(self, resolved: None) -> None:
+        """As a node of a shared store does that is stopped or swaps, perhaps in the middle of a write: others wait for
+        its locks, and in one process for each other, no longer than their deadlines allow."""
+        if not (self.use and self.is_shared):
+            pytest.skip("no other node uses the store, or the tier has no plugin's name")
+        chance = random.Random(6)  # noqa: S311  moments to stop at
+        with self._writer() as writer:
+            assert writer.stdout is not None
+            try:
+                assert writer.stdout.readline(), "another process cannot write to the store"
+                with contextlib.closing(self.watch(self.open_by_name())) as tier:
+                    for _ in range(_STOPS):
+                        time.sleep(chance.random() * 0.05)
+                        writer.send_signal(signal.SIGSTOP)
+                        os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
+                        if self._waits(tier, writer):
+                            break
+            finally:
+                writer.kill()
+
+    def _writer(self) -> subprocess.Popen[bytes]:
+        """Return a process that puts values in turn, and prints a line after each."""
+        command = [sys.executable, "-c", _WRITER, *sys.path]
+        writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert writer.stdin is not None
+        writer.stdin.write(
+            msgspec.msgpack.encode([self.use, dict(self._tier_options), _KEYS, _LENGTHS], enc_hook=plain)
+        )
+        writer.stdin.close()
+        return writer
+
+    def _waits(self, tier: Tier, writer: subprocess.Popen[bytes]) -> bool:
+        """Call the tier with short deadlines beside a call with a long one, and let the writer go on. Return whether a
+        call waited until its deadline. A call that outlasts it fails the test, see `WatchedTier`."""
+        one, other = self.fresh_keys(2)
+        waited: list[str] = []
+
+        def long() -> None:
+            with contextlib.suppress(TierError):
+                tier.put([one], [[memoryview(b"value")]], deadline=time.monotonic() + self.grace_s + 2.0)
+
+        def short() -> None:
+            try:
+                for _ in range(3):
+                    for name, call in self.calls(tier, other, lambda: time.monotonic() + SHORT_S).items():
+                        try:
+                            call()
+                        except TierError:
+                            waited.append(name)
+            finally:
+                writer.send_signal(signal.SIGCONT)
+
+        self.in_threads(long, short)
+        return bool(waited)
 
     def test_what_the_disk_refuses_is_failed_or_a_tier_error(self, watched: Tier) -> None:
         """For a tier on files: this process cannot write beyond some bytes of a file, as if the disk were full."""

@@ -37,7 +37,7 @@ class FaultTests(TierKit):
         keys = self.fresh_keys(6)
         save(store, keys)
         faulty.stop()
-        assert load(store, keys) == [False] * len(keys)
+        assert not any(load(store, keys)), "a value that was spoilt in the store is loaded"
         assert run(store.contains_steps(keys)) == [False] * len(keys), "a spoilt value could not be deleted"
         must_heal(store, keys, self.patience_s)
 
@@ -52,8 +52,16 @@ class FaultTests(TierKit):
             assert watched.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
             self.store(watched, key, bytes(whole[: int(kept * len(whole))]))
         places = [bytearray(value_of(key)) for key in keys]
-        assert run(store.get_steps(keys, [memoryview(place) for place in places])) == [False] * len(keys)
-        assert store.counters["corrupt"] == len(keys)
+        found = run(store.get_steps(keys, [memoryview(place) for place in places]))
+        assert not any(found), (
+            f"{sum(found)} of {len(keys)} values that were cut pass for whole: get_into answers the bytes that it"
+            " received, never those that were expected"
+        )
+        damaged = store.counters["corrupt"]
+        assert damaged == len(keys), (
+            f"{len(keys) - damaged} of {len(keys)} values that were cut to {kept:.1%} are missing, no damage: a short"
+            " value, and an empty one, is a value"
+        )
         must_heal(store, keys, self.patience_s)
 
     def test_a_refusing_tier_is_asked_again(self, watched: Tier) -> None:
@@ -63,4 +71,5 @@ class FaultTests(TierKit):
         exercise(store, keys, 19, 10)
         faulty.stop()
         persist(lambda: save(store, keys), self.patience_s)
-        assert persist(lambda: load(store, keys), self.patience_s) == [True] * len(keys)
+        found = persist(lambda: load(store, keys), self.patience_s)
+        assert all(found), f"{len(found) - sum(found)} of {len(found)} values are missing once the tier refuses no more"

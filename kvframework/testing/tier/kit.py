@@ -18,7 +18,7 @@ from kvframework.errors import PluginUnavailable, TierError
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.faults import FaultProxy
 from kvframework.testing.kit import Kit
-from kvframework.testing.tier.watched import WatchedTier
+from kvframework.testing.tier.watched import WatchedTier, due, said
 from kvframework.testing.together import together
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
@@ -186,11 +186,16 @@ class TierKit(Kit):
         (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
         return outcome, bytes(buffer)
 
-    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "other bytes") -> None:
+    def must_answer(self, tier: Tier, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
+        """Fail unless a get into `nbytes` ends so."""
+        outcome, _ = self.load(tier, key, nbytes)
+        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
+
+    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "") -> None:
         """Fail unless `value` is found."""
         outcome, found = self.load(tier, key, len(value))
-        assert outcome == len(value), why
-        self.must_be([found], [value], why)
+        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
+        self.must_be([found], [value], why or "other bytes")
 
     def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
         """Fail unless these bytes are equal; shows the first difference, since values may be large."""

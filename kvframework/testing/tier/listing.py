@@ -11,13 +11,22 @@ import pytest
 from kvframework.api.tier import PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier.kit import DELETED, STORED, TierKit
+from kvframework.testing.tier.watched import due, said
 
 # More than any page or cursor of a store holds.
 MANY = 2500
 
+# Seconds by which the store's clock may differ.
+_CLOCK_S = 2.0
 
-def used(entry: TierEntry) -> float:
+
+def used(entry: TierEntry, since: float = 0.0) -> float:
+    """Return `used_at`; fails if that is no time between `since` and now, in Unix seconds."""
     assert entry.used_at is not None, "when a value was used is known of some values only"
+    now = time.time()
+    assert since - _CLOCK_S <= entry.used_at <= now + _CLOCK_S, (
+        f"used_at is {entry.used_at!r}: it is the Unix time in seconds of the last store or touch, now {now:.0f}"
+    )
     return entry.used_at
 
 
@@ -80,25 +89,24 @@ class ListingTests(TierKit):
             listed.delete(keys[first : first + 250], deadline=self.soon())
 
     def test_it_tells_when_a_value_was_used(self, listed: Tier) -> None:
-        touched, stored, left = keys = self.fresh_keys(3)
+        touched, also, stored, left = keys = self.fresh_keys(4)
         began = time.time()
         for key in keys:
             self.store(listed, key, b"value")
         first = self.scan(listed, keys)
         self.skip_without_times(listed, first)
-        slack = self.time_step_s + 2.0  # of the store's clock
-        for entry in first.values():
-            told = f"used_at is {entry.used_at!r}: it is the Unix time in seconds, now {time.time()}"
-            assert began - slack <= used(entry) <= time.time() + slack, told
+        began -= self.time_step_s
+        before = {key: used(entry, began) for key, entry in first.items()}
         time.sleep(2 * self.time_step_s)
-        listed.touch([touched], deadline=self.soon())
+        touched_at = time.time() - self.time_step_s
+        listed.touch([touched, also], deadline=self.soon())
         self.store(listed, stored, b"value")
         then = self.scan(listed, keys)
-        moved = abs(used(then[left]) - used(first[left]))
+        moved = abs(used(then[left]) - before[left])
         assert moved <= self.time_step_s, "the time of use of a value changed without a use"
-        if "touch" in listed.capabilities():
-            assert used(then[touched]) > used(then[left]), "touching a value did not change when it was used"
-        assert used(then[stored]) > used(then[left]), "storing a value did not change when it was used"
+        for key in (touched, also) if "touch" in listed.capabilities() else ():
+            assert used(then[key], touched_at) > used(then[left]), "touching a value did not change when it was used"
+        assert used(then[stored], touched_at) > used(then[left]), "storing a value did not change when it was used"
 
     def test_a_scan_that_rests_holds_nothing(self, listed: Tier) -> None:
         """The caller deletes what it was given, takes its time between two values, and may never go on."""
@@ -113,7 +121,8 @@ class ListingTests(TierKit):
             (key,) = self.fresh_keys(1)
             self.store(tier, key, b"stored while a scan rests")
             self.must_load(tier, key, b"stored while a scan rests")
-            assert tier.delete([key, keys[0]], deadline=self.soon())[0] is DELETED
+            deleted = tier.delete([key, keys[0]], deadline=self.soon())[0]
+            assert deleted is DELETED, f"delete answered {said(deleted)} while a scan rests; {due(DELETED)}"
             self.store(tier, keys[0], b"again")
             self.scan(tier, keys)
 

@@ -72,7 +72,7 @@ class TierMachine(RuleBasedStateMachine):
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
             if not isinstance(outcome, Outcome):
                 value = self._model[key]
-                assert buffer[: len(value)] == value
+                self._kit.must_be([buffer[: len(value)]], [value])
 
     @rule(batch=KEY_BATCHES)
     def delete(self, batch: list[int]) -> None:

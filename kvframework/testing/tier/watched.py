@@ -11,10 +11,21 @@ import pytest
 
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
+from kvframework.testing.promise import shown
 
 T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
 Parts = Sequence[Sequence[memoryview]]
+
+# By outcome: what it says.
+_MEANS = {
+    Outcome.FOUND: "there is a value",
+    Outcome.MISSING: "there is no value",
+    Outcome.STORED: "nothing hinders it",
+    Outcome.DELETED: "there was a value",
+    Outcome.FAILED: "it could not be stored",
+    Outcome.DAMAGED: "the value is longer than its parts",
+}
 
 _UNREAD = (Outcome.MISSING, Outcome.FAILED, Outcome.DAMAGED)
 
@@ -22,9 +33,18 @@ _UNREAD = (Outcome.MISSING, Outcome.FAILED, Outcome.DAMAGED)
 class Answers(list[R]):
     """The outcomes of a call, which say whose they are where an assertion shows them."""
 
-    def __init__(self, call: str, outcomes: Sequence[R]) -> None:
+    def __init__(self, call: str, outcomes: Sequence[R], keys: Sequence[PackedKey]) -> None:
         super().__init__(outcomes)
-        self._call = call
+        self._call, self._keys = call, keys
+
+    def differs_from(self, expected: Sequence[object]) -> str:
+        """Return the first outcome that is another one, and why, in a sentence."""
+        for at, (found, wanted) in enumerate(zip(self, expected, strict=False)):
+            if found != wanted:
+                first = self._keys.index(self._keys[at])
+                twice = f", which is key {first + 1} again: one after the other" if first != at else ""
+                return f"{self._call} answered {said(found)} for key {at + 1} of {len(self)}{twice}; {due(wanted)}"
+        return f"{self._call} gave {len(self)} outcomes; right are {len(expected)}"
 
     def __repr__(self) -> str:
         shown = [each.name if isinstance(each, Outcome) else str(each) for each in self[:12]]
@@ -111,7 +131,7 @@ class WatchedTier(Tier):
             raise
         except Exception as error:  # noqa: BLE001  reported as the test's failure
             pytest.fail(
-                f"{name} raised {type(error).__name__} ({error}): what fails for one key is FAILED, and an operation"
+                f"{name} raised {shown(error)}: what fails for one key is FAILED, and an operation"
                 " that fails as a whole raises TierError"
             )
         finally:
@@ -136,7 +156,7 @@ class WatchedTier(Tier):
         for outcome in answer:
             if not (outcome in known if isinstance(outcome, Outcome) else numbers and _is_number(outcome)):
                 pytest.fail(f"{outcome!r} is no outcome of {name}")
-        return Answers(name, answer)
+        return Answers(name, answer, keys)
 
     @staticmethod
     def _still_usable(name: str, parts: Parts) -> None:
@@ -146,6 +166,17 @@ class WatchedTier(Tier):
                     part.nbytes  # noqa: B018  raises if it was released
         except ValueError:
             pytest.fail(f"{name} released a memoryview of the caller's")
+
+
+def said(outcome: object) -> str:
+    """Return an outcome in words."""
+    return outcome.name if isinstance(outcome, Outcome) else f"{outcome} bytes"
+
+
+def due(outcome: object) -> str:
+    """Return which outcome is right, and why."""
+    why = _MEANS[outcome] if isinstance(outcome, Outcome) else "as many as were received, whatever was expected"
+    return f"right is {said(outcome)}: {why}"
 
 
 def _sums(parts: Parts) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,11 +17,14 @@ from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.testing.faults import WIRE_FAULTS, FaultProxy
 from kvframework.testing.tier.content import exercise, load, must_heal, persist, save
 from kvframework.testing.tier.kit import TierKit
+from kvframework.testing.tier.watched import due, said
 
 DEADLINE_S = 0.3
 TURNS = 12
 # More than a pool has places.
 FAILURES = 25
+# More than twice the connections of a pool.
+BREAKS = 24
 
 
 class WireFaultTests(TierKit):
@@ -49,7 +53,7 @@ class WireFaultTests(TierKit):
             )
         assert proxy.injected[kind], "the fault did not take place: does the tier talk through the proxy?"
         proxy.heal()
-        assert persist(lambda: self.load(tier, known, len(value)), self.patience_s) == (len(value), value)
+        self.must_be_there(tier, known, value)
         tier.ping(deadline=self.soon())
 
     @pytest.mark.parametrize("kind", WIRE_FAULTS)
@@ -59,10 +63,10 @@ class WireFaultTests(TierKit):
         store = L2Store(tier, timeout_s=DEADLINE_S * (2 if kind == "slow" else 1), breaker=breaker)
         keys = self.fresh_keys(8)
         persist(lambda: save(store, keys), self.patience_s)
-        assert all(persist(lambda: load(store, keys), self.patience_s))
+        assert all(persist(lambda: load(store, keys), self.patience_s)), "a value that was stored is not there"
         proxy.inject(kind)
         self.in_threads(lambda: exercise(store, keys, 23, TURNS // 4 if kind == "stall" else TURNS))
-        assert proxy.injected[kind]
+        assert proxy.injected[kind], "the fault did not take place: does the tier talk through the proxy?"
         proxy.heal()
         must_heal(store, keys, self.patience_s)
 
@@ -80,7 +84,53 @@ class WireFaultTests(TierKit):
         self.in_threads(lambda: self.must_raise("get_into", late, why), within_s=self.patience_s)
         proxy.heal()
         for _ in range(10):
-            assert persist(lambda: self.load(tier, two, 3), self.patience_s) == (3, b"two")
+            self.must_be_there(tier, two, b"two")
+
+    @pytest.mark.parametrize("name", ["contains", "get_into", "put", "delete"])
+    def test_closing_ends_the_calls_that_wait_for_a_stalled_wire(
+        self, faulty_tier: tuple[Tier, FaultProxy], name: str
+    ) -> None:
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        proxy.inject("stall")
+        far = time.monotonic() + 10 * self.patience_s
+        ended = threading.Event()
+
+        def wait() -> None:
+            try:
+                self.must_raise(name, self.calls(tier, key, lambda: far)[name], "the tier was closed meanwhile")
+            finally:
+                ended.set()
+
+        def close() -> None:
+            # Time to reach the wire; a call that comes later finds a closed tier.
+            ended.wait(2 * DEADLINE_S)
+            tier.close()
+            in_time = ended.wait(self.grace_s)
+            proxy.heal()
+            assert in_time, (
+                f"{name} still waits for the wire {self.grace_s:g} s after `close`: close ends calls in flight"
+            )
+
+        self.in_threads(wait, close, within_s=self.patience_s + self.grace_s)
+
+    def test_connections_that_break_are_closed(self, faulty_tier: tuple[Tier, FaultProxy]) -> None:
+        """Each failure is that of a connection that worked before: its descriptor must not stay."""
+        tier, proxy = self.watch(faulty_tier[0]), faulty_tier[1]
+        (key,) = self.fresh_keys(1)
+        self.store(tier, key, b"value")
+        descriptors = []
+        for _ in range(BREAKS):
+            proxy.inject("reset")
+            with contextlib.suppress(TierError):
+                tier.get_into([key], self.parts_of([bytearray(5)]), deadline=time.monotonic() + DEADLINE_S)
+            proxy.heal()
+            self.must_be_there(tier, key, b"value")
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+        # A few more may be those of a pool that grows to its size.
+        grown = descriptors[-1] - min(descriptors[:2])
+        assert grown <= BREAKS // 2, f"{grown} descriptors more after {BREAKS} connections that broke: close each"
 
     def test_failures_use_nothing_up(self, faulty_tier: tuple[Tier, FaultProxy]) -> None:
         """After many failures there are as many connections, places in a pool and descriptors as after some."""
@@ -94,10 +144,16 @@ class WireFaultTests(TierKit):
                 with contextlib.suppress(TierError):
                     tier.get_into([key], self.parts_of([bytearray(5)]), deadline=time.monotonic() + DEADLINE_S)
             proxy.heal()
-            assert persist(lambda: self.load(tier, key, 5), self.patience_s) == (5, b"value")
+            self.must_be_there(tier, key, b"value")
             descriptors.append(len(os.listdir("/proc/self/fd")))
         grown = descriptors[-1] - descriptors[0]
         assert grown < FAILURES, f"{grown} descriptors more after {3 * FAILURES} more failures"
+
+    def must_be_there(self, tier: Tier, key: bytes, value: bytes) -> None:
+        """Fail unless the value is found after a fault, with patience for `TierError`."""
+        received, found = persist(lambda: self.load(tier, key, len(value)), self.patience_s)
+        assert received == len(value), f"after the fault get_into answered {said(received)}; {due(len(value))}"
+        self.must_be([found], [value], "wrong bytes after a fault on the wire")
 
     def in_time(self, name: str, call: Callable[[], object]) -> None:
         """Fail if `call` takes much longer than `DEADLINE_S`, or ends in anything but one outcome or `TierError`."""
@@ -112,5 +168,5 @@ class WireFaultTests(TierKit):
         self.in_threads(ask, within_s=DEADLINE_S + self.grace_s)
         (outcomes,) = answers
         assert isinstance(outcomes, list), f"{name} answered {outcomes!r}"
-        assert len(outcomes) == 1
+        assert len(outcomes) == 1, f"{name} gave {len(outcomes)} outcomes for one key"
         assert isinstance(outcomes[0], int | Outcome), f"{name} answered {outcomes!r}"

@@ -17,6 +17,7 @@ processes of their own, which make the rig again.
 
 from kvframework.testing import needs_pytest  # noqa: F401 - says what to install
 from kvframework.testing.transport.content import Content
+from kvframework.testing.transport.driver import Driver
 from kvframework.testing.transport.engine_driven import EngineDriven
 from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
@@ -27,7 +28,7 @@ from kvframework.testing.transport.streams import Streams
 
 
 # pytest runs the tests of the last base first: those of content, of which the simplest round trip is the first.
-class TransportConformance(Life, EngineDriven, Faults, Streams, Order, Memory, Content):
+class TransportConformance(Life, EngineDriven, Driver, Faults, Streams, Order, Memory, Content):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 

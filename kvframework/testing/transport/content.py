@@ -9,7 +9,6 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadBlockIds, BadRange
 from kvframework.testing.transport.cases import CASES, CHUNK, PAGED
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
-from kvframework.testing.transport.node import PATIENCE_S
 from kvframework.testing.transport.outcomes import must_miss, must_succeed, must_work
 
 NHD = PAGED["nhd"]
@@ -57,7 +56,12 @@ class Content(TransportKit):
         instance = engine.worker._instance
         assert instance is not None
         gathered = instance.transfer.gather_block(engine.caches, blocks)
-        assert gathered == [engine.model.canonical_block(index, block) for index, block in enumerate(blocks)]
+        expected = [engine.model.canonical_block(index, block) for index, block in enumerate(blocks)]
+        wrong = [index for index, (one, other) in enumerate(zip(gathered, expected, strict=False)) if one != other]
+        assert not wrong, (
+            f"gather_block gives other bytes of layer group {wrong[0]} than its block {blocks[wrong[0]]} has"
+        )
+        assert len(gathered) == len(expected), f"gather_block gives {len(gathered)} blocks of {len(expected)} groups"
 
     def test_layouts_share_objects(self, make_engine: MakeEngine) -> None:
         """The same groups with other orders of axes have the same objects."""
@@ -68,7 +72,7 @@ class Content(TransportKit):
         must_succeed(one.store(request, one.source()))
         for axes in (("block", "head", "token", "dim"), ("layer", "block", "dim", "plane", "head", "token")):
             other = make_engine([replace(NHD[0], axes=axes)])
-            assert other.registration.namespace == one.registration.namespace
+            assert other.registration.namespace == one.registration.namespace, "equal content has two namespaces"
             must_succeed(other.load(request, other.target()))
             other.expect_loaded(one.model, one.source(), other.target())
             other.must_be_right()
@@ -82,7 +86,10 @@ class Content(TransportKit):
         engine.overwrite()
         whole = engine.store(request, engine.source())
         must_succeed(whole)
-        assert whole.result() == StoreOutcome(stored=2, present=1)
+        outcome = whole.result()
+        assert outcome == StoreOutcome(stored=2, present=1), (
+            f"{outcome.stored} chunks were stored and {outcome.present} were present; right are 2 and 1"
+        )
         after = engine.snapshot()
         must_succeed(engine.load(request, engine.target()))
         engine.expect_loaded(after, engine.source(), engine.target())
@@ -114,7 +121,10 @@ class Content(TransportKit):
         ids[2] = [NO_BLOCK] * 2 + ids[2][2:]
         stored = engine.store(request, ids)
         must_succeed(stored)
-        assert stored.result() == StoreOutcome(stored=3 + 1 + 1 + 3)
+        outcome = stored.result()
+        assert outcome == StoreOutcome(stored=3 + 1 + 1 + 3), (
+            f"{outcome.stored} objects were stored of 8 whose blocks the engine still has"
+        )
 
     def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
         engine = make_engine(CASES["state"])
@@ -136,7 +146,7 @@ class Content(TransportKit):
         for skip in (-1, 3 * CHUNK + 1):
             with pytest.raises(BadRange):
                 engine.load(request, good, skip=skip)
-        assert engine.hit(request) == 0
+        assert engine.hit(request) == 0, "a refused store was published"
         engine.must_be_right()
 
     def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
@@ -147,11 +157,13 @@ class Content(TransportKit):
             for turn in range(4)
             for engine, request in ((engine, requests[at][turn]) for at, engine in enumerate(engines))
         ]
-        assert all(future.result(PATIENCE_S) for future in futures)
+        for future in futures:
+            must_succeed(future, "one of many stores at once")
         loads = [
             engine.load(requests[at][turn], engine.target()) for turn in range(4) for at, engine in enumerate(engines)
         ]
-        assert all(load.result(PATIENCE_S) for load in loads)
+        for load in loads:
+            must_succeed(load, "one of many loads at once")
         for engine in engines:
             engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
             engine.must_be_right()

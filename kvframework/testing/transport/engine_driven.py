@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvframework.api.futures import Future, Promise
+from kvframework.api.layout import KVLayout, LayoutProvider
 from kvframework.client import KVClient
 from kvframework.client.engine_driven import EngineDrivenCalls
-from kvframework.errors import DeadlineExceeded, TransportMismatch
+from kvframework.errors import BadBlockIds, DeadlineExceeded, TransportMismatch
 from kvframework.testing.transport.cases import CASES, PAGED
+from kvframework.testing.transport.engine import registry_for
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
 from kvframework.testing.transport.node import held_by, status_of, wait_until
 from kvframework.testing.transport.outcomes import must_miss, must_succeed, must_work
+from kvframework.testing.transport.rig import TransportRig
 
 NHD = PAGED["nhd"]
 _SOON_S = 5.0
@@ -98,6 +102,41 @@ class EngineDriven(TransportKit):
         engine.must_be_right("a load into other tensors than those of the store")
         engine.tensors, engine.model = former, stored
         engine.must_be_right("tensors of an earlier transfer were touched")
+
+    def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(
+        self, rig: TransportRig, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the declaration leaves the number of blocks open, the transport alone can hold ids against tensors."""
+        registry = registry_for(rig)
+        paged = registry.resolve("layout", "paged")
+        assert isinstance(paged, LayoutProvider)
+        kind = type(paged.create(registry.options(paged, {}, where="the kit")))
+        describe = kind.describe
+
+        def described(*arguments: Any, **named: Any) -> KVLayout:
+            found: KVLayout = describe(*arguments, **named)
+            groups = tuple(msgspec.structs.replace(group, strides=(), num_blocks=0) for group in found.groups)
+            return msgspec.structs.replace(found, groups=groups, num_blocks=0)
+
+        plans: list[object] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "describe", described)
+            engine = make_engine(NHD)
+            with _planned(monkeypatch, "prepare_store", plans.append):
+                must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
+        if not plans:
+            pytest.skip("the transport copies nothing in the engine")
+        request, known = engine.request(), engine.source()
+        wrong = [[*known[0][:-1], engine.model.blocks[0]]]
+        for name, submit in (("store", engine.store), ("load", engine.load)):
+            try:
+                submit(request, wrong)
+            except BadBlockIds:
+                continue
+            except Exception as error:  # noqa: BLE001  any other is the bug
+                pytest.fail(f"a {name} of a block that the tensors lack raises {type(error).__name__}, no BadBlockIds")
+            pytest.fail(f"a {name} of a block that the tensors lack raises no BadBlockIds: memory of others is copied")
+        engine.must_be_right("a refused transfer touched the tensors")
 
     @pytest.mark.parametrize("case", ["nhd", "hybrid", "dim_before_token"])
     def test_the_wire_carries_the_same_as_the_arena(

@@ -43,7 +43,9 @@ class Faults(TransportKit):
         copiers = _copiers(client, rig)
         request = engine.request()
         _injected(rig.fail_copy)
-        must_miss(engine.store(request, engine.source()))
+        must_miss(
+            engine.store(request, engine.source()), "a store whose copy failed was answered as one that succeeded"
+        )
         assert engine.hit(request) == 0, "nothing of it is published"
         assert _copiers(client, rig) == copiers, "the copier ended: raise DeviceError for one operation that failed"
         must_work(engine)
@@ -64,7 +66,9 @@ class Faults(TransportKit):
         )
         assert engine.hit(request) == 0, "nothing of it is published"
         must_work(engine)
-        assert not copiers or _copiers(client, rig) != copiers
+        assert not copiers or _copiers(client, rig) != copiers, (
+            "the copier whose context is poisoned goes on: raise DeviceLost once nothing works any more"
+        )
 
     def test_what_is_no_event_is_not_taken_for_none(self, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
@@ -72,7 +76,7 @@ class Faults(TransportKit):
         request = engine.request()
         stored = engine.store(request, engine.source(), event=object()).result(PATIENCE_S)
         assert not stored.ok, "the copy came too early: raise DeviceError for what is no event of the device"
-        assert engine.hit(request) == 0
+        assert engine.hit(request) == 0, "a store whose event is none was published"
         must_work(engine)
 
     def test_memory_smaller_than_it_says_is_refused(

@@ -15,7 +15,7 @@ from kvframework.testing.kit import Kit
 from kvframework.testing.transport.cases import GroupCase
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import client_of, held_by, serving, status_of, wait_until
-from kvframework.testing.transport.outcomes import failed_copies_noted
+from kvframework.testing.transport.outcomes import failed_copies_noted, promise_of
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 
 MakeEngine = Callable[..., KitEngine]
@@ -80,11 +80,11 @@ class TransportKit(Kit):
     def nothing_is_wrong(self, rig: TransportRig, client: KVClient) -> Iterator[None]:
         """After every test: no pin and no reservation is left, and the device noted no mistake."""
         before = len(rig.problems())
-        with failed_copies_noted():
+        with failed_copies_noted(lambda: rig.problems()[before:]) as shown:
             yield
         wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
-        if found := rig.problems()[before:]:
-            pytest.fail(f"the device noted {len(found)} mistakes, the first: {found[0]}", pytrace=False)
+        if (found := rig.problems()[before:]) and not shown():
+            pytest.fail(f"no mistake is noted by the device: {promise_of(found[0])}", pytrace=False)
 
     def holding(self, rig: TransportRig) -> Entered:
         """`rig.holding_copies()`, or the test is skipped."""

@@ -44,10 +44,10 @@ class Life(TransportKit):
                 engines.append(EngineProgram(spec, endpoint, instance_id, "hybrid"))
                 stack.callback(engines[-1].close)
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
-                assert one.ask("store", number) is True
-                assert other.ask("load", number) is True
-            assert engines[1].ask("check", 1) == [], WRONG
-            assert engines[0].ask("store", 1) is True, "present"
+                assert one.ask("store", number) is True, "a store of another process failed"
+                assert other.ask("load", number) is True, "what one process stored is a miss for another"
+            assert not engines[1].ask("check", 1), WRONG
+            assert engines[0].ask("store", 1) is True, "a store of what is present fails"
 
     def test_after_the_end_of_an_instance_nothing_is_open(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         make_engine(NHD).close()  # the copier, which keeps its streams, runs from here on
@@ -81,7 +81,8 @@ class Life(TransportKit):
         other.expect_loaded(stored, one.source(), other.target())
         other.must_be_right()
         other.close()
-        assert rig.open_elsewhere() == before
+        left = rig.open_elsewhere() - before
+        assert not left, f"{left} allocations are open after the end of both instances"
 
     @pytest.mark.parametrize("what", ["store", "load"])
     def test_an_engine_killed_in_mid_copy_leaves_nothing(
@@ -100,7 +101,7 @@ class Life(TransportKit):
         doomed = EngineProgram(spec, server.endpoint, seed, "nhd")
         try:
             if what == "load":
-                assert doomed.ask("store", seed) is True
+                assert doomed.ask("store", seed) is True, "a store of another process failed"
             with self.holding(rig) as held:
                 doomed.send("begin", what, seed)
                 wait_until(rig.held, "a copy that is held")
@@ -112,7 +113,8 @@ class Life(TransportKit):
         wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of its pins and reservations")
         wait_until(lambda: rig.open_elsewhere() == open_before, "the end of its mappings")
         request = bystander.request(seed)
-        assert bystander.hit(request) == (0 if what == "store" else 3 * 16)
+        found, right = bystander.hit(request), 0 if what == "store" else 3 * 16
+        assert found == right, f"{found} tokens are a hit after the death of an engine in mid-{what}, and not {right}"
         must_succeed(bystander.store(bystander.request(), bystander.source()))
         bystander.must_be_right()
 

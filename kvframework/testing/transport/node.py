@@ -138,7 +138,7 @@ class ServerProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str) -> None:
         super().__init__(spec, endpoint)
-        assert self.next_line() == "serving"
+        assert (line := self.next_line()) == "serving", f"a server process says {line!r}"
 
 
 class EngineProgram(_Program):
@@ -148,7 +148,7 @@ class EngineProgram(_Program):
 
     def __init__(self, spec: RigSpec, endpoint: str, instance_id: int, case: str) -> None:
         super().__init__(spec, endpoint, str(instance_id), case)
-        assert self.next_line() == "registered"
+        assert (line := self.next_line()) == "registered", f"an engine process says {line!r}"
 
     def send(self, *words: object) -> None:
         assert self.process.stdin is not None

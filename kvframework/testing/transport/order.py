@@ -81,7 +81,8 @@ class Order(TransportKit):
                 f"a submit takes {median * 1000:.0f} ms while a copy is under way: it waits for the copy"
             )
             held.leave()
-            assert all(future.result(PATIENCE_S) for future in futures)
+            for future in futures:
+                must_succeed(future, "a store behind one that was held")
 
     def test_a_load_does_not_wait_for_a_store_that_stands_still(
         self, rig: TransportRig, make_engine: MakeEngine
@@ -98,8 +99,8 @@ class Order(TransportKit):
             passed = loading.wait(self.patience_s)
             held.leave()
             assert passed, "a load stood behind a store: create_stream gives one stream for loads and one for stores"
-            must_succeed(loading)
-            must_succeed(standing)
+            must_succeed(loading, "a load beside a store that stands still, for which no call waits,")
+            must_succeed(standing, "a store that stood still")
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
         engine.must_be_right()
 
@@ -116,7 +117,7 @@ class Order(TransportKit):
             must_miss(future)
         # From here on the blocks belong to the engine again, at once.
         engine.overwrite()
-        assert engine.hit(request) == 0
+        assert engine.hit(request) == 0, "a cancelled store was published"
         must_work(engine, request=request)
 
     def test_a_cancelled_load_touches_nothing_once_it_is_answered(
@@ -147,7 +148,7 @@ class Order(TransportKit):
         future = engine.store(request, engine.source(), event=event)
         future.cancel()
         must_miss(future)
-        assert engine.hit(request) == 0
+        assert engine.hit(request) == 0, "a cancelled store was published"
         engine.must_be_right()
 
     def test_a_submit_does_not_wait_for_the_engines_work(self, rig: TransportRig, make_engine: MakeEngine) -> None:

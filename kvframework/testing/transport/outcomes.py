@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvframework.api.futures import Future
+from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import RequestHashes
 from kvframework.errors import DeadlineExceeded
 from kvframework.testing.transport.engine import WRONG, KitEngine
 from kvframework.testing.transport.node import PATIENCE_S
+
+# By kind of what a device notes: the promise that a driver broke.
+_PROMISES = {
+    "unordered": "a copy runs behind the work that it waits for, and before what waits for it: `record`, `wait`",
+    "never_recorded": "an event is recorded before anyone waits for it: `record`, at each submit",
+    "use_after_free": "memory is touched while it is allocated: `reached` is true once a copy is done",
+    "use_after_close": "memory is closed once no copy touches it: `reached` is true once all before it is done",
+    "wrong_device": "memory, streams and events belong to the device that they are made for",
+    "wrong_process": "a handle is opened before it is used: `open`, `open_event`",
+    "out_of_bounds": "a fragment lies in its allocation and in the arena: `copy`",
+    "not_pinned": "`pin` registers the whole slice of the arena",
+    "leaked_context": "all that a process opened ends with it",
+}
+
+
+def promise_of(problem: str) -> str:
+    """Return what a device noted, behind the promise that it breaks."""
+    promise = _PROMISES.get(problem.partition(":")[0])
+    return f"{promise}; the device noted {problem}" if promise else f"the device noted {problem}"
 
 
 class _FailedCopies(logging.Handler):
     """The last line in which a server of this process says why a copy failed."""
 
     line = ""
+    # What the device noted since the test began; set by the fixture.
+    problems: Callable[[], list[str]] = staticmethod(list)
+    shown = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if ": a copy failed: " in (line := record.getMessage()):
@@ -30,13 +53,14 @@ _FAILED_COPIES = _FailedCopies(logging.WARNING)
 
 
 @contextmanager
-def failed_copies_noted() -> Iterator[None]:
-    """Have `must_succeed` show why a copy failed that failed meanwhile: an outcome does not carry it."""
-    _FAILED_COPIES.line = ""
+def failed_copies_noted(problems: Callable[[], list[str]] = list) -> Iterator[Callable[[], bool]]:
+    """Have `must_succeed` show why a copy failed that failed meanwhile: an outcome does not carry it. `problems` are
+    those that the device has noted; the value of the context says whether one was shown."""
+    _FAILED_COPIES.line, _FAILED_COPIES.problems, _FAILED_COPIES.shown = "", problems, False
     log = logging.getLogger("kvframework")
     log.addHandler(_FAILED_COPIES)
     try:
-        yield
+        yield lambda: _FAILED_COPIES.shown
     finally:
         log.removeHandler(_FAILED_COPIES)
 
@@ -46,8 +70,11 @@ def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
     __tracebackhide__ = True
     outcome = _outcome(future, what)
     if not outcome:
+        if problems := _FAILED_COPIES.problems():
+            _FAILED_COPIES.shown = True
+            pytest.fail(f"{what} failed ({_said(outcome)}): {promise_of(problems[0])}")
         why = f"; the server's log: {_FAILED_COPIES.line}" if _FAILED_COPIES.line else ""
-        pytest.fail(f"{what} failed: {outcome}{why}")
+        pytest.fail(f"{what} failed, though nothing hinders it: {_said(outcome)}{why}")
 
 
 def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
@@ -65,7 +92,7 @@ def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed en
     __tracebackhide__ = True
     outcome = _outcome(future, "a transfer that is to miss")
     if outcome:
-        pytest.fail(f"{why}: {outcome}")
+        pytest.fail(f"{why}: {_said(outcome)}")
 
 
 def must_be_under_way(future: Future[Any], why: str, for_s: float = 0.2) -> None:
@@ -73,6 +100,17 @@ def must_be_under_way(future: Future[Any], why: str, for_s: float = 0.2) -> None
     __tracebackhide__ = True
     if future.wait(for_s):
         pytest.fail(f"{why}: the transfer ended while its copy stood still")
+
+
+def _said(outcome: object) -> str:
+    """Return an outcome in words."""
+    if isinstance(outcome, LoadOutcome):
+        return "a hit" if outcome.ok else f"a miss: {outcome.reason or 'without a reason'}"
+    if isinstance(outcome, StoreOutcome):
+        counts = {name: getattr(outcome, name) for name in ("stored", "present", "in_flight", "dropped", "unknown")}
+        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no objects"
+        return f"{told}{f' ({outcome.error})' if outcome.error else ''}"
+    return repr(outcome)
 
 
 def _outcome(future: Future[Any], what: str) -> Any:

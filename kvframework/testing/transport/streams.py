@@ -48,7 +48,8 @@ class Streams(TransportKit):
             must_succeed(future)
         self._goes_on(reads)
         engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-        assert [read() for read in reads] == [bytes(engine.model.images[name]) for name in engine.tensors]
+        late = sum(read() != bytes(engine.model.images[name]) for read, name in zip(reads, engine.tensors, strict=True))
+        assert not late, f"{late} tensors were read before the load that the stream waits for had written them"
 
     def test_what_is_no_stream_is_not_taken_for_the_current_one(
         self, rig: TransportRig, make_engine: MakeEngine
@@ -71,7 +72,9 @@ class Streams(TransportKit):
             must_succeed(future)
 
     @pytest.mark.parametrize("how", ["is cancelled", "fails"])
-    def test_a_stream_goes_on_after_a_load_that(self, rig: TransportRig, make_engine: MakeEngine, how: str) -> None:
+    def test_a_stream_goes_on_after_a_load_that_did_not_succeed(
+        self, rig: TransportRig, make_engine: MakeEngine, how: str
+    ) -> None:
         """The users of the blocks must check their content; but no stream may wait for ever."""
         streams = [self._stream(rig, "its own") for _ in range(2)]
         # The load waits for an event of other memory: nothing but the load precedes the read here.
@@ -89,7 +92,7 @@ class Streams(TransportKit):
             if how == "is cancelled":
                 future.cancel()
             held.leave()
-            must_miss(future)
+            must_miss(future, f"a load that {how} was answered as a hit")
         self._goes_on(reads)
 
     def test_a_stream_goes_on_when_its_server_is_killed(self, spec: RigSpec, rig: TransportRig) -> None:

@@ -1,0 +1,56 @@
+"""Places in a TOML text: the line there, and what is open. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# The group of a string is there if the text ends within it.
+_TOKEN = re.compile(
+    r"""\#[^\n]*
+    | "{3} (?:\\.|[^\\])*? (?:"{3,5}|(\\?\Z))
+    | '{3} .*? (?:'{3,5}|(\Z))
+    | " (?:\\[^\n]|[^"\\\n])* (?:"|(\\?\Z))
+    | '[^'\n]* (?:'|(\Z))
+    | [][{}=\n]""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+class Open(NamedTuple):
+    """The statement or table's name that begins at `statement`, the brackets of its value that are open, and where the
+    open string begins, None: none is open."""
+
+    statement: int
+    brackets: list[int]
+    string: int | None
+
+
+def open_at(text: str, offset: int) -> Open:
+    """Return what is open at `offset` of a text that is valid TOML before it."""
+    statement, behind_equals = 0, False
+    brackets: list[int] = []
+    string: int | None = None
+    for token in _TOKEN.finditer(text, 0, offset):
+        sign = token[0]
+        if sign == "\n":
+            if not brackets:
+                statement, behind_equals = token.end(), False
+        elif sign == "=":
+            behind_equals = True
+        elif sign in "[{":
+            if behind_equals:  # others are of a table's name
+                brackets.append(token.start())
+        elif sign in "]}":
+            if brackets:
+                brackets.pop()
+        elif token.lastindex:
+            string = token.start()
+    return Open(statement, brackets, string)
+
+
+def line_at(text: str, offset: int) -> tuple[str, int]:
+    """Return the line, and where it begins."""
+    start = text.rfind("\n", 0, offset) + 1
+    end = text.find("\n", start)
+    return text[start : len(text) if end < 0 else end], start
