@@ -130,9 +130,26 @@ def test_observe_runs_beside_it_with_the_same_rights(podman: Podman, server: str
     wait_until(up, 300.0, "metrics of the server")
 
 
+def test_the_sidecar_serves_from_a_volume_that_any_user_may_write_to(podman: Podman) -> None:
+    """As its manifest says, with less L1; an emptyDir is root's, with mode 0777."""
+    (engine,) = documents(KUBERNETES / "sidecar", "Deployment")
+    sidecar = containers(engine)["kvframework"]
+    volume = podman.folder / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    mounts = ["-v", f"{volume}:/run/kvframework", "-v", f"{KUBERNETES}/sidecar/kvf.toml:/etc/kvframework/kvf.toml:ro"]
+    given = [f"--env={each['name']}={each['value']}" for each in sidecar["env"]]
+    podman.run("--detach", "--name", "sidecar", *mounts, *given, IMAGE, *sidecar["args"], "--set", "l1.capacity=64MiB")
+    wait_for_server(podman, "sidecar")
+    for probe in ("startupProbe", "livenessProbe"):
+        url = f"http://127.0.0.1:9309{sidecar[probe]['httpGet']['path']}"
+        ask = f"import urllib.request as r; print(r.urlopen('{url}', timeout=60).status)"
+        wait_until(lambda ask=ask: podman("exec", "sidecar", "python3", "-c", ask, check=False).strip() == "200", 300.0)
+
+
 def test_the_probe_of_the_image_is_that_of_its_server(podman: Podman, server: str) -> None:
     (image,) = json.loads(podman("image", "inspect", IMAGE))
-    shell, *probe = image["Config"]["Healthcheck"]["Test"]
+    shell, *probe = image["Healthcheck"]["Test"]
     assert shell == "CMD"
     podman("exec", server, *probe)
     assert image["Config"]["User"] == "10001:10001"
