@@ -12,7 +12,7 @@ from kvframework.cli.usage import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
     "kvframework observe                        then open http://127.0.0.1:9309/",
-    "kvframework observe --listen 0.0.0.0:9309 --tls-cert c.pem --tls-key k.pem --token-file token",
+    "kvframework observe --listen 0.0.0.0:9309 --token-file /run/secrets/token",
     "curl -s 127.0.0.1:9309/metrics",
     "curl -s '127.0.0.1:9309/readyz?verbose'",
 )
