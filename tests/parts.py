@@ -31,8 +31,10 @@ PARTS: dict[str, tuple[str, ...]] = {
         "wire_path/test_under_way.py",
         "wire_versions",
     ),
-    # What operators run beside a server: Prometheus and its rules, faults as they show there, the page in a browser.
+    # What operators run beside a server: Prometheus and its rules, faults as they show there, the page in a browser,
+    # images, manifests, units.
     "operate": (
+        "deploy",
         "observe/test_alerts.py",
         "observe/test_faults.py",
         "observe/test_page.py",

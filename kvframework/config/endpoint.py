@@ -106,7 +106,14 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(runtime) and _owned_directory(runtime):
         return Path(runtime, "kvframework")
-    return Path(tempfile.gettempdir(), f"kvframework-{os.getuid()}")
+    return Path(_temporary(), f"kvframework-{os.getuid()}")
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:  # a read-only root, as of a container: a server that needs the directory says so
+        return "/tmp"  # noqa: S108
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:

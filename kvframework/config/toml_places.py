@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# The group of a string is there if the text ends within it.
+# The group of a string is there if the text ends within it. A string of one line without an end, a mistake, ends there.
 _TOKEN = re.compile(
     r"""\#[^\n]*
     | "{3} (?:\\.|[^\\])*? (?:"{3,5}|(\\?\Z))
     | '{3} .*? (?:'{3,5}|(\Z))
-    | " (?:\\[^\n]|[^"\\\n])* (?:"|(\\?\Z))
-    | '[^'\n]* (?:'|(\Z))
+    | " (?:\\[^\n]|[^"\\\n])* (?:"|\\?(?=\n)|(\\?\Z))
+    | '[^'\n]* (?:'|(?=\n)|(\Z))
     | [][{}=\n]""",
     re.DOTALL | re.VERBOSE,
 )

@@ -63,6 +63,16 @@ def test_the_default_is_in_the_runtime_directory_if_it_is_ours(tmp_path: Path) -
     assert default_directory({}) == own
 
 
+def test_a_read_only_root_has_a_default_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without /tmp, where the server's directory is a volume."""
+
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert default_directory({}) == Path(f"/tmp/kvframework-{os.getuid()}")
+
+
 def test_the_runtime_directory_of_another_user_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     assert default_directory({"XDG_RUNTIME_DIR": str(tmp_path)}).name == f"kvframework-{os.getuid()}"

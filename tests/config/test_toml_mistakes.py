@@ -134,6 +134,7 @@ HIDDEN = {
     "base64 behind the array": 'tokens = [\n  "hunter2=="] x',
     "the same array twice": 'tokens = [\n"hunter2 = "]\ntokens = [\n"hunter2 = "]',
     "a string in an array": 'tokens = ["a", """\nhunter2""" x]',
+    "a string without an end": 'tokens = [\n  "a", "]\nhunter2"',
     "no space behind the key": 'password"hunter2"',
     "another word for it": "redis_pass = hunter2",
 }

@@ -11,6 +11,7 @@ from tests.docs import (
     configuration_tables,
     error_reference,
     hook_reference,
+    kubernetes_rules,
     metric_table,
     option_tables,
     registry_table,
@@ -34,6 +35,7 @@ def generated() -> dict[Path, str]:
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
     files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
     files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.file()
+    files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = kubernetes_rules.file()
     files[DOCS / "metrics.md"] = NOTE + metric_table.page()
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])

@@ -6,9 +6,6 @@ import ast
 import importlib
 import pkgutil
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
-from tests.docs.shown import blocks
 from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -246,24 +242,6 @@ def test_exit_statuses_are_as_told(tmp_path: Path) -> None:
     ]
     for arguments, status in cases:
         assert run(*arguments).returncode == status, arguments
-
-
-# files
-
-
-def test_the_unit_file_is_one(tmp_path: Path) -> None:
-    (text,) = blocks(PAGE, "ini")
-    known = re.findall(r"^(\w+)=", text, re.MULTILINE)
-    assert {"ExecStart", "User", "RuntimeDirectory", "LimitNOFILE", "Restart"} <= set(known)
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("there is no systemd-analyze")
-    unit = tmp_path / "kvframework.service"
-    unit.write_text(re.sub(r"(?<==)/\S*/kvframework\b", sys.executable, text))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=240, check=False
-    )
-    complaints = [line for line in done.stderr.splitlines() if unit.name in line]
-    assert complaints == []
 
 
 def test_the_page_is_short_and_linked() -> None:

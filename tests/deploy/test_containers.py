@@ -1,0 +1,160 @@
+"""The image itself: containers of a server, of `observe` and of engines that share one directory and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.config.toml import read_toml
+from tests.deploy.manifests import KUBERNETES, containers, documents
+from tests.deploy.podman import BASE, PYTHON, Podman, missing, wait_for_server
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "localhost/kvframework"
+SERVER, ENGINES = 10001, (20002, 20003)
+# The arena and what the server needs, far above /dev/shm.
+TOML = f"""
+[server]
+endpoint = "ipc:///run/kvframework/server.sock"
+admit_uids = {list(ENGINES)}
+
+[l1]
+use = "pinned"
+capacity = "128MiB"
+"""
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    with Podman() as running:
+        if running.refused:
+            pytest.skip(running.refused)
+        wheels = tmp_path_factory.mktemp("wheels")
+        download_requirements(wheels)
+        sources = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels"}
+        arguments = [f"--build-arg={name}={value}" for name, value in {"BASE": BASE, **sources}.items()]
+        volume = f"--volume={wheels}:/wheels:ro"
+        running.build(IMAGE, ROOT / "deploy" / "Dockerfile", ROOT, "--network=none", volume, *arguments)
+        yield running
+
+
+def download_requirements(folder: Path) -> None:
+    """Wheels of all that the image installs, for the Python in it; what pip cannot do here is a reason to skip."""
+    table = read_toml(ROOT / "pyproject.toml")
+    project, build = table["project"], table["build-system"]
+    assert isinstance(project, dict)
+    assert isinstance(build, dict)
+    wanted = [*build["requires"], *project["dependencies"]]
+    wanted += [each for extra in ("redis", "zstd", "observe") for each in project["optional-dependencies"][extra]]
+    wanted.append("async-timeout")  # redis needs it for Debian's 3.11.2
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:"]
+    command += ["--python-version", PYTHON, "--constraint", str(ROOT / "constraints.txt"), *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        pytest.skip(f"pip downloads nothing here: {done.stderr[-500:]}")
+
+
+@pytest.fixture(scope="module")
+def directory(podman: Podman) -> Path:
+    """Made as on a node: by kubelet, for root, and given to the server by the init container of the DaemonSet."""
+    place = podman.folder / "socket"
+    place.mkdir(mode=0o755)
+    (daemonset,) = documents(KUBERNETES / "daemonset", "DaemonSet")
+    made = containers(daemonset)["directory"]
+    security = made["securityContext"]
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    (entrypoint, *flags), mount = made["command"], f"{place}:/run/kvframework"
+    for _ in range(2):  # and once more, after a restart of the pod
+        podman.run("--rm", "--cap-add", "CHOWN", "-v", mount, "--entrypoint", entrypoint, IMAGE, *flags, *made["args"],
+                   user=security["runAsUser"])  # fmt: skip
+    status = place.stat()
+    assert (status.st_uid, status.st_mode & 0o777) == (SERVER, 0o711)
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(podman: Podman, directory: Path) -> str:
+    toml = podman.folder / "kvf.toml"
+    toml.write_text(TOML)
+    mounts = ["-v", f"{directory}:/run/kvframework", "-v", f"{toml}:/etc/kvframework/kvf.toml:ro"]
+    podman.run("--detach", "--name", "server", "--memory", "640m", *mounts, IMAGE)
+    wait_for_server(podman, "server")
+    return "server"
+
+
+def test_the_server_has_no_privilege(podman: Podman, server: str) -> None:
+    status = podman("exec", server, "cat", "/proc/1/status")
+    shown = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert shown["Uid"].split() == [str(SERVER)] * 4
+    assert {shown[name] for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert shown["NoNewPrivs"] == "1"
+    podman("exec", server, "sh", "-c", "! touch /tmp/any && ! touch /opt/kvframework/any")
+
+
+def test_engines_of_other_users_share_the_cache_byte_for_byte(podman: Podman, server: str, directory: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if sys.version_info[:2] != tuple(map(int, PYTHON.split("."))):
+        pytest.skip(f"the engines' torch is that of this environment, and the image has Python {PYTHON}")
+    program = Path(__file__).with_name("engine_program.py")
+    mounts = [f"{directory}:/run/kvframework:ro", f"{Path(torch.__file__).parents[1]}:/torch:ro"]
+    mounts.append(f"{program}:/engine.py:ro")
+    volumes = [word for mount in mounts for word in ("-v", mount)]
+    for task, user in zip(("store", "load"), ENGINES, strict=True):
+        printed = podman.run(
+            "--rm", "--env", f"KVFRAMEWORK_SERVER_UID={SERVER}", *volumes,
+            "--entrypoint", "/opt/kvframework/bin/python", IMAGE, "/engine.py", task, user=user,
+        )  # fmt: skip
+        assert f"{task} as uid {user}: 1024 tokens" in printed
+
+
+def test_a_user_that_is_not_admitted_gets_no_answer(podman: Podman, server: str, directory: Path) -> None:
+    with pytest.raises(AssertionError, match="no server"):
+        podman.run("--rm", "--env", f"KVFRAMEWORK_SERVER_UID={SERVER}", "-v", f"{directory}:/run/kvframework:ro", IMAGE,
+                   "status", user=30003)  # fmt: skip
+
+
+def test_observe_runs_beside_it_with_the_same_rights(podman: Podman, server: str, directory: Path) -> None:
+    podman.run("--detach", "--name", "observe", "-v", f"{directory}:/run/kvframework:ro", IMAGE, "observe")
+    ask = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9309/metrics', timeout=60).read().decode())"
+
+    def up() -> bool:
+        return "\nkvframework_up 1" in podman("exec", "observe", "python3", "-c", ask, check=False)
+
+    wait_until(up, 300.0, "metrics of the server")
+
+
+def test_the_sidecar_serves_from_a_volume_that_any_user_may_write_to(podman: Podman) -> None:
+    """As its manifest says, with less L1; an emptyDir is root's, with mode 0777."""
+    (engine,) = documents(KUBERNETES / "sidecar", "Deployment")
+    sidecar = containers(engine)["kvframework"]
+    volume = podman.folder / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    mounts = ["-v", f"{volume}:/run/kvframework", "-v", f"{KUBERNETES}/sidecar/kvf.toml:/etc/kvframework/kvf.toml:ro"]
+    given = [f"--env={each['name']}={each['value']}" for each in sidecar["env"]]
+    podman.run("--detach", "--name", "sidecar", *mounts, *given, IMAGE, *sidecar["args"], "--set", "l1.capacity=64MiB")
+    wait_for_server(podman, "sidecar")
+    for probe in ("startupProbe", "livenessProbe"):
+        url = f"http://127.0.0.1:9309{sidecar[probe]['httpGet']['path']}"
+        ask = f"import urllib.request as r; print(r.urlopen('{url}', timeout=60).status)"
+        wait_until(lambda ask=ask: podman("exec", "sidecar", "python3", "-c", ask, check=False).strip() == "200", 300.0)
+
+
+def test_the_probe_of_the_image_is_that_of_its_server(podman: Podman, server: str) -> None:
+    (image,) = json.loads(podman("image", "inspect", IMAGE))
+    shell, *probe = image["Healthcheck"]["Test"]
+    assert shell == "CMD"
+    podman("exec", server, *probe)
+    assert image["Config"]["User"] == "10001:10001"
+
+
+def test_the_server_ends_in_order_by_the_signal_of_a_stop(podman: Podman, server: str) -> None:
+    podman("stop", "--time", "120", server)
+    assert json.loads(podman("inspect", server))[0]["State"]["ExitCode"] == 0, podman("logs", server)

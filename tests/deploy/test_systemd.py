@@ -1,0 +1,81 @@
+"""The units: accepted and rated by systemd itself, and in step with what they start."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+UNITS = sorted(FOLDER.glob("*.service"))
+COMMAND = "/opt/kvframework/bin/kvframework"
+# Exposure in tenths: "OK" up to here.
+MOST = 45
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def setting(unit: Path, name: str) -> str:
+    found = re.findall(rf"^{name}=(.*)$", unit.read_text(), re.MULTILINE)
+    assert len(found) == 1, f"{unit.name}: {name}"
+    return str(found[0])
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_leaves_little_exposed(unit: Path) -> None:
+    rated = analyze("security", "--offline=true", f"--threshold={MOST}", "--no-pager", str(unit))
+    assert rated.returncode == 0, rated.stdout + rated.stderr
+
+
+@needs_systemd
+def test_systemd_finds_no_mistake(tmp_path: Path) -> None:
+    for unit in UNITS:
+        # It looks for the command, which is not installed here.
+        (tmp_path / unit.name).write_text(unit.read_text().replace(COMMAND, "/bin/true"))
+    verified = analyze("verify", "--man=no", *map(str, sorted(tmp_path.iterdir())))
+    # Of units of the machine, which these name, it may complain, too.
+    assert [line for line in verified.stderr.splitlines() if "kvframework" in line] == []
+
+
+@needs_systemd
+def test_systemd_finds_a_planted_mistake(tmp_path: Path) -> None:
+    unit = tmp_path / "kvframework.service"
+    unit.write_text(
+        UNITS[0].read_text().replace(COMMAND, "/bin/true").replace("[Service]", "[Service]\nPrivateTpm=yes")
+    )
+    assert "PrivateTpm" in analyze("verify", "--man=no", str(unit)).stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="needs systemd-sysusers")
+def test_the_user_can_be_made() -> None:
+    file = FOLDER / "kvframework.sysusers.conf"
+    made = subprocess.run(["systemd-sysusers", "--dry-run", str(file)], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert " 10001 " in file.read_text()
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_its_command_is_understood(unit: Path) -> None:
+    command, *arguments = setting(unit, "ExecStart").split()
+    assert command == COMMAND
+    shown = run(arguments[0], "--help")
+    assert shown.returncode == 0
+    assert [each for each in arguments if each.startswith("--") and each not in shown.stdout] == []
+
+
+def test_both_run_as_one_user_that_has_no_capability() -> None:
+    assert {setting(unit, "User") for unit in UNITS} == {"kvframework"}
+    assert {setting(unit, "CapabilityBoundingSet") for unit in UNITS} == {""}
+
+
+def test_status_2_is_not_tried_again() -> None:
+    assert {setting(unit, "RestartPreventExitStatus") for unit in UNITS} == {"2"}
