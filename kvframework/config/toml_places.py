@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# The group of a string is there if the text ends within it. A string of one line without an end, a mistake, ends there.
+# The group of a string is there if the text, or the line of a string of one line, ends within it.
 _TOKEN = re.compile(
     r"""\#[^\n]*
     | "{3} (?:\\.|[^\\])*? (?:"{3,5}|(\\?\Z))
     | '{3} .*? (?:'{3,5}|(\Z))
-    | " (?:\\[^\n]|[^"\\\n])* (?:"|\\?(?=\n)|(\\?\Z))
-    | '[^'\n]* (?:'|(?=\n)|(\Z))
+    | " (?:\\[^\n]|[^"\\\n])* (?:"|(\\?(?=\n|\Z)))
+    | '[^'\n]* (?:'|((?=\n|\Z)))
     | [][{}=\n]""",
     re.DOTALL | re.VERBOSE,
 )
@@ -46,6 +46,7 @@ def open_at(text: str, offset: int) -> Open:
                 brackets.pop()
         elif token.lastindex:
             string = token.start()
+            break  # the parser may stop behind it, at the next quote or the end
     return Open(statement, brackets, string)
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvframework.config.toml import MOST_BYTES, parse_toml, read_toml
@@ -152,6 +152,7 @@ def test_secrets_in_values_of_several_lines_are_masked(before: str, name: str) -
 @given(
     st.lists(st.sampled_from(['"', "'", '"""', "\n", "=", "[", "]", "{", "}", ",", "a", "#", "\\", " "]), max_size=25)
 )
+@example(["'", "\n", "]", "\n", '"'])
 def test_no_line_of_an_array_of_secrets_is_shown(pieces: list[str]) -> None:
     error = refusal('tokens = [\n  "hunter2", ' + "hunter2".join(pieces))
     shown = str(error).splitlines()[1:] if error else []
