@@ -166,6 +166,7 @@ class Server:
             records=records,
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
+            ghosts=config.l1.ghosts,
         )
 
     def _codecs(self) -> CodecTable:

@@ -62,8 +62,8 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
         view.core(("server", "curve"), "[server.curve]", shown_options(config.server.curve))
     view.core(("log",), "[log]", shown_options(config.log))
     l1, eviction = config.l1, config.l1.eviction
-    marks = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark}
-    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, marks)
+    own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts}
+    view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)
     view.array("transport", config.transport, AnyTransportProvider)

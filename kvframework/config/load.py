@@ -113,6 +113,7 @@ def _l1(table: dict[str, object], where: str) -> L1Config:
         eviction=_plugin({"use": "lru"} | eviction, f"{where}: [l1.eviction]"),
         high_watermark=own.high_watermark,
         low_watermark=own.low_watermark,
+        ghosts=own.ghosts,
     )
 
 

@@ -108,6 +108,14 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Fraction, msgspec.Meta(description="share of the capacity above which L1 evicts, before it is full")
     ] = 1.0
     low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it evicts then")] = 0.9
+    ghosts: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            le=1 << 22,
+            description="objects that left L1 and why, remembered in 32 bytes each; rounded up to a power of two",
+        ),
+    ] = 65536
 
 
 class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,6 +154,7 @@ class L1Config(msgspec.Struct, frozen=True):
     eviction: PluginTable
     high_watermark: float = 1.0
     low_watermark: float = 0.9
+    ghosts: int = 65536
 
 
 class L2Config(msgspec.Struct, frozen=True):

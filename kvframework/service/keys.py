@@ -39,6 +39,12 @@ class KeyGrid:
     def chunks(self) -> int:
         return len(self.digests)
 
+    @property
+    def main_prefix(self) -> bytes:
+        """The prefix of the first row of full attention, else of the first row: it needs the most chunks."""
+        groups = self.desc.groups
+        return self.prefixes[next((index for index, group in enumerate(groups) if not group.window), 0)]
+
     @cached_property
     def flat(self) -> list[PackedKey]:
         """All keys, chunk by chunk, within each row by row. Computed on first use: a hit of L1 needs none."""

@@ -80,7 +80,8 @@ class Lookups:
             )
         grid = self._resolver.resolve(key, record.desc)
         return Wanted(
-            grid.chunks,
+            grid.main_prefix,
+            grid.digests,
             grid.desc.chunk_tokens,
             grid.find,
             lambda on_done: self._storage.submit_prefetch_task(

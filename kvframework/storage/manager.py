@@ -23,6 +23,8 @@ from kvframework.bounded_close import call_within
 from kvframework.config import closest
 from kvframework.errors import RequestError, TierError
 from kvframework.storage.l1.allocator import RangeAllocator
+from kvframework.storage.l1.departures import MOST_DROPPED, Departures
+from kvframework.storage.l1.ghosts import Cause, Ghost
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l2.loading import LoadTask
@@ -77,6 +79,7 @@ class ClearedObjects(NamedTuple):
 
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
+    `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
     number of its threads."""
 
@@ -89,6 +92,7 @@ class StorageManager:
         records: NamespaceRecords | None = None,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
+        ghosts: int = 0,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -102,7 +106,8 @@ class StorageManager:
         # The last tick did not reach the low watermark.
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._tiers.removed)
+        self._departures = Departures(self.capacity, ghosts, self._model_of)
+        self._table = ObjectTable(RangeAllocator(), policy, self._left)
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
@@ -157,6 +162,11 @@ class StorageManager:
             # Reported at once, so that later victims can be written before their eviction.
             self._tiers.leaving(self._candidates())
         self.counters["dropped"] += result.dropped
+        if result.stopped_at is not None:
+            cause = Cause.DROPPED_SHARE if result.over_share else Cause.DROPPED_FULL
+            first = result.stopped_at
+            dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
+            self._departures.lost(dropped, cause, self.clock())
         if present:
             self._tiers.used(present)
         return result
@@ -190,8 +200,7 @@ class StorageManager:
     @_locked
     def commit(self, lease_id: str, *, owner: int) -> int:
         """Publish a lease and queue its objects for L2; return the number published, 0 if the lease had expired."""
-        objects = self._table.commit(lease_id, owner=owner, now=self.clock())
-        self._writers_ended()
+        objects = self._commit(lease_id, owner)
         self.counters["stored"] += len(objects)
         self._tiers.committed([stored.key for stored in objects])
         return len(objects)
@@ -208,6 +217,16 @@ class StorageManager:
     @_locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self._table.which(keys)
+
+    @_locked
+    def looked_up(self, prefix: bytes, digests: Sequence[bytes], *, hits: int, tokens: int) -> None:
+        """Count a lookup, see `Departures.looked_up`."""
+        self._departures.looked_up(self.row, prefix, digests, hits=hits, tokens=tokens, now=self.clock())
+
+    @_locked
+    def ghost_of(self, key: PackedKey) -> Ghost | None:
+        """Return why L1 lacks the object, as far as that is remembered."""
+        return self._departures.ghost(key)
 
     @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
@@ -405,6 +424,7 @@ class StorageManager:
                 "write_leases": table.write_leases,
                 "pin_leases": table.pin_leases,
                 "evictions": table.evictions,
+                **self._departures.status(),
                 "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
             },
             "l2": self._tiers.status(),
@@ -452,8 +472,7 @@ class StorageManager:
             self._table.abort(lease_id, owner=INTERNAL_OWNER)
             self._writers_ended()
             return None
-        objects = self._table.commit(lease_id, owner=INTERNAL_OWNER, now=self.clock())
-        self._writers_ended()
+        objects = self._commit(lease_id, INTERNAL_OWNER)
         self.counters["loaded"] += len(objects)
         return self._pin_internal(objects[0].key)
 
@@ -465,6 +484,26 @@ class StorageManager:
     def any_writing(self, keys: Sequence[PackedKey]) -> bool:
         """Whether one of `keys` is reserved and not published; `Prefetcher.writers_ended` follows its end."""
         return self._table.any_writing(keys)
+
+    @_locked
+    def damaged(self, key: PackedKey) -> None:
+        """Record that the object's value in a tier is of no use."""
+        self._departures.lost([key], Cause.DAMAGED, self.clock())
+
+    def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
+        now = self.clock()
+        objects = self._table.commit(lease_id, owner=owner, now=now)
+        self._departures.back([stored.key for stored in objects], now)
+        self._writers_ended()
+        return objects
+
+    def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
+        self._departures.left(stored, cause, self.clock(), by)
+        self._tiers.removed(stored.key)
+
+    def _model_of(self, namespace: bytes) -> str:
+        record = self.records.get(namespace)
+        return "" if record is None else record.model_name
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""

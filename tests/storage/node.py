@@ -39,6 +39,7 @@ class Node:
         promote: bool = True,
         loads: int = 2,
         writes: int = 1,
+        ghosts: int = 64,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.tiers = [MemoryTier()] if tiers is None else list(tiers)
@@ -66,6 +67,7 @@ class Node:
             records=records,
             high_watermark=high_watermark,
             low_watermark=low_watermark,
+            ghosts=ghosts,
             **options,
         )
 

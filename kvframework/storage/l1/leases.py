@@ -30,6 +30,8 @@ class StoredObject:
     offset: int
     length: int
     pins: int = 0
+    # The time of the last use, to a tick of the table.
+    used: float = 0.0
 
 
 @dataclass(slots=True)

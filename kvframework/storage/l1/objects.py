@@ -8,6 +8,8 @@ storage manager serialises calls). Invariants, tested against a model:
 * An expired or withdrawn write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
 owner's end, since a stopped writer may wake up and write.
 * Pinned objects are neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
+
+An object's last use has the latest time that a call has passed: that of the last tick, or better.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
+from kvframework.storage.l1.ghosts import Cause
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.uses import Uses
@@ -31,26 +34,32 @@ UNPIN_AT_ONCE = 1 << 16
 
 @dataclass(slots=True)
 class Reservation:
-    """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items."""
+    """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items. `stopped_at`
+    is the index of the first item that was not placed, None if all were; `over_share` says that the owner's share
+    stopped it."""
 
     lease: WriteLease | None
     placed: list[tuple[int, int]] = field(default_factory=list)
     present: int = 0
     in_flight: int = 0
     dropped: int = 0
+    stopped_at: int | None = None
+    over_share: bool = False
 
 
 class ObjectTable:
-    """The table of objects; see the module."""
+    """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
+    object that it makes place for, None for none."""
 
     def __init__(
         self,
         allocator: RangeAllocator,
         policy: EvictionPolicy,
-        on_remove: Callable[[PackedKey], None] = lambda _key: None,
+        on_remove: Callable[[StoredObject, Cause, PackedKey | None], None] = lambda *_: None,
     ) -> None:
         self.allocator = allocator
         self._on_remove = on_remove
+        self._now = 0.0
         self.used_bytes = 0
         self.quarantined_bytes = 0
         self.pins = 0
@@ -118,8 +127,9 @@ class ObjectTable:
                     result.in_flight += 1
                 else:
                     length = rounded(nbytes)
-                    offset = self._place(length) if length <= room else None
+                    offset = self._place(length, key) if length <= room else None
                     if offset is None:
+                        result.stopped_at, result.over_share = index, length > room
                         self._count_unplaced(items[index:], result)
                         break
                     room -= length
@@ -133,7 +143,7 @@ class ObjectTable:
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._uses.add(self._let_go(lease))
+            self._used(self._let_go(lease))
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -142,6 +152,7 @@ class ObjectTable:
 
     def commit(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject]:
         """Publish a lease's objects and end it; an expired lease frees its ranges and publishes nothing: []."""
+        self._now = now
         lease = self._leases.write(lease_id, owner)
         if now >= lease.deadline:
             self._quarantine(lease)
@@ -152,14 +163,14 @@ class ObjectTable:
         objects = []
         for key, offset, nbytes in lease.items:
             del self._writing[key]
-            stored = StoredObject(key, offset, nbytes)
+            stored = StoredObject(key, offset, nbytes, used=now)
             self._objects.add(stored)
             objects.append(stored)
         present = self._let_go(lease)
         # Last chunk first, so that a policy by recency evicts a prefix from its end.
         for stored in reversed(objects):
             self._policy.on_insert(stored.key, stored.length)
-        self._uses.add(present)
+        self._used(present)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -198,7 +209,7 @@ class ObjectTable:
         lease = self._leases.open_pin(owner, request_id, deadline, objects)
         self._pin(objects)
         if touch:
-            self._uses.add(objects)
+            self._used(objects)
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
@@ -219,6 +230,7 @@ class ObjectTable:
 
         Unpins about `UNPIN_AT_ONCE` objects at most; the remaining leases lapse in the next calls, or on access.
         """
+        self._now = now
         for write in self._leases.writes.values():
             if now >= write.deadline:
                 self._quarantine(write)
@@ -265,15 +277,15 @@ class ObjectTable:
         here = [stored for stored in objects if self._objects.get(stored.key) is stored]
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
-            self._remove(stored)
+            self._remove(stored, Cause.CLEARED)
         return dropped, len(here) - len(dropped)
 
-    def drop(self, key: PackedKey) -> bool:
+    def drop(self, key: PackedKey, cause: Cause = Cause.CLEARED) -> bool:
         """Drop one object unless it is pinned or absent; return whether it was dropped."""
         stored = self._objects.get(key)
         if stored is None or stored.pins:
             return False
-        self._remove(stored)
+        self._remove(stored, cause)
         return True
 
     def candidates(self, used_bytes: int) -> list[PackedKey]:
@@ -287,9 +299,9 @@ class ObjectTable:
                 break
         return keys
 
-    def evict(self, keys: Iterable[PackedKey]) -> None:
+    def evict(self, keys: Iterable[PackedKey], cause: Cause = Cause.WATERMARK) -> None:
         """Evict those of `keys` that are not pinned."""
-        self.evictions += sum([self.drop(key) for key in keys])
+        self.evictions += sum([self.drop(key, cause) for key in keys])
 
     # inside
 
@@ -297,11 +309,11 @@ class ObjectTable:
         writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
         return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
 
-    def _place(self, length: int) -> int | None:
+    def _place(self, length: int, key: PackedKey) -> int | None:
         offset = self.allocator.allocate(length)
         if offset is None and length <= self.allocator.limit:
             for stored in choose_window(length, self._victims(), self._objects, self.allocator):
-                self._remove(stored)
+                self._remove(stored, Cause.ROOM, key)
                 self.evictions += 1
             offset = self.allocator.allocate(length)
         if offset is not None:
@@ -315,11 +327,11 @@ class ObjectTable:
             if stored is not None and not stored.pins:
                 yield stored
 
-    def _remove(self, stored: StoredObject) -> None:
+    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         self._objects.remove(stored)
         self._free(stored.offset, stored.length)
         self._policy.on_remove(stored.key)
-        self._on_remove(stored.key)
+        self._on_remove(stored, cause, by)
 
     def _free(self, offset: int, nbytes: int) -> None:
         self.allocator.free(offset, nbytes)
@@ -333,6 +345,12 @@ class ObjectTable:
                 result.in_flight += 1
             else:
                 result.dropped += 1
+
+    def _used(self, objects: list[StoredObject]) -> None:
+        now = self._now
+        for stored in objects:
+            stored.used = now
+        self._uses.add(objects)
 
     def _pin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:

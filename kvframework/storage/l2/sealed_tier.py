@@ -68,6 +68,8 @@ class L2Store:
         self._layout_of = layout_of
         self._watermarks = watermarks
         self._clock = clock
+        # Receives, in a storage thread, the key of each value that is unusable.
+        self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
         # Bytes that are being written.
@@ -272,6 +274,7 @@ class L2Store:
 
     def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
         self.count(corrupt=1)
+        self.on_damaged(key)
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
             yield from self.delete_steps([key])

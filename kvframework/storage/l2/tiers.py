@@ -48,6 +48,8 @@ class Tiers:
     ) -> None:
         self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
+        for store in self.stores:
+            store.on_damaged = l1.damaged
         self.writers = [
             TierWriter(
                 l1,

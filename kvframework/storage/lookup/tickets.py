@@ -19,9 +19,11 @@ from kvframework.storage.namespaces import NamespaceRecord
 
 class Wanted(NamedTuple):
     """The objects that a LOOKUP requests. `find` gives the chunks of the hit and its objects, by rows of L1; `load`
-    starts the load of the rest and receives a callback for its end; None if it was refused."""
+    starts the load of the rest and receives a callback for its end; None if it was refused. `prefix` and `digests` name
+    the objects of one row, which stands for all in the counts."""
 
-    chunks: int
+    prefix: bytes
+    digests: Sequence[bytes]
     chunk_tokens: int
     find: Callable[[FindRow], tuple[int, list[StoredObject]]]
     load: Callable[[Callable[[], None]], PrefetchTask | None]
@@ -135,7 +137,8 @@ class LookupTickets:
 
     def _ask(self, ticket: Ticket, wanted: Wanted) -> None:
         hit = self._pin(ticket, wanted)
-        if hit < wanted.chunks and self._may_load(ticket):
+        self._storage.looked_up(wanted.prefix, wanted.digests, hits=hit, tokens=wanted.chunk_tokens)
+        if hit < len(wanted.digests) and self._may_load(ticket):
             task = wanted.load(lambda: self._loaded(ticket, wanted))
             if task is not None:
                 self._table.load_begun(ticket, task.cancel)
