@@ -82,6 +82,7 @@ class Server:
                 "config": config.source,
             },
             messaging_status=lambda: self._messaging_status(),
+            request_durations=lambda: self._messages.durations.status(),
         )
         handlers = self._handlers()
         self._messages = MessageServer(

@@ -34,6 +34,11 @@ class RequestHashes:
         """The number of tokens in whole chunks so far."""
         return len(self._digests) // DIGEST_BYTES * self.chunk_tokens
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens so far."""
+        return self.hashed_tokens + len(self._rest)
+
     def extend(self, token_ids: Sequence[int], extras: Mapping[int, bytes] | None = None) -> None:
         """Append tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
         embedding digests).

@@ -90,6 +90,19 @@ class KeyGrid:
             rows.append([*repeat(None, span.start), *found])
         return _used(rows, windows, self.chunks)
 
+    def first_missing(self, row_of: RowOf[T], hit: int) -> tuple[int, PackedKey] | None:
+        """Return (chunk, key) of the first object that a hit of all chunks would use and `row_of` does not find, given
+        that the hit is `hit` chunks; None if there is none."""
+        windows = self._windows
+        # Without windows it is in the chunk behind the hit.
+        first, end = None, self.chunks if any(windows) else hit + 1
+        for prefix, window in zip(self.prefixes, windows, strict=True):
+            start = needed_chunks(self.chunks, window).start if window else hit
+            chunk = start + prefix_chunks(row_of(prefix, self.digests[start:end]))
+            if chunk < end:
+                first, end = (chunk, prefix + self.digests[chunk]), chunk
+        return first
+
     def hit(self, available: Sequence[bool]) -> int:
         """Return the number of usable chunks, given which objects of `flat` exist."""
         rows = len(self.prefixes)

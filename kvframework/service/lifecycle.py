@@ -28,6 +28,8 @@ from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.amounts import counted
+from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.accounts.transfers import TransferAccounts
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.client_losses import ClientLosses
 from kvframework.service.contexts import Contexts, RegisteredContext, own_context
@@ -66,6 +68,7 @@ class CacheService(CacheServices):
         layouts: Mapping[str, Layout],
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
+        request_durations: Callable[[], Mapping[str, object]],
     ) -> None:
         self.stopping = False
         self.boot_id = secrets.token_bytes(16)
@@ -83,9 +86,12 @@ class CacheService(CacheServices):
             chunk_size=config.chunk_size,
             hasher_fingerprint=hasher.fingerprint,
         )
-        self._lookups = Lookups(storage, self._resolver, ticket_s=config.ticket_s)
+        finished = FinishedRequests(self.boot_id, storage.clock)
+        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s)
+        self._miss_facts = self._lookups.miss_facts
+        accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
-        self._chunks = ChunkTransfers(storage, keys, workers=config.workers)
+        self._chunks = ChunkTransfers(storage, keys, accounts, workers=config.workers)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
@@ -94,6 +100,7 @@ class CacheService(CacheServices):
             server={"boot_id": self.boot_id.hex(), **server_facts},
             transports={name: transport.server for name, transport in transports.items()},
             messaging=messaging_status,
+            requests=request_durations,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
             losses=self._losses.status,
@@ -108,11 +115,13 @@ class CacheService(CacheServices):
                 store_lease_s=config.store_lease_s,
                 retrieve_lease_s=config.retrieve_lease_s,
                 store_share=config.store_share,
+                accounts=accounts,
             ),
-            ServerDrivenTransfers(storage, keys, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(storage, keys, accounts, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
             self._status,
+            finished,
         )
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -125,9 +134,11 @@ class CacheService(CacheServices):
         ]
         return own + [handler for part in self._parts for handler in part.handlers()]
 
-    def welcome(self, _hello: m.Hello, client: ClientInfo, version: int) -> m.HelloReply:
-        """The service's part of the answer to HELLO; the message server fills in the session."""
+    def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
+        """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
+        client has used an earlier server."""
         self._lookups.tickets.begin_owner(client.session_id)
+        self._miss_facts.begin_session(client.session_id, from_before=returns)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,
@@ -145,6 +156,7 @@ class CacheService(CacheServices):
         tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
+        self._lookups.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)
@@ -226,6 +238,8 @@ class CacheService(CacheServices):
 
     def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
         self._losses.heard(client, payload.lost)
+        if payload.short_count:
+            self._lookups.short_prompts.heard(client, payload)
         return m.Pong(self.boot_id)
 
     def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
@@ -249,7 +263,10 @@ class CacheService(CacheServices):
             )
         # Objects just read over the wire count as in use for a moment longer.
         self._chunks.settle()
-        return m.Cleared(**self.storage.clear(l2=payload.l2, model=payload.model)._asdict())
+        cleared = self.storage.clear(l2=payload.l2, model=payload.model)
+        if payload.l2:
+            self._miss_facts.tiers_cleared(payload.model)
+        return m.Cleared(**cleared._asdict())
 
 
 def _close_transport(name: str, transport: ServerTransport, contexts: Sequence[RegisteredContext]) -> None:

@@ -6,9 +6,17 @@ Handlers run on the serving thread and never wait for L2. The storage owns the t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
-from kvframework.api.requests import CacheKey, ClientInfo, Handler
+from kvframework.api.requests import ClientInfo, Handler, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
+from kvframework.service.accounts.asked import Asked
+from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
+from kvframework.service.accounts.lookup_counts import LookupCounts
+from kvframework.service.accounts.miss_facts import MissFacts
+from kvframework.service.accounts.misses import REASONS
+from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -18,18 +26,33 @@ from kvframework.wire.table import REQUESTS
 
 
 class Lookups:
-    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds."""
+    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
+    receives each lookup at its end."""
 
-    def __init__(self, storage: StorageManager, resolver: KeyResolver, *, ticket_s: float) -> None:
+    def __init__(
+        self, storage: StorageManager, resolver: KeyResolver, finished: FinishedRequests, *, ticket_s: float
+    ) -> None:
         self._storage = storage
         self._resolver = resolver
-        self.tickets = LookupTickets(storage, ticket_s=ticket_s)
-        # Changed by the serving thread only.
+        self._clock = storage.clock
+        self.tickets = LookupTickets(storage, ticket_s=ticket_s, on_end=self._ticket_ended)
+        # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
+        self._counts = LookupCounts(REASONS)
+        self._finished = finished
+        self.miss_facts = MissFacts(storage)
+        self.short_prompts = ShortPrompts(self._counts, finished)
+        # Lookups whose answers were all pending so far, by ticket.
+        self._waiting: dict[str, Asked] = {}
 
-    def status(self) -> dict[str, int]:
-        """Return the counters. `asked_tokens` and `hit_tokens` of the fully answered lookups give the hit rate."""
-        return dict(self._counters)
+    def status(self) -> dict[str, Any]:
+        """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
+        return {**self._counters, **self._counts.status()}
+
+    def end_session(self, session_id: int) -> None:
+        """Forget a session that has ended, once its tickets have."""
+        self.miss_facts.end_session(session_id)
+        self.short_prompts.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -46,13 +69,27 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asking = client.session_id, key.request_id, key.namespace
+        asked = Asked(client, key, self._clock())
+        owner, request_id = client.session_id, key.request_id
         if record is None:
-            return self._reply(self.tickets.look_up_record(*asking, lambda found: self._wanted(key, found)))
-        return self._reply(self.tickets.look_up(*asking, self._wanted(key, record)))
+            answer = self.tickets.look_up_record(
+                owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
+            )
+        else:
+            answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
+        asked.l1_tokens = answer.hit_tokens
+        if answer.pending:
+            self._waiting[answer.ticket] = asked
+        else:
+            self._ended(asked, answer.hit_tokens)
+        return _reply(answer)
 
     def _query(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.LookupReply:
-        return self._reply(self.tickets.ask_again(payload.ticket, client.session_id))
+        answer = self.tickets.ask_again(payload.ticket, client.session_id)
+        asked = None if answer.pending else self._waiting.pop(payload.ticket, None)
+        if asked is not None:
+            self._ended(asked, answer.hit_tokens)
+        return _reply(answer)
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
         return m.Freed(self.tickets.free(payload.ticket, client.session_id))
@@ -69,31 +106,61 @@ class Lookups:
         tickets = self.tickets.withdraw(client.session_id, request_id)
         return m.SessionEnded(self._storage.withdraw(client.session_id, request_id), tickets)
 
-    def _wanted(self, key: CacheKey, record: NamespaceRecord) -> Wanted:
+    def _wanted(self, asked: Asked, record: NamespaceRecord) -> Wanted:
         """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was
         registered."""
+        key = asked.key
         if (key.model_name, key.world_size) != (record.model_name, record.world_size):
             raise NamespaceMismatch(
                 f"model {key.model_name!r}, world size {key.world_size}",
                 where="key",
                 available=f"model {record.model_name!r}, world size {record.world_size} in this namespace",
             )
-        grid = self._resolver.resolve(key, record.desc)
-        return Wanted(
-            grid.main_prefix,
-            grid.digests,
-            grid.desc.chunk_tokens,
-            grid.find,
-            lambda on_done: self._storage.submit_prefetch_task(
+        asked.grid = grid = self._resolver.resolve(key, record.desc)
+
+        def load(on_done: Callable[[], None]) -> PrefetchTask | None:
+            asked.task = self._storage.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
                 select=lambda available: grid.needed(grid.hit(available)),
                 on_done=on_done,
-            ),
+            )
+            return asked.task
+
+        return Wanted(grid.main_prefix, grid.digests, grid.desc.chunk_tokens, asked.find, load)
+
+    def _ticket_ended(self, ticket: str) -> None:
+        """Account for a lookup whose ticket ended before its client had another answer than a pending one."""
+        asked = self._waiting.pop(ticket, None)
+        if asked is not None:
+            self._ended(asked, asked.l1_tokens, unanswered=True)
+
+    def _ended(self, asked: Asked, hit_tokens: int, *, unanswered: bool = False) -> None:
+        """Account for a lookup: counters, its record, and the reason of a miss. 2 us for a hit."""
+        key, grid = asked.key, asked.grid
+        tokens = key.end - key.start
+        l1_tokens = min(asked.l1_tokens, hit_tokens)
+        l2_tokens = hit_tokens - l1_tokens
+        chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
+        self._counters["hit_tokens"] += hit_tokens
+        self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
+        why, missing = NOT_MISSED, -1
+        if hit_tokens < tokens:
+            why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
+            missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
+            self._counters["unknown_namespace"] += self._storage.records.get(key.namespace) is None
+            self._counts.missed(why.reason)
+        self._finished.add(
+            "LOOKUP",
+            subject_of(asked.client, key, asked.began),
+            "hit" if missing < 0 else "partial" if hit_tokens else "miss",
+            l1_tokens=l1_tokens,
+            l2_tokens=l2_tokens,
+            missing=missing,
+            chunk_tokens=chunk_tokens,
+            why=why,
         )
 
-    def _reply(self, answer: Answer) -> m.LookupReply:
-        if answer.first:
-            self._counters["hit_tokens"] += answer.hit_tokens
-            self._counters["unknown_namespace"] += self._storage.records.get(answer.namespace) is None
-        return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)
+
+def _reply(answer: Answer) -> m.LookupReply:
+    return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)

@@ -1,5 +1,5 @@
 """The status document of REPORT_STATUS and `kvframework status --json`. Built in a worker thread; its fields are listed
-in docs/operations.md."""
+in docs/status.md."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvframework.wire.table import REQUESTS
 
 class StatusReport:
     """Builds the document. `server` holds the constant facts; `messaging` gives the message server's counters and
-    sessions; `transports` are the server halves by name, None for an engine-driven one."""
+    sessions, `requests` the durations of its answers; `transports` are the server halves by name, None for an
+    engine-driven one."""
 
     def __init__(
         self,
@@ -33,8 +34,9 @@ class StatusReport:
         server: Mapping[str, object],
         transports: Mapping[str, ServerTransport | None],
         messaging: Callable[[], Mapping[str, object]],
+        requests: Callable[[], Mapping[str, object]],
         tickets: Callable[[], int],
-        lookups: Callable[[], Mapping[str, int]],
+        lookups: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
     ) -> None:
         self._contexts = contexts
@@ -43,6 +45,7 @@ class StatusReport:
         self._server = server
         self._transports = transports
         self._messaging = messaging
+        self._requests = requests
         self._tickets = tickets
         self._lookups = lookups
         self._losses = losses
@@ -72,6 +75,7 @@ class StatusReport:
             "namespaces": sorted({context.namespace.hex() for context in contexts}),
             "tickets": self._tickets(),
             "lookups": self._lookups(),
+            "requests": self._requests(),
             "transports": {name: half.status() if half else {} for name, half in self._transports.items()},
             **self.parts(),
         }

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.requests import Select
@@ -227,6 +228,26 @@ class StorageManager:
     def ghost_of(self, key: PackedKey) -> Ghost | None:
         """Return why L1 lacks the object, as far as that is remembered."""
         return self._departures.ghost(key)
+
+    @_locked
+    def in_rows(self, look: Callable[[FindRow], T]) -> T:
+        """Return what `look` finds in the rows of L1."""
+        return look(self.row)
+
+    def absent(self, key: PackedKey, most: int) -> tuple[Ghost | None, list[bytes]]:
+        """Return why L1 lacks the object, as far as that is remembered; if it is not, the key prefixes, of the `most`
+        latest ones, under which L1 has an object of the same chunk."""
+        with self.lock:
+            ghost = self._departures.ghost(key)
+            return ghost, [] if ghost else self._table.prefixes_with(key[-DIGEST_BYTES:], most)
+
+    def tier_trouble(self, since: float) -> str:
+        """Return which tier has failed to answer a read since then, and how; "" for none."""
+        for store in self._tiers.stores:
+            at, what = store.read_trouble
+            if at >= since:
+                return f"{store.name}: {what}"
+        return ""
 
     @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:

@@ -22,6 +22,10 @@ MAX_HANDLES = 4096
 MAX_RANGES = 1 << 16
 # Bounds for a client's report of losses: its error codes, the length of one, and the largest count.
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
+# Bounds for its report of prompts that are shorter than a chunk: how many, and the length of a request id.
+MAX_SHORT, MAX_SHORT_ID = 16, 128
+# Records of finished requests that one answer holds at most.
+MAX_RECENT = 1024
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
@@ -94,11 +98,21 @@ LOST_AMOUNTS = ("lookups", "loads", "stores", "nbytes")
 LOST_CALLS = LOST_AMOUNTS[:3]
 
 
+class ShortPrompt(Message, frozen=True):
+    """A prompt of `tokens` tokens, less than a chunk: it was not looked up."""
+
+    request_id: Annotated[str, msgspec.Meta(max_length=MAX_SHORT_ID)]
+    tokens: LostCount
+
+
 class Ping(Message, frozen=True):
     """PING. `lost` is the report of this session, by code; () if nothing was added since the last one that was
-    answered."""
+    answered. `short_count` counts the prompts of this session that were shorter than a chunk, 0 if none was added since
+    then; `short` are the last ones."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
+    short_count: LostCount = 0
+    short: Annotated[tuple[ShortPrompt, ...], msgspec.Meta(max_length=MAX_SHORT)] = ()
 
 
 class Pong(Message, frozen=True):
@@ -353,6 +367,69 @@ class Cleared(Message, frozen=True):
     unlisted: Names = ()
 
 
+class Recent(Message, frozen=True):
+    """RECENT: the finished requests with a number above `after`, the oldest `most` of them, or those of `request_id`
+    ("" for all). Clients on the server's node only."""
+
+    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+    most: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECENT)] = MAX_RECENT
+    request_id: str = ""
+
+
+class Finished(Message, frozen=True):
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took.
+
+    `number` counts all of them, from 1. `at` is the wall clock's time of the end, `monotonic` that of the server's
+    monotonic clock, in seconds; `seconds` is the time from the receipt of the first message. `namespace` is the
+    beginning of its hexadecimal digits. `outcome` is `hit`, `partial` or `miss`; `stored`, `present` or `dropped`; or
+    `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
+    token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
+    clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
+    `wire`. `trace` is the W3C traceparent of a sampled request.
+    """
+
+    number: int
+    request: str
+    at: float
+    monotonic: float
+    seconds: float
+    request_id: str
+    client: str
+    pid: int
+    session_id: int
+    model: str
+    namespace: str
+    outcome: str
+    start: int = 0
+    asked_tokens: int = 0
+    l1_tokens: int = 0
+    l2_tokens: int = 0
+    missing: int = -1
+    chunk_tokens: int = 0
+    reason: str = ""
+    detail: str = ""
+    cause_at: float = 0.0
+    idle_s: float = 0.0
+    by: str = ""
+    path: str = ""
+    objects: int = 0
+    nbytes: int = 0
+    tenant: str = ""
+    trace: str = ""
+
+
+class RecentReply(Message, frozen=True):
+    """The answer to RECENT, the oldest first. `last` is the number of the newest record, 0 for none; `forgotten` is the
+    number of those after `after` that are no longer held; `boot_id` and `started_at` (wall clock) name the server's
+    start, after which numbers begin again."""
+
+    records: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_RECENT)]
+    last: int
+    forgotten: int
+    boot_id: bytes
+    started_at: float
+
+
 class StatusReply(Message, frozen=True):
     """The JSON document that `kvframework status --json` prints, see docs/architecture.md."""
 
@@ -372,6 +449,7 @@ __all__ = [
     "Committed",
     "Empty",
     "EndSession",
+    "Finished",
     "Freed",
     "GatherBlock",
     "GatheredBlock",
@@ -386,6 +464,8 @@ __all__ = [
     "Ping",
     "Pong",
     "Prepare",
+    "Recent",
+    "RecentReply",
     "RegisterKvCache",
     "RegisterNonGpuContextPayload",
     "Registered",
@@ -393,6 +473,7 @@ __all__ = [
     "RetrieveCpuChunks",
     "RetrievePlan",
     "SessionEnded",
+    "ShortPrompt",
     "StatusReply",
     "StoreCpuChunks",
     "StoreOutcome",

@@ -32,6 +32,7 @@ _SPECS = (
     RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
     RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
     RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
+    RequestSpec("RECENT", m.Recent, m.RecentReply),
 )
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}

@@ -23,6 +23,9 @@ class LookupService(Protocol):
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
 
+    def too_short(self, request: RequestHashes) -> None:
+        """Reports a request that is not looked up, as it has no whole chunk."""
+
     def poll(self, result: LookupResult) -> LookupResult: ...
 
     def free(self, result: LookupResult) -> None: ...
@@ -58,6 +61,9 @@ class ServerLookups:
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
         return self._serving().lookup(request, start, end)
+
+    def too_short(self, request: RequestHashes) -> None:
+        self._serving().too_short(request)
 
     def poll(self, result: LookupResult) -> LookupResult:
         return self._serving().poll(result)

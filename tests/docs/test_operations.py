@@ -18,9 +18,12 @@ import typer
 
 import kvframework
 from kvframework.cli.app import app
+from kvframework.cli.explain_view import ADVICE
+from kvframework.cli.explain_view import PAGE as PAGE_OF_REASONS
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
+from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from tests.cli.command import run
@@ -28,6 +31,7 @@ from tests.docs.shown import blocks
 from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
+from tests.support.wire_client import key_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -35,7 +39,15 @@ STATUS = (ROOT / "docs" / "status.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Maps whose keys are not names of this project.
-OPEN_MAPS = {"l2[].latency_ms", "transports", "losses.recent[].codes"}
+OPEN_MAPS = {
+    "l2[].latency_ms",
+    "l2[].seconds",
+    "losses.recent[].codes",
+    "lookups.by_model",
+    "lookups.misses",
+    "requests",
+    "transports",
+}
 
 
 def rows(title: str) -> list[list[str]]:
@@ -122,6 +134,12 @@ def test_every_error_code_is_one() -> None:
     assert codes <= KVFrameworkError._by_code.keys()
 
 
+def test_every_reason_of_a_miss_has_its_row() -> None:
+    told = [quoted(row[0])[0] for row in rows("Why a lookup missed")]
+    assert told == list(REASONS) == list(ADVICE)
+    assert PAGE_OF_REASONS == "docs/operations.md#why-a-lookup-missed"
+
+
 # the status document
 
 
@@ -142,10 +160,12 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Of a server with an instance, a tier, and a client that was refused."""
+    """Of a server with an instance, a tier, a lookup, and a client that was refused."""
     settings = ("l2.0.use=filesystem", f"l2.0.path={tmp_path_factory.mktemp('tier')}", "l2.0.capacity=1GiB")
     with ServerProcess(*settings) as server, server.client() as client:
-        client.register()
+        ticket = client.lookup(key_for(client.register(), range(256))).ticket
+        query = m.TicketRef(ticket)
+        wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the end of the lookup")
         with server.client(hello=False) as stranger, pytest.raises(KVFrameworkError):
             stranger.call("HELLO", m.Hello("new", 7, min_version=98, max_version=99))
         client.call("PING", m.Ping((m.Lost("run.deadline", stores=1),)))

@@ -14,6 +14,7 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
+from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.transfer_paths.engine_driven import pin_whole
@@ -65,6 +66,13 @@ def test_it_finds_what_the_hit_rule_says_of_all_keys(
     whole = grid.whole(row_of)
     wanted = [grid.flat[index] for index in grid.needed(grid.chunks)]
     assert whole == (wanted if all(key in here for key in wanted) else None)
+    if hit < grid.chunks:
+        rows = len(grid.prefixes)
+        missing = [index for index in grid.needed(grid.chunks) if grid.flat[index] not in here]
+        found = grid.first_missing(row_of, hit)
+        assert found is not None
+        assert found[0] == missing[0] // rows
+        assert found[1] in [grid.flat[index] for index in missing if index // rows == found[0]]
 
 
 def test_a_miss_asks_one_row_only() -> None:
@@ -102,7 +110,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     """LOOKUP, FREE_LOOKUP_LOCKS and what PREPARE_RETRIEVE pins: of 32,768 objects the same as of eight."""
     storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
-    lookups = Lookups(storage, resolver, ticket_s=100.0)
+    lookups = Lookups(storage, resolver, FinishedRequests(b""), ticket_s=100.0)
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     most = MAX_OBJECTS // RANKS
     for rank in range(RANKS):
@@ -135,7 +143,7 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     monkeypatch.setattr("kvframework.storage.lookup.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
-    lookups = Lookups(storage, KeyResolver(Sha256()), ticket_s=10.0)
+    lookups = Lookups(storage, KeyResolver(Sha256()), FinishedRequests(b""), ticket_s=10.0)
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     lease = storage.reserve(grid_of(1, [0]).sized(), owner=1, request_id="r", lease_s=None).lease
     assert lease is not None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvframework.api.requests import ClientInfo
+from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.storage.l1.allocator import ALIGNMENT
@@ -112,7 +113,8 @@ class World:
             clock=self.clock,
             threads=False,
         )
-        self.lookups = Lookups(self.manager, KeyResolver(None), ticket_s=TICKET_S)  # type: ignore[arg-type]
+        finished = FinishedRequests(b"", self.clock)
+        self.lookups = Lookups(self.manager, KeyResolver(None), finished, ticket_s=TICKET_S)  # type: ignore[arg-type]
         self.writers = self.manager._tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         self.jobs: list[Job] = []

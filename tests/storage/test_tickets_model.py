@@ -106,7 +106,7 @@ class TicketTableMachine(RuleBasedStateMachine):
 
     @rule(owner=owners, request_id=requests, hit=st.booleans(), loads=st.booleans())
     def look_up(self, owner: int, request_id: str, hit: bool, loads: bool) -> None:
-        ticket = self.table.open(owner, request_id, b"n", self.now)
+        ticket = self.table.open(owner, request_id, self.now)
         held = Held(ticket, owner, request_id, self.now + TICKET_S)
         with pytest.raises(LeaseUnknown):
             self.table.get(ticket.id, owner)

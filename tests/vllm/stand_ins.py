@@ -67,6 +67,7 @@ class FakeServer:
         self.pending = 0
         self.tickets: set[str] = set()
         self.asked: list[tuple[int, int]] = []
+        self.short: list[str] = []
         self.polls = 0
         self.reachable = True
         self._waiting: dict[str, int] = {}
@@ -78,6 +79,9 @@ class FakeServer:
         if not self.reachable:
             return None
         return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt)
+
+    def too_short(self, request: RequestHashes) -> None:
+        self.short.append(request.request_id)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
         self.asked.append((start, end))

@@ -51,6 +51,16 @@ def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None
     assert dict(side.tally.counts) == {f"miss_requests|{reason}": 1}
 
 
+def test_a_prompt_without_a_whole_chunk_is_reported_once_it_is_scheduled() -> None:
+    server = FakeServer()
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(CHUNK - 1)))
+    for _ in range(3):
+        assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(CHUNK), 0)
+    assert (server.short, server.asked) == (["a"], [])
+
+
 def test_opting_out_of_one_direction_only() -> None:
     server = FakeServer()
     filled(server, list(range(16)))

@@ -35,6 +35,7 @@ from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import Answer, RequestFuture
+from kvframework.messaging.client.short_prompts import ShortPrompts
 from kvframework.messaging.client.why_down import WhyDown
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.frames_io import Socket
@@ -58,8 +59,8 @@ class Connection:
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
     it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. Entries of `losses` are reported to the server. A forked child cannot use its
-    parent's connection and does not disturb it.
+    follows every `on_up` that returned. Entries of `losses` and `short` are reported to the server. A forked child
+    cannot use its parent's connection and does not disturb it.
 
     While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
     """
@@ -76,6 +77,7 @@ class Connection:
         keys: LoadedKeys | None = None,
     ) -> None:
         self.losses = Losses()
+        self.short = ShortPrompts()
         self._why = WhyDown(endpoint)
         self._endpoint = endpoint
         self._hello = hello
@@ -333,7 +335,14 @@ class Connection:
                     undo.callback(os.close, arena_fd)
             heartbeat = Heartbeat(deadlines.ping_every_s, deadlines.silent_s, time.monotonic())
             link = Link(
-                dealer, liveness, reply.boot_id, heartbeat, self._notify, gone_s=deadlines.gone_s, losses=self.losses
+                dealer,
+                liveness,
+                reply.boot_id,
+                heartbeat,
+                self._notify,
+                gone_s=deadlines.gone_s,
+                losses=self.losses,
+                short=self.short,
             )
             link.start()
             undo.pop_all()

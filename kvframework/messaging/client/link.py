@@ -36,10 +36,11 @@ from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
 from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
+from kvframework.messaging.client.short_prompts import ShortPrompts
 from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
-from kvframework.wire.messages import Cancel, Goodbye, Lost, Ping, Pong
+from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
 from kvframework.wire.table import REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Link:
         *,
         gone_s: float = math.inf,
         losses: Losses | None = None,
+        short: ShortPrompts | None = None,
     ) -> None:
         self.boot_id = boot_id
         self._silence = Silence(changed)
@@ -78,6 +80,8 @@ class Link:
         self._gone_s = gone_s
         self._losses = losses or Losses()
         self._losses.begin()
+        self._short = short or ShortPrompts()
+        self._short.begin()
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
@@ -95,8 +99,8 @@ class Link:
         # Work that callers leave to the I/O thread: answers without a caller, and requests that were given up.
         self._handed_over: deque[Envelope | Outgoing] = deque()
         self._late = LateAnswers()
-        # The losses that each PING reported.
-        self._pings: dict[int, tuple[Lost, ...]] = {}
+        # The PINGs that are not answered.
+        self._pings: dict[int, Ping] = {}
         self._callers = self._dealer.watch(zmq.Poller())
         self._asking: set[int] = set()  # threads in `ask`
         self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
@@ -193,10 +197,11 @@ class Link:
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
         """Report to the server what it could not notice otherwise: losses, the end, and the reason if this client
         cannot use the server. Waits for a moment. Not in the I/O thread."""
-        if report := self._losses.report():
+        ping = self._ping()
+        if ping != Ping():
             with contextlib.suppress(KVFrameworkError):
-                self.submit(_PING, Ping(report), (), _GOODBYE_S).result(2 * _GOODBYE_S)
-                self._losses.acknowledged(report)
+                self.submit(_PING, ping, (), _GOODBYE_S).result(2 * _GOODBYE_S)
+                self._acknowledged(ping)
         if self._liveness is None or why is not None:
             goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
             with contextlib.suppress(KVFrameworkError):
@@ -401,7 +406,7 @@ class Link:
 
     def _on_pong(self, envelope: Envelope) -> None:
         """Any answer shows that the server's loop is alive; a PONG also identifies its boot."""
-        report = self._pings.pop(envelope.request_id)
+        ping = self._pings.pop(envelope.request_id)
         self._pings.clear()
         self._heartbeat.answered()
         try:
@@ -412,10 +417,19 @@ class Link:
             elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
                 raise _EndOfLink(ServerGone("the server was restarted"))
             else:
-                self._losses.acknowledged(report)
+                self._acknowledged(ping)
         except InvalidPayload as error:
             raise _EndOfLink(error) from None
         self._silence.end()
+
+    def _ping(self) -> Ping:
+        """Return a PING with all that its server does not know yet."""
+        return Ping(self._losses.report(), *self._short.report())
+
+    def _acknowledged(self, ping: Ping) -> None:
+        """Record that the server has answered a PING."""
+        self._losses.acknowledged(ping.lost)
+        self._short.acknowledged(ping.short_count)
 
     def _expire(self, now: float) -> None:
         for item in self._pending.due(now):
@@ -435,9 +449,8 @@ class Link:
             return
         request_id = next(self._ids)
         try:
-            report = self._losses.report()
-            self._pings[request_id] = report
-            self._dealer.send(join(request_id, _PING.name, Ping(report)))
+            ping = self._pings[request_id] = self._ping()
+            self._dealer.send(join(request_id, _PING.name, ping))
         except zmq.Again:
             self._pings.pop(request_id, None)
             if self._heartbeat.overdue(now):

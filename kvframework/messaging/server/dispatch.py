@@ -25,6 +25,7 @@ from kvframework.errors import (
 from kvframework.messaging.server.handlers import InFlight
 from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.refusals import Refusals
+from kvframework.messaging.server.request_durations import RequestDurations
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_TYPE_BYTES, REQUEST_ID_BYTES, Envelope, decode, split
@@ -35,15 +36,16 @@ logger = logging.getLogger(__name__)
 
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
-Welcome = Callable[[Hello, ClientSession, int], HelloReply]
+Welcome = Callable[[Hello, ClientSession, int, bool], HelloReply]
 
 
 @dataclass(frozen=True)
 class Served:
     """The callbacks behind a message server. Called on the serving thread, except for pooled handlers.
 
-    `handlers` are those of `check_handlers`. `welcome(hello, session, version)` makes HELLO's reply; its `session`,
-    `version` and `liveness` are filled in by messaging. `arena_fd` is borrowed and passed to every client of this node;
+    `handlers` are those of `check_handlers`. `welcome(hello, session, version, returns)` makes HELLO's reply;
+    its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
+    earlier server. `arena_fd` is borrowed and passed to every client of this node;
     None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
     the server; its exceptions and those of `on_tick()` are logged.
     """
@@ -102,6 +104,8 @@ class Dispatcher:
         liveness_path: Callable[[bytes], str],
         counters: dict[str, int],
         refusals: Refusals,
+        durations: RequestDurations,
+        clock: Callable[[], float],
         check_room: Callable[[], None],
     ) -> None:
         self._sessions = sessions
@@ -112,6 +116,8 @@ class Dispatcher:
         self._served = served
         self._counters = counters
         self._refusals = refusals
+        self._durations = durations
+        self._clock = clock
         # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
         self._left: dict[bytes, None] = {}
         self._check_room = check_room
@@ -119,6 +125,7 @@ class Dispatcher:
 
     def on_message(self, frames: Sequence[Buffer]) -> None:
         """Handle one message, identity first. Never raises because of a peer's message or a handler."""
+        received = self._clock()
         identity = bytes(frames[0])
         try:
             envelope = split(frames[1:])
@@ -132,7 +139,7 @@ class Dispatcher:
             return
         self._counters["requests"] += 1
         try:
-            self._on_request(identity, envelope)
+            self._on_request(identity, envelope, received)
         except Exception as error:
             if isinstance(error, (ProtocolError, ServerFull)):
                 self._refused(identity, envelope, error)
@@ -142,6 +149,7 @@ class Dispatcher:
                 self._replies.send_farewell(identity, envelope.request_id, error)
             else:
                 self._replies.send_error(identity, envelope.request_id, error)
+            self._durations.add(envelope.type, self._clock() - received)
 
     def end(self, session: ClientSession) -> None:
         """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""
@@ -160,7 +168,7 @@ class Dispatcher:
         except Exception:
             logger.exception("ending session %d of %s failed", session.session_id, session.name)
 
-    def _on_request(self, identity: bytes, envelope: Envelope) -> None:
+    def _on_request(self, identity: bytes, envelope: Envelope, received: float) -> None:
         session = self._sessions.by_identity(identity)
         if session is not None:
             self._sessions.touch(session)
@@ -168,13 +176,15 @@ class Dispatcher:
             raise ShuttingDown("the server is stopping")
         if envelope.type == "HELLO":
             self._hello(identity, session, envelope)
+            self._durations.add("HELLO", self._clock() - received)
             return
         if session is None:
             raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
         if envelope.type == "GOODBYE":
             self._goodbye(identity, session, envelope)
+            self._durations.add("GOODBYE", self._clock() - received)
             return
-        self._calls.submit(session, identity, envelope)
+        self._calls.submit(session, identity, envelope, received)
 
     def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
         if isinstance(error, HelloRequired):
@@ -206,6 +216,7 @@ class Dispatcher:
         hello = decode(envelope.payload, Hello, where="HELLO")
         version = negotiate(hello, self._served.hasher_fingerprint)
         lost = self._sessions.by_token(hello.replaces)
+        returns = bool(hello.replaces) and not self._sessions.was_opened(hello.replaces)
         # A local session ends with its liveness socket only: until then its process may still write into the arena.
         if lost is not None and lost is not known and not lost.local:
             self.end(lost)
@@ -218,7 +229,7 @@ class Dispatcher:
         welcomed = False
         try:
             reply = msgspec.structs.replace(
-                self._served.welcome(hello, session, version),
+                self._served.welcome(hello, session, version, returns),
                 session=session.token,
                 version=version,
                 liveness=self._liveness_path(identity),

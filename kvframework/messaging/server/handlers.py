@@ -25,6 +25,7 @@ from kvframework.errors import (
 )
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.messaging.server.open_calls import Call, CallKey, outcome_of
+from kvframework.messaging.server.request_durations import RequestDurations
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
@@ -50,6 +51,7 @@ class InFlight:
         wake: Callable[[], None],
         clock: Callable[[], float],
         counters: dict[str, int],
+        durations: RequestDurations,
     ) -> None:
         cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
         self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
@@ -59,6 +61,7 @@ class InFlight:
         self._wake = wake
         self._clock = clock
         self._counters = counters
+        self._durations = durations
         self._calls: dict[CallKey, Call] = {}
         self._per_session: dict[int, int] = {}
         self._bytes: Counter[int] = Counter()
@@ -76,9 +79,9 @@ class InFlight:
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
-    def submit(self, session: ClientSession, identity: bytes, envelope: Envelope) -> None:
-        """Start or queue a request. Raises `UnknownRequest`, `InvalidPayload`, `MalformedFrames` or `ProtocolError` for
-        a request that was not accepted."""
+    def submit(self, session: ClientSession, identity: bytes, envelope: Envelope, received: float) -> None:
+        """Start or queue a request that arrived at `received`, of the clock. Raises `UnknownRequest`, `InvalidPayload`,
+        `MalformedFrames` or `ProtocolError` for a request that was not accepted."""
         handler = self._handlers.get(envelope.type)
         if handler is None:
             raise UnknownRequest(f"there is no request {envelope.type!r}", hint="configure the plugin that serves it")
@@ -94,7 +97,7 @@ class InFlight:
         payload = decode(envelope.payload, spec.payload, where=spec.name)
         if envelope.buffers:
             self._check_bytes(session, envelope)
-        call = Call(session, identity, envelope.request_id, handler, payload, envelope.buffers)
+        call = Call(session, identity, envelope.request_id, handler, payload, envelope.buffers, received)
         if handler.ordered:
             queue = self._queues.setdefault(session.session_id, deque())
             queue.append(call)
@@ -249,11 +252,12 @@ class InFlight:
         call.answered = True
         self._deadlines.discard(call.key)
         error = outcome if isinstance(outcome, BaseException) else self._send(call, outcome)
-        if error is None:
-            return
-        if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
-            logger.error("the handler of %s failed", call.handler.spec.name, exc_info=error)
-        self._replies.send_error(call.identity, call.request_id, error)
+        name = call.handler.spec.name
+        if error is not None:
+            if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
+                logger.error("the handler of %s failed", name, exc_info=error)
+            self._replies.send_error(call.identity, call.request_id, error)
+        self._durations.add(name, self._clock() - call.received)
 
     def _send(self, call: Call, result: HandlerResult) -> Exception | None:
         """Send the response; return the error if it cannot be sent."""

@@ -27,8 +27,10 @@ from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.newcomers.gate import Gate
 from kvframework.messaging.server.newcomers.zap import ZapHandler
 from kvframework.messaging.server.refusals import Refusals
+from kvframework.messaging.server.request_durations import RequestDurations
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
 from kvframework.messaging.server.sockets import Listeners, ReplySender
+from kvframework.wire.table import REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class MessageServer:
     `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
-    `tick_s`. `counters` and `refusals` may be read from any thread.
+    `tick_s`. `counters`, `refusals` and `durations` may be read from any thread.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class MessageServer:
         self._workers = workers
         self._clock = time.monotonic
         self.refusals = Refusals(self._clock)
+        self.durations = RequestDurations({**REQUESTS, **served.handlers})
         self._table = SessionTable(self._clock, session_timeout_s=session_timeout_s)
         self._wakeup = Wakeup()
         self._resources = contextlib.ExitStack()
@@ -195,6 +198,7 @@ class MessageServer:
             wake=self._wakeup.signal,
             clock=self._clock,
             counters=self.counters,
+            durations=self.durations,
         )
         resources.callback(calls.close)
         dispatcher = Dispatcher(
@@ -206,6 +210,8 @@ class MessageServer:
             liveness_path=lambda who: self._files.liveness if self._files and listeners.is_local(who) else "",
             counters=self.counters,
             refusals=self.refusals,
+            durations=self.durations,
+            clock=self._clock,
             check_room=gate.check,
         )
         poller = zmq.Poller()

@@ -18,7 +18,8 @@ class Call:
     """A request and its progress.
 
     `answered` and `done` differ: after a deadline or its session's end a call counts as answered while its work
-    continues; it is done, and a CANCEL of it is answered, once that work has ended.
+    continues; it is done, and a CANCEL of it is answered, once that work has ended. `received` is the time of its
+    receipt.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Call:
         "key",
         "nbytes",
         "payload",
+        "received",
         "request_id",
         "session",
         "started",
@@ -47,6 +49,7 @@ class Call:
         handler: Handler[Any],
         payload: Message,
         buffers: Sequence[memoryview],
+        received: float = 0.0,
     ) -> None:
         self.key: CallKey = (session.session_id, request_id)
         self.session = session
@@ -55,6 +58,7 @@ class Call:
         self.handler = handler
         self.payload: Message | None = payload
         self.buffers = buffers
+        self.received = received
         self.nbytes = sum(buffer.nbytes for buffer in buffers)
         self.started = self.answered = self.done = self.cancelled = False
         self.job: futures.Future[None] | None = None

@@ -59,6 +59,8 @@ class SessionTable:
         self._remote = 0
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_token: dict[bytes, ClientSession] = {}
+        # Tokens of sessions that have ended, the latest `max_sessions`.
+        self._ended: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -108,6 +110,10 @@ class SessionTable:
     def by_token(self, token: bytes) -> ClientSession | None:
         return self._by_token.get(token)
 
+    def was_opened(self, token: bytes) -> bool:
+        """Whether it is the token of a session of this table, as far as is remembered of those that have ended."""
+        return token in self._by_token or token in self._ended
+
     def touch(self, session: ClientSession) -> None:
         """Record that the client was heard."""
         session.last_seen = self._clock()
@@ -123,6 +129,9 @@ class SessionTable:
         if self._by_token.pop(session.token, None) is None:
             return False
         self._remote -= session.remote
+        self._ended[session.token] = None
+        if len(self._ended) > self._max:
+            del self._ended[next(iter(self._ended))]
         for identity in session.identities:
             del self._by_identity[identity]
         return True

@@ -10,8 +10,9 @@ client that stalls or dies changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -21,6 +22,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
+from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.engine_driven import outcome_of
@@ -43,9 +45,12 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, workers: int) -> None:
+    def __init__(
+        self, storage: StorageManager, keys: InstanceKeys, accounts: TransferAccounts, *, workers: int
+    ) -> None:
         self._storage = storage
         self._keys = keys
+        self._accounts = accounts
         self._send_pins = SendPins(storage.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
@@ -76,6 +81,7 @@ class ChunkTransfers:
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | Future[Message]:
+        subject = self._accounts.begun(client, payload.key, "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
@@ -84,13 +90,16 @@ class ChunkTransfers:
             grid.sized(), sent, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
         )
         outcome = outcome_of(result)
+        ended = partial(self._accounts.finished, "STORE", subject)
         if result.lease is None:
+            ended(store_outcome(result))
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
         future: Promise[Message] = Promise(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
-            self._pool.submit(self._fill, future, result.lease.id, outcome, copies)
+            done = partial(ended, store_outcome(result))
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, done)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise
@@ -101,7 +110,14 @@ class ChunkTransfers:
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
-    def _fill(self, future: Promise[Message], lease: str, outcome: StoreOutcome, copies: _Copies) -> None:
+    def _fill(
+        self,
+        future: Promise[Message],
+        lease: str,
+        outcome: StoreOutcome,
+        copies: _Copies,
+        ended: Callable[..., None],
+    ) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
@@ -111,6 +127,7 @@ class ChunkTransfers:
             future.set_exception(error)
             self._storage.abort(lease, owner=INTERNAL_OWNER)
             raise
+        ended(objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
         future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import LeaseUnknown, TransportMismatch
+from kvframework.service.accounts.finished import Subject
+from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
@@ -32,6 +34,7 @@ class EngineDrivenTransfers:
         store_lease_s: float,
         retrieve_lease_s: float,
         store_share: float,
+        accounts: TransferAccounts,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -39,6 +42,7 @@ class EngineDrivenTransfers:
         self._store_lease_s = store_lease_s
         self._retrieve_lease_s = retrieve_lease_s
         self._store_share = store_share
+        self._accounts = accounts
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -53,6 +57,7 @@ class EngineDrivenTransfers:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
+        subject = self._accounts.begun(client, payload.key, "engine")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
         sized = grid.sized()
@@ -65,8 +70,11 @@ class EngineDrivenTransfers:
         )
         outcome = outcome_of(result)
         if result.lease is None:
+            self._accounts.finished("STORE", subject, store_outcome(result))
             return m.StorePlan("", (), outcome)
-        return m.StorePlan(result.lease.id, placed_ranges(grid, wanted, result), outcome, self._store_lease_s)
+        ranges = placed_ranges(grid, wanted, result)
+        self._begin(result.lease.id, subject, store_outcome(result), ranges)
+        return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
@@ -77,24 +85,36 @@ class EngineDrivenTransfers:
     def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
         published = self._storage.commit(payload.lease, owner=client.session_id)
+        self._accounts.ended("STORE", payload.lease, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
-        return m.Aborted(self._storage.abort(payload.lease, owner=client.session_id))
+        freed = self._storage.abort(payload.lease, owner=client.session_id)
+        self._accounts.ended("STORE", payload.lease, ok=False)
+        return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
+        subject = self._accounts.begun(client, payload.key, "engine")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease = pin_whole(
             self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
         )
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
+            self._accounts.missed(subject, payload.key, grid)
             return m.RetrievePlan(False, reason="not all objects are in L1")
-        return m.RetrievePlan(True, lease.id, pinned_ranges(grid, lease.objects), self._retrieve_lease_s)
+        ranges = pinned_ranges(grid, lease.objects)
+        self._begin(lease.id, subject, "hit", ranges)
+        return m.RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
-        return m.RetrieveCommitted(self._storage.unpin(payload.lease, owner=client.session_id).held)
+        held = self._storage.unpin(payload.lease, owner=client.session_id).held
+        self._accounts.ended("RETRIEVE", payload.lease, ok=held)
+        return m.RetrieveCommitted(held)
+
+    def _begin(self, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:
+        self._accounts.under_way(lease, subject, outcome, len(ranges), sum(place.length for place in ranges))
 
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ObjectKey
@@ -19,6 +20,8 @@ from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
+from kvframework.service.accounts.finished import Subject
+from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import RegisteredContext
 from kvframework.service.keys import KeyGrid
@@ -37,9 +40,12 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 class ServerDrivenTransfers:
     """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(self, storage: StorageManager, keys: InstanceKeys, *, chunk_size: int) -> None:
+    def __init__(
+        self, storage: StorageManager, keys: InstanceKeys, accounts: TransferAccounts, *, chunk_size: int
+    ) -> None:
         self._storage = storage
         self._keys = keys
+        self._accounts = accounts
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -52,6 +58,7 @@ class ServerDrivenTransfers:
     def _store(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
+        subject = self._accounts.begun(client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=True)
         wanted = grid.stored([each.first // each.per_object for each in blocks])
         sized = grid.sized()
@@ -63,23 +70,29 @@ class ServerDrivenTransfers:
         )
         if result.lease is None:
             outcome = outcome_of(result)
+            self._accounts.finished("STORE", subject, store_outcome(result))
             return m.TransferReply(outcome.ok, outcome)
         lease_id = result.lease.id
+        ranges = placed_ranges(grid, wanted, result)
+        ended = self._ended("STORE", subject, ranges)
         missing = StoreOutcome(0, result.present, result.in_flight, result.dropped + len(result.placed))
 
         def finish(ok: bool) -> m.TransferReply:
             if not ok:
                 self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+                ended("failed")
                 return m.TransferReply(False, missing, "cancelled or failed")
             outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
+            ended(store_outcome(result))
             return m.TransferReply(outcome.ok, outcome)
 
-        job = self._job(context, payload, placed_ranges(grid, wanted, result), blocks, is_store=True)
+        job = self._job(context, payload, ranges, blocks, is_store=True)
         return _run(context, job, finish)
 
     def _retrieve(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
+        subject = self._accounts.begun(client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
@@ -89,14 +102,22 @@ class ServerDrivenTransfers:
         lease = pin_whole(self._storage, grid, INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
+            self._accounts.missed(subject, payload.key, grid)
             return m.TransferReply(False, reason="not all objects are in L1")
+        ranges = pinned_ranges(grid, lease.objects)
+        ended = self._ended("RETRIEVE", subject, ranges)
 
         def finish(ok: bool) -> m.TransferReply:
             self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
+            ended("hit" if ok else "failed")
             return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
 
-        job = self._job(context, payload, pinned_ranges(grid, lease.objects), blocks, is_store=False)
+        job = self._job(context, payload, ranges, blocks, is_store=False)
         return _run(context, job, finish)
+
+    def _ended(self, request: str, subject: Subject, ranges: Sequence[ArenaRange]) -> Callable[[str], None]:
+        nbytes = sum(place.length for place in ranges)
+        return partial(self._accounts.finished, request, subject, objects=len(ranges), nbytes=nbytes)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
         """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""

@@ -71,6 +71,8 @@ class ObjectTable:
         self._objects = ObjectRows()
         # Return the objects of a row by their digests.
         self.row = self._objects.row
+        # Return the rows that have an object of a digest.
+        self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self._uses = Uses(policy, self._objects)

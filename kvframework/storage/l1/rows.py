@@ -6,6 +6,7 @@ digests, whose hashes are computed once, so that a lookup does not have to build
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
@@ -47,6 +48,11 @@ class ObjectRows:
         """Return which of `keys` are in the index."""
         row_of, none = self._rows.get, dict[bytes, StoredObject]()
         return [key[PREFIX_BYTES:] in row_of(key[:PREFIX_BYTES], none) for key in keys]
+
+    def prefixes_with(self, digest: bytes, most: int) -> list[bytes]:
+        """Return the prefixes of the rows, among the `most` latest ones, that have an object of this digest."""
+        latest = itertools.islice(reversed(self._rows.items()), most)
+        return [prefix for prefix, row in latest if digest in row]
 
     def add(self, stored: StoredObject) -> None:
         key = stored.key

@@ -82,6 +82,11 @@ class L2Store:
         return self._calls.state
 
     @property
+    def read_trouble(self) -> tuple[float, str]:
+        """When a load last got no answer of the tier, and why; the time is of the clock."""
+        return self._calls.read_trouble
+
+    @property
     def wants_touches(self) -> bool:
         """Whether the tier may delete unused values."""
         return "touch" in self.capabilities
@@ -153,6 +158,8 @@ class L2Store:
             return answers
 
         outcomes = yield from self._each("get_into", keys, receive)
+        if Outcome.FAILED in outcomes:
+            self._calls.read_trouble = self._clock(), "a value could not be read"
         good = []
         for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
             good.append((yield from self._open(key, header, view, outcome)))
@@ -255,6 +262,7 @@ class L2Store:
             codec = self._codecs.get(name)
             if codec is None:
                 self._pass_over(name)
+                self.on_damaged(key)
                 return False
             codec.decode_into(joined([packed]), place)
         except ValueError as error:
@@ -262,6 +270,7 @@ class L2Store:
             return False
         except Exception as error:  # noqa: BLE001  a bug of the codec is no evidence about this value or the others
             self.count(codec_failed=1)
+            self.on_damaged(key)
             log.error("tier %s: a value could not be unpacked, a miss: %r (key %s)", self.name, error, key.hex())
             return False
         return True

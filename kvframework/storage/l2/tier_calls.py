@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,8 @@ R = TypeVar("R")
 
 # Durations of calls: from 1 us to about 4 minutes.
 FIRST_S, OCTAVES = 1e-6, 28
+LOADING = ("contains", "get_into")
+OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
@@ -72,11 +75,13 @@ class TierCalls:
         self.last_error = ""
         # The last success of a call in the circuit of reads.
         self.answered_at = 0.0
+        # The last call of a load that had no result: its time, and what happened.
+        self.read_trouble = (-math.inf, "")
         self._timeout_s = timeout_s
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
-        self._latencies: dict[str, Histogram] = {}
+        self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in OPERATIONS}
         self._pending: dict[int, Call] = {}
         self._closed = False
         # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
@@ -117,7 +122,8 @@ class TierCalls:
                 "oldest_call_s": round(max((now - call.began for call in self._pending.values()), default=0.0), 1),
                 "overdue_call": late.name if late and overdue_s else "",
                 "overdue_s": round(overdue_s, 1),
-                "latency_ms": {name: _in_ms(latencies) for name, latencies in self._latencies.items()},
+                "latency_ms": {name: _in_ms(each) for name, each in self._durations.items() if each.count},
+                "seconds": {name: each.octaves() for name, each in self._durations.items()},
                 **self.counters,
             }
 
@@ -163,6 +169,7 @@ class TierCalls:
             number = self._circuit(name).allow(now)
             if number is None:
                 self.counters["refused"] += 1
+                self._note(name, "its circuit is open")
                 raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
             call = Call(name, number, now, now + timeout_s)
             self._pending[id(call)] = call
@@ -176,10 +183,15 @@ class TierCalls:
             opened = was == "closed" != circuit.state
             self.counters["errors"] += 1
             self.last_error = str(error)
+            self._note(name, "a call failed")
         if opened and not quiet:
             log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+
+    def _note(self, name: str, what: str) -> None:
+        if name in LOADING:
+            self.read_trouble = self._clock(), what
 
     def _failure_of(self, name: str, error: Exception) -> TierError:
         """Wrap any exception as `TierError`. An exception that is not this framework's is a bug of the plugin: its
@@ -209,7 +221,7 @@ class TierCalls:
                 if name != "put":
                     self.answered_at = ended
             back = was != "closed" == circuit.state
-            self._latencies.setdefault(name, Histogram(FIRST_S, OCTAVES)).add(ended - began)
+            self._durations[name].add(ended - began)
         if back:
             log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)
 

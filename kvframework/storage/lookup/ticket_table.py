@@ -26,12 +26,11 @@ MAX_LOADS = 128
 @dataclass(slots=True, eq=False)
 class Ticket:
     """The ticket of one LOOKUP, or of a plugin handler's pins. `pins` is the id of its pin lease of `objects` objects,
-    "" for none; `answered` says whether its client has had an answer that is not `pending`."""
+    "" for none."""
 
     id: str
     owner: int
     request_id: str
-    namespace: bytes
     deadline: float
     hit_tokens: int = 0
     pins: str = ""
@@ -39,7 +38,6 @@ class Ticket:
     pending: bool = False
     cancel_load: Callable[[], object] | None = None
     ended: bool = False
-    answered: bool = False
 
 
 class TicketTable:
@@ -70,9 +68,9 @@ class TicketTable:
         """Whether the client session has begun and not ended."""
         return owner in self._owners
 
-    def open(self, owner: int, request_id: str, namespace: bytes, now: float) -> Ticket:
+    def open(self, owner: int, request_id: str, now: float) -> Ticket:
         """Return a new ticket, which is not in the table until `keep`."""
-        return Ticket(secrets.token_hex(8), owner, request_id, namespace, now + self._ticket_s)
+        return Ticket(secrets.token_hex(8), owner, request_id, now + self._ticket_s)
 
     def keep(self, ticket: Ticket) -> None:
         """Add a ticket to the table; a ticket without pins and without a load is removed."""

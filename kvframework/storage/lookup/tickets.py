@@ -30,22 +30,23 @@ class Wanted(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The present state of a ticket. `ticket` is its id, "" for a ticket without pins and without a load; `first` marks
-    the first answer that is not pending."""
+    """The present state of a ticket. `ticket` is its id, "" for a ticket without pins and without a load."""
 
     hit_tokens: int
     ticket: str
     pending: bool
-    first: bool
-    namespace: bytes
 
 
 class LookupTickets:
-    """Tickets belong to the client session that requested them."""
+    """Tickets belong to the client session that requested them. `on_end` is called with the id of each ticket that
+    ends, in the thread of the call that ends it, under the storage lock."""
 
-    def __init__(self, storage: StorageManager, *, ticket_s: float) -> None:
+    def __init__(
+        self, storage: StorageManager, *, ticket_s: float, on_end: Callable[[str], object] = lambda _ticket: None
+    ) -> None:
         self._storage = storage
         self._ticket_s = ticket_s
+        self._on_end = on_end
         self._lock = storage.lock
         self._clock = storage.clock
         self._table = TicketTable(ticket_s)
@@ -93,16 +94,15 @@ class LookupTickets:
             if lease is None:
                 return ""
             now = self._clock()
-            ticket = self._table.open(owner, request_id, b"", now)
-            ticket.answered = True
+            ticket = self._table.open(owner, request_id, now)
             self._table.pin(ticket, lease.id, objects=len(keys), hit_tokens=0, now=now)
             self._table.keep(ticket)
             return ticket.id
 
-    def look_up(self, owner: int, request_id: str, namespace: bytes, wanted: Wanted) -> Answer:
+    def look_up(self, owner: int, request_id: str, wanted: Wanted) -> Answer:
         """Pin the objects in L1 and load the rest from L2. Raises `RequestError` if the owner holds too many pins."""
         with self._lock:
-            ticket = self._table.open(owner, request_id, namespace, self._clock())
+            ticket = self._table.open(owner, request_id, self._clock())
             self._ask(ticket, wanted)
             return self._answer(ticket)
 
@@ -112,7 +112,7 @@ class LookupTickets:
         """Look up like `look_up` in a namespace that is not known here: its record is first read from L2. `wanted` is
         called in a storage thread, and its exceptions are logged."""
         with self._lock:
-            ticket = self._table.open(owner, request_id, namespace, self._clock())
+            ticket = self._table.open(owner, request_id, self._clock())
 
             def known() -> None:
                 with self._lock:
@@ -169,13 +169,12 @@ class LookupTickets:
 
     def _answer(self, ticket: Ticket) -> Answer:
         self._table.keep(ticket)
-        first = not ticket.pending and not ticket.answered
-        ticket.answered = ticket.answered or first
         if not ticket.pending and not ticket.pins:
-            return Answer(0, "", False, first, ticket.namespace)
-        return Answer(ticket.hit_tokens, ticket.id, ticket.pending, first, ticket.namespace)
+            return Answer(0, "", False)
+        return Answer(ticket.hit_tokens, ticket.id, ticket.pending)
 
     def _end(self, ticket: Ticket) -> int:
+        self._on_end(ticket.id)
         return self._unpin(ticket.owner, self._table.end(ticket))
 
     def _unpin(self, owner: int, lease_id: str) -> int:

@@ -1,0 +1,33 @@
+"""`Asked`: a LOOKUP from its receipt to its end. Its end is its first answer that is not pending, or the end of its
+ticket before that."""
+
+from __future__ import annotations
+
+from kvframework.api.requests import CacheKey, ClientInfo, PrefetchTask
+from kvframework.service.keys import KeyGrid
+from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.manager import FindRow
+
+
+class Asked:
+    """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
+    known. `find` may run in a storage thread, under the storage lock."""
+
+    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "task")
+
+    def __init__(self, client: ClientInfo, key: CacheKey, began: float) -> None:
+        self.client = client
+        self.key = key
+        self.began = began
+        self.grid: KeyGrid | None = None
+        # Present at the begin.
+        self.l1_tokens = 0
+        # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
+        self.missing: tuple[int, bytes] | None = None
+        self.task: PrefetchTask | None = None
+
+    def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
+        assert self.grid is not None
+        hit, objects = self.grid.find(row_of)
+        self.missing = self.grid.first_missing(row_of, hit) if hit < self.grid.chunks else None
+        return hit, objects

@@ -1,0 +1,57 @@
+"""The records of STOREs and RETRIEVEs, whichever way their bytes take."""
+
+from __future__ import annotations
+
+from kvframework.api.keys import CacheKey
+from kvframework.api.requests import ClientInfo
+from kvframework.service.accounts.finished import FinishedRequests, Subject, subject_of
+from kvframework.service.accounts.miss_facts import MissFacts
+from kvframework.service.keys import KeyGrid
+from kvframework.storage.l1.objects import Reservation
+from kvframework.storage.manager import StorageManager
+
+# Transfers that have begun and not ended; the oldest is forgotten first.
+MAX_UNDER_WAY = 4096
+
+
+class TransferAccounts:
+    """`begun` and `missed` run on the serving thread, and so do `under_way` and `ended`; `finished` on any."""
+
+    def __init__(self, storage: StorageManager, finished: FinishedRequests, miss_facts: MissFacts) -> None:
+        self.finished = finished.add
+        self._storage = storage
+        self._clock = storage.clock
+        self._miss_facts = miss_facts
+        self._under_way: dict[str, tuple[Subject, str, int, int]] = {}
+
+    def begun(self, client: ClientInfo, key: CacheKey, path: str) -> Subject:
+        """Return the subject of a transfer that begins now."""
+        return subject_of(client, key, self._clock(), path)
+
+    def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> None:
+        """Add a RETRIEVE that found something missing in L1."""
+        missing = self._storage.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
+        chunk_tokens = grid.desc.chunk_tokens
+        why = self._miss_facts.of_retrieve(key, missing and missing[1], subject.session_id, subject.began)
+        first = key.start + (missing[0] * chunk_tokens if missing else 0)
+        self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
+
+    def under_way(self, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int) -> None:
+        """Keep what a client begins under a lease until `ended`; `outcome` is that of a transfer that succeeds."""
+        self._under_way[lease] = subject, outcome, objects, nbytes
+        if len(self._under_way) > MAX_UNDER_WAY:
+            del self._under_way[next(iter(self._under_way))]
+
+    def ended(self, request: str, lease: str, *, ok: bool) -> None:
+        """Add the transfer that the client began under a lease, unless that is forgotten."""
+        begun = self._under_way.pop(lease, None)
+        if begun is not None:
+            subject, outcome, objects, nbytes = begun
+            self.finished(request, subject, outcome if ok else "failed", objects=objects, nbytes=nbytes)
+
+
+def store_outcome(result: Reservation) -> str:
+    """Return how a store ends that writes all for which there is a place."""
+    if result.dropped:
+        return "partial" if result.placed else "dropped"
+    return "stored" if result.placed else "present"

@@ -1,0 +1,108 @@
+"""The prompts that are too short to be looked up come to the server once, whatever PINGs are lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframework.api.requests import ClientInfo
+from kvframework.messaging.client.short_prompts import ShortPrompts as Untold
+from kvframework.messaging.server.sessions import SessionTable
+from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.accounts.lookup_counts import LookupCounts
+from kvframework.service.accounts.misses import REASONS
+from kvframework.service.accounts.short_prompts import ShortPrompts
+from kvframework.wire.messages import MAX_SHORT, Hello, Ping, ShortPrompt
+
+
+class Session(ClientInfo):
+    pid, name, local = 7, "engine", True
+
+    def __init__(self, session_id: int) -> None:
+        self.session_id = session_id
+
+
+class Server:
+    def __init__(self) -> None:
+        self.counts = LookupCounts(REASONS)
+        self.finished = FinishedRequests(b"")
+        self.prompts = ShortPrompts(self.counts, self.finished)
+
+    @property
+    def counted(self) -> int:
+        return int(self.counts.status()["misses"]["too_short"])
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.request_id for record in self.finished.after(0).records]
+
+
+steps = st.lists(st.sampled_from(["add", "heard", "heard and acknowledged", "new session"]), max_size=60)
+
+
+@given(steps)
+@settings(deadline=None)
+def test_a_prompt_is_counted_once(course: list[str]) -> None:
+    """A PING of an ended session that was heard and not acknowledged is told again: the next session's server may be
+    another one."""
+    untold, server, session = Untold(), Server(), 1
+    added = repeated = heard = 0
+    for step in course:
+        if step == "add":
+            added += 1
+            untold.add(f"r{added}", added)
+        elif step == "new session":
+            repeated += heard
+            heard, session = 0, session + 1
+            untold.begin()
+        else:
+            count, last = untold.report()
+            before = server.counted
+            server.prompts.heard(Session(session), Ping((), count, last))
+            heard += server.counted - before
+            if step == "heard and acknowledged":
+                untold.acknowledged(count)
+                heard = 0
+                assert untold.report() == (0, ())
+    server.prompts.heard(Session(session), Ping((), *untold.report()))
+    assert server.counted == added + repeated
+    if not repeated and added <= MAX_SHORT:
+        assert server.ids == [f"r{number}" for number in range(1, added + 1)]
+
+
+def test_the_last_ones_are_named_and_all_are_counted() -> None:
+    untold, server = Untold(), Server()
+    for number in range(50):
+        untold.add(f"r{number}", number)
+        untold.add(f"r{number}", number)
+    server.prompts.heard(Session(1), Ping((), *untold.report()))
+    assert server.counted == 50
+    assert server.ids == [f"r{number}" for number in range(50 - MAX_SHORT, 50)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_server_believes_no_decrease(count: int) -> None:
+    server = Server()
+    server.prompts.heard(Session(1), Ping((), 5, (ShortPrompt("a", 1),)))
+    server.prompts.heard(Session(1), Ping((), count, (ShortPrompt("b", 1),)))
+    assert (server.counted, server.ids) == (5, ["a"])
+
+
+def test_a_long_request_id_is_cut() -> None:
+    untold = Untold()
+    untold.add("r" * 5000, 1)
+    assert len(untold.report()[1][0].request_id) == 128
+
+
+def test_the_table_knows_the_tokens_of_its_sessions_for_a_while() -> None:
+    table = SessionTable(lambda: 0.0, max_sessions=3)
+    tokens = []
+    for number in range(5):
+        session = table.open(bytes([number]), Hello("engine", 7))
+        tokens.append(session.token)
+        assert table.was_opened(session.token)
+        table.end(session)
+    assert [table.was_opened(token) for token in tokens] == [False, False, True, True, True]
+    assert not table.was_opened(b"")
+    assert not table.was_opened(bytes(16))

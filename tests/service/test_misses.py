@@ -1,0 +1,187 @@
+"""Why a lookup missed: the pure parts, by tables, and against a search of all objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.api.keys import ObjectKey, salt_digest
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.service.accounts.finished import MOST, FinishedRequests, Subject
+from kvframework.service.accounts.lookup_counts import MAX_MODELS, OTHER_MODELS, LookupCounts
+from kvframework.service.accounts.misses import REASONS, START_EXPLAINS_S, Facts, Row, Why, decide, elsewhere
+from kvframework.storage.l1.ghosts import CAUSES, Ghost
+from kvframework.storage.namespaces import NamespaceRecord
+
+HERE, THERE = b"h" * 16, b"t" * 16
+DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))
+RECORD = NamespaceRecord("m", 1, DESC)
+EVICTED = Ghost("room", 50.0, 40.0, "other")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, "never_stored"),
+        ({"named": False}, "unknown_namespace"),
+        ({"from_before": True, "up_s": 10.0}, "server_started"),
+        ({"from_before": True, "up_s": START_EXPLAINS_S}, "never_stored"),
+        ({"from_before": True, "named": False}, "server_started"),
+        ({"elsewhere": Why("other_salt"), "from_before": True}, "other_salt"),
+        ({"ghost": EVICTED, "elsewhere": Why("other_salt")}, "evicted"),
+        ({"ghost": Ghost("watermark", 1, 2, "")}, "evicted"),
+        ({"ghost": Ghost("tenant", 1, 2, "")}, "evicted"),
+        ({"ghost": EVICTED, "tiers_cleared_at": 49.0}, "evicted"),
+        ({"ghost": EVICTED, "tiers_cleared_at": 51.0}, "cleared"),
+        ({"ghost": EVICTED, "refused": True}, "timed_out"),
+        ({"ghost": EVICTED, "refused": True, "down": "redis: a call failed"}, "tier_down"),
+        ({"ghost": EVICTED, "down": "redis: a call failed", "unanswered": True}, "timed_out"),
+    ],
+)
+def test_the_facts_decide(facts: dict[str, Any], reason: str) -> None:
+    assert decide(Facts(**facts)).reason == reason
+
+
+def test_an_eviction_is_told_with_its_facts() -> None:
+    assert decide(Facts(ghost=EVICTED)) == Why("evicted", "", 50.0, 40.0, "other")
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_of_a_ghost_has_a_reason(cause: str) -> None:
+    assert decide(Facts(ghost=Ghost(cause, 1.0, 0.0, ""))).reason in REASONS
+
+
+facts_of_all_kinds = st.builds(
+    Facts,
+    unanswered=st.booleans(),
+    down=st.sampled_from(["", "disk: its circuit is open"]),
+    refused=st.booleans(),
+    ghost=st.none() | st.builds(Ghost, st.sampled_from(CAUSES), st.floats(0, 9), st.floats(0, 9), st.just("")),
+    tiers_cleared_at=st.none() | st.floats(0, 9),
+    elsewhere=st.none() | st.sampled_from([Why("other_salt"), Why("other_namespace")]),
+    named=st.booleans(),
+    from_before=st.booleans(),
+    up_s=st.floats(0, 1e5),
+)
+
+
+@given(facts_of_all_kinds)
+def test_there_is_always_one_reason(facts: Facts) -> None:
+    assert decide(facts).reason in REASONS
+
+
+def key(namespace: bytes = HERE, salt: str = "", rank: int = 0, digest: bytes = b"d" * 32) -> bytes:
+    return ObjectKey(namespace, salt_digest(salt), rank, 0, digest).pack()
+
+
+def row(record: NamespaceRecord | None = RECORD, **fields: Any) -> Row:
+    return Row(key(**fields)[:-32], record)
+
+
+def other(**changes: Any) -> NamespaceRecord:
+    group = GroupDesc(
+        changes.pop("shape", (2, 2, 256, 8)), changes.pop("dtype", "float16"), window=changes.pop("window", 0)
+    )
+    desc = MemoryLayoutDesc(256, (group,) * changes.pop("groups", 1))
+    return NamespaceRecord(changes.pop("model", "m"), changes.pop("world_size", 1), desc)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], None),
+        ([row(None, namespace=THERE)], None),
+        ([row(salt="s")], Why("other_salt", "stored with a salt, asked without one")),
+        ([row(other(dtype="float32"), namespace=THERE)], Why("other_namespace", "dtype float32, not float16")),
+        ([row(other(window=64), namespace=THERE)], Why("other_namespace", "window 64, not 0")),
+        ([row(other(groups=2), namespace=THERE)], Why("other_namespace", "2 layer groups, not 1")),
+        ([row(other(world_size=4), namespace=THERE)], Why("other_namespace", "world size 4, not 1")),
+        (
+            [row(other(), namespace=THERE)],
+            Why("other_namespace", "other weights, revision, quantisation or packing"),
+        ),
+        ([row(other(model="n"), namespace=THERE)], Why("other_namespace", "stored under the model name 'n'")),
+        ([row(other(model="n", dtype="float32"), namespace=THERE)], None),
+        (
+            [row(other(model="n"), namespace=THERE), row(other(dtype="int8"), namespace=THERE)],
+            Why("other_namespace", "dtype int8, not float16"),
+        ),
+        (
+            [row(other(), namespace=THERE), row(salt="s")],
+            Why("other_salt", "stored with a salt, asked without one"),
+        ),
+        ([row(rank=1)], Why("never_stored", "by rank 0, while another rank or layer group has it")),
+    ],
+)
+def test_where_else_the_chunk_is_says_why_it_is_not_here(rows: list[Row], expected: Why | None) -> None:
+    assert elsewhere(key(), RECORD, "m", rows) == expected
+
+
+def test_a_namespace_that_is_known_elsewhere_only() -> None:
+    found = elsewhere(key(), None, "m", [row(namespace=THERE)])
+    assert found is not None
+    assert found.reason == "other_namespace"
+    assert elsewhere(key(), None, "another", [row(namespace=THERE)]) is None
+
+
+def test_no_reason_tells_a_salt() -> None:
+    for mine, theirs in (("", "secret"), ("secret", ""), ("secret", "hidden")):
+        found = elsewhere(key(salt=mine), RECORD, "m", [row(salt=theirs)])
+        assert "secret" not in str(found)
+        assert "hidden" not in str(found)
+
+
+# the ring
+
+
+def subject(request_id: str = "r") -> Subject:
+    return Subject(1.0, "engine", 7, 3, request_id, "m", "abcd0123", 0, 512)
+
+
+def ring() -> FinishedRequests:
+    return FinishedRequests(b"boot", lambda: 3.0)
+
+
+def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
+    finished = ring()
+    for _ in range(MOST + 10):
+        finished.add("LOOKUP", subject(), "hit")
+    reply = finished.after(0)
+    assert [record.number for record in reply.records] == list(range(11, MOST + 11))
+    assert (reply.last, reply.forgotten) == (MOST + 10, 10)
+    assert finished.after(MOST + 10).records == ()
+    assert finished.after(MOST + 100) == finished.after(MOST + 10)
+
+
+@given(st.integers(0, 40), st.integers(0, 45), st.integers(0, 45))
+def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: int) -> None:
+    finished = ring()
+    for count in range(number):
+        finished.add("STORE", subject(f"r{count % 3}"), "stored")
+    expected = [index for index in range(1, number + 1) if index > after]
+    assert [record.number for record in finished.after(after, most).records] == expected[:most]
+    of_one = [record.number for record in finished.after(after, request_id="r1").records]
+    assert of_one == [index for index in expected if (index - 1) % 3 == 1]
+
+
+def test_a_record_has_its_duration_and_the_wall_clock_of_its_cause() -> None:
+    finished = ring()
+    finished.add("LOOKUP", subject(), "miss", why=Why("evicted", "", 2.5, 1.5, "other"))
+    (record,) = finished.after(0).records
+    assert (record.seconds, record.monotonic, record.at - record.cause_at) == (2.0, 3.0, pytest.approx(0.5))
+    assert (record.reason, record.idle_s, record.by) == ("evicted", 1.5, "other")
+
+
+# the counters
+
+
+def test_models_beyond_the_bound_count_as_others() -> None:
+    counts = LookupCounts(REASONS)
+    for number in range(MAX_MODELS + 5):
+        counts.ended(f"model {number}", 10, 2, 3)
+    models = counts.status()["by_model"]
+    assert len(models) == MAX_MODELS + 1
+    assert models[OTHER_MODELS] == {"lookups": 5, "asked_tokens": 50, "l1_tokens": 10, "l2_tokens": 15}
