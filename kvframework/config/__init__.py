@@ -17,7 +17,17 @@ from kvframework.config.endpoint import (
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
 from kvframework.config.load import assemble, load_config
 from kvframework.config.overrides import apply_override
-from kvframework.config.schema import Config, CurveConfig, L1Config, L2Config, LogConfig, PluginTable, ServerConfig
+from kvframework.config.schema import (
+    Config,
+    CurveConfig,
+    L1Config,
+    L2Config,
+    LogConfig,
+    PluginTable,
+    ServerConfig,
+    TenantConfig,
+)
+from kvframework.config.tenants import bytes_of_tenants, tenant_digest
 from kvframework.config.toml import toml_value
 
 __all__ = [
@@ -34,8 +44,10 @@ __all__ = [
     "LogConfig",
     "PluginTable",
     "ServerConfig",
+    "TenantConfig",
     "apply_override",
     "assemble",
+    "bytes_of_tenants",
     "check_directory",
     "check_private_directory",
     "closest",
@@ -47,6 +59,7 @@ __all__ = [
     "parse_endpoint",
     "prepare_private_directory",
     "read_layers",
+    "tenant_digest",
     "toml_value",
     "trusted_server_uid",
 ]

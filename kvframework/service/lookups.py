@@ -152,7 +152,7 @@ class Lookups:
             self._counts.missed(why.reason)
         self._finished.add(
             "LOOKUP",
-            subject_of(asked.client, key, asked.began),
+            subject_of(asked.client, key, asked.began, tenant=self._finished.tenant_of(key.cache_salt)),
             "hit" if missing < 0 else "partial" if hit_tokens else "miss",
             l1_tokens=l1_tokens,
             l2_tokens=l2_tokens,

@@ -28,6 +28,7 @@ from kvframework.storage.l1.departures import MOST_DROPPED, Departures
 from kvframework.storage.l1.ghosts import Cause, Ghost
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
+from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -80,7 +81,7 @@ class ClearedObjects(NamedTuple):
 
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
-    `ghosts` is the number of keys that left L1 that are remembered.
+    `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
     number of its threads."""
 
@@ -94,6 +95,7 @@ class StorageManager:
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
         ghosts: int = 0,
+        tenants: Sequence[Tenant] = (),
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -108,7 +110,7 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._departures = Departures(self.capacity, ghosts, self._model_of)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left)
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants)
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
@@ -192,6 +194,13 @@ class StorageManager:
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
         return result
+
+    def belongs(self, salt: bytes, tenant: int) -> None:
+        """Remember that objects whose keys have this salt are of the tenant with this number, from 1, in the order of
+        `tenants`. Takes the lock only for a salt that is not remembered."""
+        if not self._table.tenants.knows(salt):
+            with self.lock:
+                self._table.tenants.learn(salt, tenant)
 
     @_locked
     def lease_size(self, lease_id: str, *, owner: int) -> int:

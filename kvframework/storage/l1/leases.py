@@ -32,13 +32,15 @@ class StoredObject:
     pins: int = 0
     # The time of the last use, to a tick of the table.
     used: float = 0.0
+    # Its number in `Tenants`.
+    tenant: int = 0
 
 
 @dataclass(slots=True)
 class WriteLease:
     """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
     the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
-    a hit."""
+    a hit. `tenant` is the number of the tenant, see `Tenants`."""
 
     id: str
     owner: int
@@ -47,6 +49,7 @@ class WriteLease:
     items: list[tuple[PackedKey, int, int]]
     present: list[StoredObject] = field(default_factory=list)
     quarantined: bool = False
+    tenant: int = 0
 
 
 @dataclass(slots=True)
