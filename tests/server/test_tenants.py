@@ -1,0 +1,69 @@
+"""Two clients with two salts at a real server: each gets its share of L1, and is known by name, never by its salt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework.config import tenant_digest
+from kvframework.wire import messages as m
+from tests.server.in_process import serving
+from tests.support.wire_client import WireClient, key_for
+
+CHUNK = 256
+OBJECTS = 32  # in 1 MiB, of the tiny model
+SALTS = {"search": "planted-salt-of-search", "batch": "planted-salt-of-batch"}
+SETTINGS = (
+    f'tenants.search.salts=["{tenant_digest(SALTS["search"])}"]',
+    "tenants.search.min=25%",
+    f'tenants.batch.salts=["{tenant_digest(SALTS["batch"])}"]',
+    "tenants.batch.max=50%",
+)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with serving(*SETTINGS, capacity="1MiB") as server:
+        yield server.endpoint
+
+
+def prompt(number: int, chunks: int) -> list[int]:
+    return [token for chunk in range(chunks) for token in [1000 * number + chunk] * CHUNK]
+
+
+def stored(client: WireClient, registered: m.Registered, tokens: list[int], instance_id: int, salt: str) -> int:
+    committed = client.store(key_for(registered, tokens, cache_salt=salt), b"x", instance_id)
+    return 0 if committed is None else int(committed.outcome.stored)
+
+
+def test_a_noisy_neighbour_takes_neither_the_guaranteed_share_nor_more_than_its_own(endpoint: str) -> None:
+    with WireClient(endpoint) as search, WireClient(endpoint) as batch:
+        of_search, of_batch = search.register(1), batch.register(2)
+        kept = prompt(1, OBJECTS // 4)
+        assert stored(search, of_search, kept, 1, SALTS["search"]) == OBJECTS // 4
+        for number in range(2, 12):
+            stored(batch, of_batch, prompt(number, 8), 2, SALTS["batch"])
+        for number in range(12, 16):
+            stored(batch, of_batch, prompt(number, 8), 2, "")
+        reply = search.lookup(key_for(of_search, kept, cache_salt=SALTS["search"]))
+        assert reply.hit_tokens == len(kept)
+        document = search.status()
+        assert document["l1"]["evicted"]["tenant"] >= 6 * 8, "batch replaced its own"
+        assert batch.lookup(key_for(of_batch, kept, cache_salt=SALTS["batch"])).hit_tokens == 0
+
+
+def test_finished_requests_have_the_name_of_the_tenant(endpoint: str) -> None:
+    with WireClient(endpoint) as client:
+        registered = client.register()
+        for salt in (SALTS["search"], SALTS["batch"], "unknown", ""):
+            client.lookup(key_for(registered, prompt(1, 2), cache_salt=salt))
+        stored(client, registered, prompt(1, 2), 1, SALTS["batch"])
+        records = client.call("RECENT", m.Recent()).records
+    assert [(record.request, record.tenant) for record in records] == [
+        ("LOOKUP", "search"),
+        ("LOOKUP", "batch"),
+        ("LOOKUP", ""),
+        ("LOOKUP", ""),
+        ("STORE", "batch"),
+    ]
