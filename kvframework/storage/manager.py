@@ -109,10 +109,11 @@ class StorageManager:
         # The last tick did not reach the low watermark.
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
-        self._departures = Departures(self.capacity, ghosts, self._model_of)
+        self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants)
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
+        self.looked_up = self._departures.looked_up
         self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
         writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
         loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
@@ -169,7 +170,7 @@ class StorageManager:
             cause = Cause.DROPPED_SHARE if result.over_share else Cause.DROPPED_FULL
             first = result.stopped_at
             dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
-            self._departures.lost(dropped, cause, self.clock())
+            self._departures.lost(dropped, cause)
         if present:
             self._tiers.used(present)
         return result
@@ -227,11 +228,6 @@ class StorageManager:
     @_locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self._table.which(keys)
-
-    @_locked
-    def looked_up(self, prefix: bytes, digests: Sequence[bytes], *, hits: int, tokens: int) -> None:
-        """Count a lookup, see `Departures.looked_up`."""
-        self._departures.looked_up(self.row, prefix, digests, hits=hits, tokens=tokens, now=self.clock())
 
     @_locked
     def ghost_of(self, key: PackedKey) -> Ghost | None:
@@ -518,17 +514,16 @@ class StorageManager:
     @_locked
     def damaged(self, key: PackedKey) -> None:
         """Record that the object's value in a tier is of no use."""
-        self._departures.lost([key], Cause.DAMAGED, self.clock())
+        self._departures.lost([key], Cause.DAMAGED)
 
     def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
-        now = self.clock()
-        objects = self._table.commit(lease_id, owner=owner, now=now)
-        self._departures.back([stored.key for stored in objects], now)
+        objects = self._table.commit(lease_id, owner=owner, now=self.clock())
+        self._departures.back([stored.key for stored in objects])
         self._writers_ended()
         return objects
 
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
-        self._departures.left(stored, cause, self.clock(), by)
+        self._departures.left(stored, cause, by)
         self._tiers.removed(stored.key)
 
     def _model_of(self, namespace: bytes) -> str:

@@ -78,6 +78,13 @@ def test_store_and_retrieve_move_the_named_blocks(client: WireClient, plugin: Ga
     assert (stored.ok, stored.outcome.stored) == (True, 2)
     assert client.call("STORE", transfer(source)).outcome.present == 2
     assert client.call("RETRIEVE", transfer(target)).ok
+    records = client.call("RECENT", m.Recent()).records
+    assert [(each.request, each.outcome, each.objects) for each in records] == [
+        ("STORE", "stored", 2),
+        ("STORE", "present", 0),
+        ("RETRIEVE", "hit", 2),
+    ]
+    assert {each.path for each in records} == {"server"}
     found = memory.read_bytes()
     assert [found[block * BLOCK_BYTES] for block in target] == source
     assert client.status()["gpu_instance_ids"] == [1]
@@ -87,6 +94,9 @@ def test_store_and_retrieve_move_the_named_blocks(client: WireClient, plugin: Ga
 def test_a_retrieve_of_what_is_not_there_is_a_miss(client: WireClient) -> None:
     reply = client.call("RETRIEVE", transfer(list(range(32))))
     assert (reply.ok, reply.reason) == (False, "not all objects are in L1")
+    (record,) = client.call("RECENT", m.Recent()).records
+    assert (record.request, record.path, record.outcome, record.missing) == ("RETRIEVE", "server", "miss", 0)
+    assert record.reason == "never_stored"
 
 
 def test_cancel_is_answered_only_when_the_blocks_are_touched_no_more(client: WireClient, plugin: GatedPlugin) -> None:

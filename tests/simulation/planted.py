@@ -47,7 +47,7 @@ def plant(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[.
 
 @plant(ObjectTable, "commit")
 def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: str, *, owner: int, now: float) -> Any:
-    return original(table, lease_id, owner=owner, now=-math.inf)
+    return original(table, lease_id, owner=owner, now=0.0)
 
 
 @plant(ObjectTable, "_quarantine")

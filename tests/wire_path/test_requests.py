@@ -76,6 +76,22 @@ def test_the_question_says_what_is_missing_and_holds_nothing(client: WireClient)
     assert client.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease)).held is True
 
 
+def test_its_transfers_are_among_the_finished_requests(server: RemoteServer, client: WireClient) -> None:
+    key = key_for(client.register(), TOKENS, request_id="over the wire")
+    store(client, key, [0, 1, 2, 3], fill(1), fill(1), fill(1), fill(1))
+    plan = client.prepare_retrieve(key)
+    client.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease))
+    with server.local() as local:
+        records = local.call("RECENT", m.Recent(request_id=key.request_id)).records
+    assert [(each.request, each.outcome, each.path) for each in records] == [
+        ("STORE", "stored", "wire"),
+        ("RETRIEVE", "hit", "wire"),
+    ]
+    assert {(each.objects, each.nbytes) for each in records} == {(4, 4 * NBYTES)}
+    with pytest.raises(errors.RequestError, match="only a client on this node"):
+        client.call("RECENT", m.Recent())
+
+
 def test_a_range_in_the_middle_counts_from_its_start(client: WireClient) -> None:
     registered = client.register()
     assert store(client, key_for(registered, TOKENS, start=512), [1], fill(4)).outcome.stored == 1

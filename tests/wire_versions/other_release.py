@@ -63,10 +63,12 @@ def _with_more(tree: Any) -> Any:
 def _forget(names: tuple[str, ...]) -> None:
     submit = inflight.InFlight.submit
 
-    def submit_known(self: inflight.InFlight, session: Any, identity: bytes, envelope: frames.Envelope) -> None:
+    def submit_known(
+        self: inflight.InFlight, session: Any, identity: bytes, envelope: frames.Envelope, received: float
+    ) -> None:
         if envelope.type in names:
             raise _unknown(envelope.type)
-        submit(self, session, identity, envelope)
+        submit(self, session, identity, envelope, received)
 
     inflight.InFlight.submit = submit_known  # type: ignore[method-assign]
 

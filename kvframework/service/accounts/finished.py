@@ -1,7 +1,7 @@
 """The ring of finished requests: what each LOOKUP, STORE and RETRIEVE asked for and got, the newest `MOST` of them.
 
-Appending costs 1 us; whoever reads it formats it elsewhere. A record holds no salt, token, digest or key. Thread-safe:
-copies end in threads of their own.
+Appending costs 1 us; its readers format it, in other processes. A record holds no salt, token, digest or key.
+Thread-safe: copies end in threads of their own.
 """
 
 from __future__ import annotations

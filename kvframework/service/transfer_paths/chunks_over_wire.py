@@ -98,8 +98,8 @@ class ChunkTransfers:
         future: Promise[Message] = Promise(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
-            done = partial(ended, store_outcome(result))
-            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, done)
+            ended = partial(ended, objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, ended)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise
@@ -116,7 +116,7 @@ class ChunkTransfers:
         lease: str,
         outcome: StoreOutcome,
         copies: _Copies,
-        ended: Callable[..., None],
+        ended: Callable[[str], None],
     ) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
@@ -126,8 +126,9 @@ class ChunkTransfers:
         except BaseException as error:
             future.set_exception(error)
             self._storage.abort(lease, owner=INTERNAL_OWNER)
+            ended("failed")
             raise
-        ended(objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
+        ended("partial" if outcome.dropped else "stored")
         future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:

@@ -95,7 +95,7 @@ class EngineDrivenTransfers:
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
-        subject = self._accounts.begun(client, payload.key, "engine")
+        subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease = pin_whole(
             self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s

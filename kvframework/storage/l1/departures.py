@@ -1,5 +1,5 @@
 """What left L1: how many objects for which cause, how long unused, how soon wanted again, and which hits a larger L1
-would give. Pure; 2 us an eviction at most, and nothing for a lookup that hits.
+would give. Pure. An eviction costs 2 us, a lookup that hits 0.2 us, each evicted chunk that a lookup misses 0.5 us.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvframework.api.keys import PackedKey
 from kvframework.histogram import Histogram
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.capacity_curve import CapacityCurve
 from kvframework.storage.l1.ghosts import CAUSES, EVICTIONS, Cause, Ghost, Ghosts
 from kvframework.storage.l1.leases import StoredObject
@@ -17,6 +17,8 @@ from kvframework.storage.l1.leases import StoredObject
 # A ghost has one byte for the model.
 _MOST_MODELS = 255
 _MOST_NAMESPACES = 4096
+# A member of an enumeration is slow to find.
+_LAST_EVICTION = int(max(EVICTIONS))
 # Objects dropped by one store that are remembered: a lookup misses its first chunk first, of some groups.
 MOST_DROPPED = 32
 _FIRST_S = 0.1
@@ -29,40 +31,46 @@ class Departures:
     """See the module. `capacity` in bytes; `most_ghosts` 0 keeps no ghosts, and without them no curve. `model_of` names
     the model of a namespace, "" for none."""
 
-    def __init__(self, capacity: int, most_ghosts: int, model_of: Callable[[bytes], str]) -> None:
+    def __init__(
+        self, capacity: int, most_ghosts: int, model_of: Callable[[bytes], str], clock: Callable[[], float]
+    ) -> None:
         self._ghosts = Ghosts(most_ghosts)
         self._curve = CapacityCurve(capacity // ALIGNMENT)
         self._evicted = [0] * len(EVICTIONS)
         self._idle = Histogram(_FIRST_S, _OCTAVES)
         self._wanted = Histogram(_FIRST_S, _OCTAVES)
         self._model_of = model_of
+        self._clock = clock
         self._models = [""]
         self._model_ids: dict[bytes, int] = {}
 
-    def left(self, stored: StoredObject, cause: Cause, now: float, by: PackedKey | None = None) -> None:
+    def left(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         """Record an object that leaves L1, and `by` whose object it was replaced."""
-        if cause > Cause.TENANT:
+        now = self._clock()
+        if cause > _LAST_EVICTION:
             self._ghosts.left(stored.key, cause, now)
             return
         self._evicted[cause] += 1
         idle_s = now - stored.used
         self._idle.add(idle_s)
         if self._ghosts.most:
-            units = rounded(stored.length) // ALIGNMENT
+            units = (stored.length + ALIGNMENT - 1) // ALIGNMENT
             place = self._curve.stack.push(units)
             model = 0 if by is None else self._model_id(by)
             self._ghosts.left(stored.key, cause, now, idle_s, model, place, units)
 
-    def lost(self, keys: Sequence[PackedKey], cause: Cause, now: float) -> None:
+    def lost(self, keys: Sequence[PackedKey], cause: Cause) -> None:
         """Record objects that did not get into L1: dropped, or damaged in a tier."""
-        self.back(keys, now)
+        self.back(keys)
+        now = self._clock()
         for key in keys:
             self._ghosts.left(key, cause, now)
 
-    def back(self, keys: Sequence[PackedKey], now: float) -> None:
+    def back(self, keys: Sequence[PackedKey]) -> None:
         """Record objects that are in L1 again."""
         if not self._ghosts.held:
             return
+        now = self._clock()
         for key in keys:
             slot = self._ghosts.slot(key)
             if slot >= 0:
@@ -71,9 +79,7 @@ class Departures:
                 if place:
                     self._curve.stack.take(place, units)
 
-    def looked_up(
-        self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes], *, hits: int, tokens: int, now: float
-    ) -> None:
+    def looked_up(self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes], hits: int, tokens: int) -> None:
         """Record a lookup of chunks of `tokens` tokens, of which the first `hits` are in L1. The row of `prefix` stands
         for all rows: objects of one chunk come and go together."""
         self._curve.looked_up(len(digests) * tokens, hits * tokens)
@@ -84,7 +90,7 @@ class Departures:
             slot = self._ghosts.slot(prefix + first)
             if slot < 0:
                 return
-            self._want(slot, now)
+            self._want(slot, self._clock())
         self._curve.missed(self._places(row_of, prefix, digests[hits:]), tokens)
 
     def ghost(self, key: PackedKey) -> Ghost | None:

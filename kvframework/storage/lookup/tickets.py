@@ -137,7 +137,7 @@ class LookupTickets:
 
     def _ask(self, ticket: Ticket, wanted: Wanted) -> None:
         hit = self._pin(ticket, wanted)
-        self._storage.looked_up(wanted.prefix, wanted.digests, hits=hit, tokens=wanted.chunk_tokens)
+        self._storage.looked_up(self._storage.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
         if hit < len(wanted.digests) and self._may_load(ticket):
             task = wanted.load(lambda: self._loaded(ticket, wanted))
             if task is not None:
