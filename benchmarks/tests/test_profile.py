@@ -23,11 +23,11 @@ def test_the_hottest_functions_are_those_with_most_own_time() -> None:
 
 def test_the_profiler_counts_work_and_no_waiting() -> None:
     def call() -> None:
-        time.sleep(0.03)
+        time.sleep(0.1)
         spin(0.003)
 
     entries = profiled(call, 3)
     own = {entry.code: entry for entry in entries}
     assert own[call.__code__].calls == 3
     assert not any("Profiler" in str(code) for code in own)
-    assert 0.008 < sum(entry.own_s for entry in entries) < 0.06
+    assert 0.008 < sum(entry.own_s for entry in entries) < 0.2

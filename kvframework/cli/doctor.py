@@ -30,7 +30,7 @@ def doctor(
     """
     from kvframework.cli.console import print_document
     from kvframework.cli.doctor_view import show_checkup
-    from kvframework.doctor import examine
+    from kvframework.doctor.checkup import examine
 
     checkup = examine(config, overrides or ())
     if as_json:

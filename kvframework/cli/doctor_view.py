@@ -7,7 +7,7 @@ from rich.text import Text
 
 from kvframework.api.findings import Finding
 from kvframework.cli.console import print_table, stdout
-from kvframework.doctor import Checkup
+from kvframework.doctor.checkup import Checkup
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -72,8 +72,10 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
         yield "plugin", partial(plugins.table_findings, table, replaces=replaces, deadline_s=CHECK_S)
 
 
-def run_check(subject: str, check: Check, timeout_s: float = CHECK_S + 1.0) -> list[Finding]:
-    """The findings of a check; its failure or timeout is a finding too."""
+def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
+    """The findings of a check; its failure is a finding too, and so is its timeout (None: a second more than
+    `CHECK_S`)."""
+    timeout_s = CHECK_S + 1.0 if timeout_s is None else timeout_s
     found: list[Finding] = []
     failure: list[str] = []
 

@@ -13,6 +13,8 @@ from tests.cuda.node import CudaNode
 
 
 class TestSimulatedDma(TransportConformance):
+    limit_s = 240.0  # its engine processes import torch
+
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls, cuda_node: CudaNode) -> RigSpec:

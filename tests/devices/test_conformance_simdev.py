@@ -12,6 +12,8 @@ from kvframework.testing.transport import RigSpec
 
 
 class TestSimdev(TransportConformance):
+    limit_s = 240.0  # its engine processes import torch
+
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigSpec]:

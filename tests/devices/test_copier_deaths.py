@@ -31,7 +31,7 @@ from kvframework.testing.transport.node import (
 from kvframework.testing.transport.rig import RigSpec
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
-from tests.support.processes import children
+from tests.support.processes import children, send
 from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -179,7 +179,7 @@ def test_a_copier_that_is_stopped_is_killed(
     engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
 ) -> None:
     first, _, other = engines
-    os.kill(pids()[node.devices[0]], signal.SIGSTOP)
+    send(pids()[node.devices[0]], signal.SIGSTOP)
     assert not first.store(first.request(), first.source()).result(PATIENCE_S).ok
     works(other)
     comes_back(first)

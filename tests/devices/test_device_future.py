@@ -22,6 +22,7 @@ from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
 from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in
 from kvframework.testing.transport.rig import RigSpec
+from tests.support.processes import send
 from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -283,7 +284,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
                 with rig.holding_copies():
                     future = engine.load(request, engine.target())
                     wait_until(rig.held, PATIENCE_S, "a copy that is held")
-                    server.process.send_signal(signal.SIGSTOP)
+                    send(server.process.pid, signal.SIGSTOP)
                     seen = future.to_cuda_future()
                     seen.wait(stream)
                     # Of other memory: the copy may still write to the blocks.

@@ -27,6 +27,7 @@ from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.table import REQUESTS
 from tests.devices.rigs import simdev
 from tests.devices.slow_copier import OPENS_NOTHING, STARTS_LATER
+from tests.support.processes import send
 from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
@@ -92,7 +93,7 @@ def test_a_close_under_a_silent_server_waits_until_nothing_is_mapped(
 ) -> None:
     engine = KitEngine(rig, client, 1, NHD)
     pid = servers.now.process.pid
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         with pytest.raises(DeadlineExceeded):
             client.request("NOOP", m.Empty(), m.Empty, timeout=0.2)

@@ -3,6 +3,7 @@ Every TOML block passes the configuration's check."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -43,12 +44,19 @@ def lines(text: str) -> Iterator[str]:
                     break
 
 
+@functools.cache
+def cli(with_bench: bool) -> Any:
+    """The whole CLI as click sees it."""
+    command: Any = typer.main.get_command(app)
+    if with_bench:
+        command.add_command(typer.main.get_command(importlib.import_module(BENCH).app), "bench")
+    return command
+
+
 def refused(line: str) -> str:
     """Why the CLI would not take a line; "" if it does. Nothing of the command itself runs."""
     words = shlex.split(line)
-    command: Any = typer.main.get_command(app)
-    if words[0] == "bench":
-        command.add_command(typer.main.get_command(importlib.import_module(BENCH).app), "bench")
+    command = cli(words[0] == "bench")
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         name = words.pop(0)
         if name not in command.commands:

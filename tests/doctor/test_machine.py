@@ -57,6 +57,13 @@ def test_a_check_that_hangs_does_not_keep_the_command() -> None:
 # sockets
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check may take as long as a busy machine takes."""
+    monkeypatch.setattr("kvframework.doctor.checkup.CHECK_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 90)
     long.mkdir(mode=0o700)
@@ -69,6 +76,7 @@ def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "[server] endpoint" in refused.advice
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_configured_path_that_is_too_long_fails_too() -> None:
     checkup = examine(overrides=[f"server.endpoint=ipc:///tmp/{'x' * 100}"])
     (finding,) = (each for each in checkup.findings if each.level == "fail")

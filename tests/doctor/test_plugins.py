@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.tables import ask, levels
+from tests.doctor.tables import ask, ask_a_silent_one, levels
 from tests.registry.fake_distributions import install
 
 SOURCE = """
@@ -107,14 +106,9 @@ def test_what_goes_wrong_in_a_diagnosis_is_a_finding(name: str, level: dict[str,
 
 
 def test_a_diagnosis_that_hangs_is_ended() -> None:
-    for deadline_s in (1.5, 6.0, 24.0):  # on a busy machine the process needs a part of it to start
-        started = time.monotonic()
-        found = ask("hangs", deadline_s=deadline_s)
-        assert time.monotonic() - started < deadline_s + 20.0
-        if found["plugin.usable"].level == "ok":
-            break
+    found = ask_a_silent_one("hangs")
     assert levels(found) == {"plugin.usable": "ok", "plugin.diagnose": "fail"}
-    assert f"did not end within {deadline_s:g} s" in found["plugin.diagnose"].fact
+    assert "did not end within" in found["plugin.diagnose"].fact
 
 
 def test_what_cannot_be_used_says_why() -> None:

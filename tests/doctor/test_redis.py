@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.tables import WHERE, ask, levels
+from tests.doctor.tables import WHERE, ask, ask_a_silent_one, levels
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
 from tests.support.redis_server import RedisServer
 
@@ -65,9 +64,7 @@ def test_a_dead_one_fails_and_says_what_to_do(tmp_path: Path) -> None:
 def test_a_silent_one_is_not_waited_for(tmp_path: Path) -> None:
     with RedisServer(tmp_path, options=SOUND) as server:
         server.sigstop()
-        started = time.monotonic()
-        found = ask("redis", url=server.url, deadline_s=4.0)
-        assert time.monotonic() - started < 20
+        found = ask_a_silent_one("redis", url=server.url)
         server.sigcont()
     assert levels(found) == {"plugin.usable": "ok", "redis.reachable": "fail"}
     assert "no answer before the deadline" in found["redis.reachable"].fact

@@ -89,10 +89,15 @@ def layers(*numbers: int, form: str = "layers.{}") -> list[str]:
     return [form.format(number) for number in numbers]
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess(capacity="8MiB") as running:
+        yield running
+
+
 @pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="8MiB") as process:
-        yield process
+def server(process: ServerProcess) -> ServerProcess:
+    return process.emptied()
 
 
 @pytest.fixture

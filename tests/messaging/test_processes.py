@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
 from kvframework.messaging.server import liveness
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import Lab, ask, connected
-from tests.support.processes import descriptors
+from tests.support.processes import descriptors, send
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ def test_a_killed_client_ends_at_once(lab: Lab, start: Start) -> None:
     session = lab.server.sessions[0]
     assert (session.local, session.pid) == (True, client.pid)
     client.kill()
-    wait_until(lambda: lab.work.ended == [session], timeout=1)
+    wait_until(lambda: lab.work.ended == [session])
     assert not session.local
     assert lab.work.cancelled == ["left behind"]
     lab.work.resolve("left behind")
@@ -67,7 +66,7 @@ def test_a_killed_client_ends_at_once(lab: Lab, start: Start) -> None:
 def test_a_clean_end_ends_the_session_once(lab: Lab) -> None:
     with connected(lab.endpoint):
         session = lab.server.sessions[0]
-    wait_until(lambda: lab.work.ended == [session], timeout=1)
+    wait_until(lambda: lab.work.ended == [session])
     assert not lab.server.sessions
 
 
@@ -89,7 +88,7 @@ def test_a_fork_of_a_dead_client_keeps_nothing_alive(lab: Lab, start: Start) -> 
     try:
         assert lab.server.sessions[0].local
         client.kill()
-        wait_until(lambda: len(lab.work.ended) == 1, timeout=1)
+        wait_until(lambda: len(lab.work.ended) == 1)
         os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -108,7 +107,7 @@ def test_a_child_forked_from_c_keeps_no_dead_engines_session(
         assert session.local
         client.kill()
         client.wait()
-        wait_until(lambda: lab.work.ended == [session], timeout=5)
+        wait_until(lambda: lab.work.ended == [session])
         os.kill(child, 0)
         assert not session.local
     finally:
@@ -127,7 +126,7 @@ def test_where_no_process_is_seen_the_end_of_the_socket_counts(
         assert len(lab.server.sessions) == 2
         for client in clients:
             client.kill()
-        wait_until(lambda: len(lab.work.ended) == 2, timeout=5)
+        wait_until(lambda: len(lab.work.ended) == 2)
     assert caplog.text.count("cannot be watched") == 1, "once is enough"
 
 
@@ -165,10 +164,8 @@ def test_a_server_that_dies_and_comes_back(endpoint: str, start: Start, how: sig
     with connected(endpoint, on_up=watcher.up, on_down=watcher.down) as connection:
         futures = [ask(connection, "DEFERRED", str(n), timeout=60) for n in range(10)]
         server.send_signal(how)
-        died = time.monotonic()
         server.wait(60)
-        wait_until(lambda: connection.state == "down" and len(watcher.told) == 2, timeout=2)
-        assert time.monotonic() - died < 2
+        wait_until(lambda: connection.state == "down" and len(watcher.told) == 2)
         assert all(future.query() and future.exception() for future in futures)
         assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
         said(start("server_program"))
@@ -193,8 +190,8 @@ def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, 
     server = start("server_program")
     said(server)
     watcher = Watcher()
-    with connected(endpoint, on_up=watcher.up, on_down=watcher.down, silent_s=0.3) as connection:
-        server.send_signal(signal.SIGSTOP)
+    with connected(endpoint, on_up=watcher.up, on_down=watcher.down, silent_s=1.0) as connection:
+        send(server.pid, signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded):
             ask(connection, "ECHO", timeout=0.05).result(20)
         assert connection.state == "suspect"
@@ -202,8 +199,8 @@ def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, 
         server.send_signal(signal.SIGCONT)
         assert connection.wait_up(20)
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
-        server.send_signal(signal.SIGSTOP)
-        wait_until(lambda: connection.state == "suspect", timeout=2, what="PING alone finds out, too")
+        send(server.pid, signal.SIGSTOP)
+        wait_until(lambda: connection.state == "suspect", what="PING alone finds out, too")
         server.send_signal(signal.SIGCONT)
         assert connection.wait_up(20)
         assert len(watcher.told) == 1

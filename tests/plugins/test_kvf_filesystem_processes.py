@@ -26,6 +26,7 @@ from tests.plugins.filesystem_folder import (
     temporary_files,
     used,
 )
+from tests.support.processes import send
 from tests.support.received import outcomes_of
 from tests.support.waiting import wait_until
 
@@ -66,8 +67,7 @@ def killed_in_the_middle(folder: Path, key: bytes, *, shared: bool, first: bool)
 def stopped_in_the_middle(folder: Path, pid: int) -> bool:
     if not any(0 < size_of(path) < 32 * MIB for path in temporary_files(folder)):
         return False
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text(), what="the stop")
+    send(pid, signal.SIGSTOP)
     return any(0 < size_of(path) < 32 * MIB for path in temporary_files(folder))
 
 

@@ -152,14 +152,12 @@ def test_close_is_quick_while_touching_and_idempotent() -> None:
 
     def on_ready(end: int) -> None:
         ready.append(end)
-        time.sleep(0.03)  # a slow kernel: the whole arena would take half a second
+        time.sleep(0.3)  # a slow kernel: the whole arena would take five seconds
 
     arena.start(on_ready)
     wait_until(lambda: ready)
-    started = time.monotonic()
     arena.close()
-    assert time.monotonic() - started < 1.0
-    assert ready[-1] < arena.capacity
+    assert ready[-1] < arena.capacity, "it did not wait for the rest"
     count = len(ready)
     arena.close()
     assert len(ready) == count

@@ -145,8 +145,8 @@ def test_a_killed_server_fails_fast_and_heals_by_itself(server: RedisServer, tie
     started = time.monotonic()
     for _ in range(3):
         with pytest.raises(TierError):
-            tier.contains([b"key"], deadline=soon())
-    assert time.monotonic() - started < 2.0
+            tier.contains([b"key"], deadline=soon(60))
+    assert time.monotonic() - started < 20.0
     server.start()
     assert tier.contains([b"key"], deadline=soon()) == [MISSING]
     assert put(tier, b"key", b"again") is STORED
@@ -177,7 +177,7 @@ def test_a_kill_in_the_middle_of_a_call_fails_it_at_once(server: RedisServer, ti
     thread.join(0.2)  # the frozen server takes in less than is sent, so the call is under way
     assert thread.is_alive()
     server.kill9()
-    thread.join(5.0)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(errors) == 1
     value.clear()  # the error keeps no view of the buffer
@@ -200,7 +200,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(server: RedisServer, ti
         started = time.monotonic()
         with pytest.raises(TierError, match="deadline"):
             call()
-        assert 0.25 < time.monotonic() - started < 2.0
+        assert 0.25 < time.monotonic() - started < 20.0
     server.sigcont()
     if connected:
         # the late reply to the first get must not be taken for the answer to this one
@@ -239,7 +239,7 @@ def test_a_late_reply_is_never_taken_for_the_next_one(server: RedisServer) -> No
     thread.start()
     thread.join(0.1)  # it asks while the first answer has not come yet
     server.sigcont()
-    thread.join(5.0)
+    thread.join(60)
     assert found == [([FOUND], [b"2" * 1000])]
     tier.close()
 
@@ -260,7 +260,7 @@ def test_close_ends_a_call_in_flight(server: RedisServer, tier: Tier) -> None:
     thread.join(0.2)
     assert thread.is_alive()
     tier.close()
-    thread.join(5.0)
+    thread.join(60)
     assert not thread.is_alive()
     assert errors == ["the tier is closed"]
 
@@ -272,12 +272,16 @@ def test_a_busy_pool_waits_no_longer_than_the_deadline(server: RedisServer) -> N
     outcomes: list[list[Outcome]] = []
     thread = threading.Thread(target=lambda: outcomes.append(tier.contains([b"key"], deadline=soon(30))))
     thread.start()
-    thread.join(0.2)
-    with pytest.raises(TierError, match="before a connection was free"):
-        tier.contains([b"key"], deadline=soon(0.2))
+
+    def is_busy() -> bool:
+        with pytest.raises(TierError) as caught:
+            tier.contains([b"key"], deadline=soon(0.2))
+        return "before a connection was free" in caught.value.fact
+
+    wait_until(is_busy, what="the other call to have the only connection")
     server.sigcont()
     assert tier.contains([b"key"], deadline=soon()) == [MISSING]
-    thread.join(5.0)
+    thread.join(60)
     assert outcomes == [[MISSING]]
     with server.client() as client:
         assert len(client.client_list()) == 2  # the tier's and this one

@@ -16,6 +16,7 @@ from kvf_redis.slots import slot_of
 from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier import TierConformance
+from tests.support.processes import send
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import Opened, get, key_in, keys_of_every_master, open_redis_tier, put, soon
@@ -107,7 +108,7 @@ def test_every_master_is_listed_and_a_lost_one_is_no_empty_one(cluster: RedisClu
         (TierEntry(key, len(large) if key == keys[0] else 5, None) for key in keys), key=lambda entry: entry.key
     )
     master = next(filter(cluster.is_master, cluster.running))
-    os.kill(master.pid, signal.SIGSTOP)
+    send(master.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TierError):
             list(tier.scan(deadline=soon(1.0)))

@@ -31,7 +31,7 @@ SECRET = "hunter2 /?#@:é"
 WRONG = "wr0ng-guess"
 
 
-def soon(seconds: float = 5.0) -> float:
+def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 

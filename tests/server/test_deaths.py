@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.wire import messages as m
+from tests.support.processes import send
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -26,6 +26,7 @@ WORKER = """
 import sys
 from kvframework import errors
 from kvframework.wire import messages as m
+from tests.support.processes import send
 from tests.support.wire_client import WireClient, key_for
 endpoint, what = sys.argv[1:]
 client = WireClient(endpoint, timeout=20)
@@ -73,7 +74,7 @@ class Worker:
         return self.say()
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        send(self.process.pid, number)
 
 
 @contextmanager

@@ -359,4 +359,4 @@ class ObjectTableMachine(RuleBasedStateMachine):
 
 
 TestObjectTable = ObjectTableMachine.TestCase
-TestObjectTable.settings = settings(max_examples=200, stateful_step_count=50)
+TestObjectTable.settings = settings(max_examples=100, stateful_step_count=50)

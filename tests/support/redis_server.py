@@ -23,6 +23,7 @@ from redis.retry import Retry
 
 from tests.support.certificates import Certificate
 from tests.support.ports import free_port
+from tests.support.processes import send
 
 _START_S = 30.0
 # Of a member of a cluster, whose bus listens 10000 above: below the kernel's range of ephemeral ports.
@@ -145,7 +146,7 @@ class RedisServer:
 
     def sigstop(self) -> None:
         """Freeze the process: connections stay open, and no request is answered."""
-        os.kill(self.pid, signal.SIGSTOP)
+        send(self.pid, signal.SIGSTOP)
 
     def sigcont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvframework.client import KVClient
+from kvframework.wire import messages as m
+from tests.support.processes import send
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -71,13 +73,21 @@ class ServerProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
         wait_until(self._answers, 60, "the server")
 
+    def emptied(self) -> ServerProcess:
+        """Return this server, running, once it holds nothing and nobody: for tests that share it."""
+        if self.process is None:
+            self.start()
+        with self.client() as client:
+            wait_until(lambda: client.call("CLEAR", m.Clear()).in_use == 0 and _alone(client), what="an empty server")
+        return self
+
     def stop(self) -> int:
         """Send SIGTERM, and return the exit status."""
         if self.process is None:
             return 0
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        status = self.process.wait(15)
+        status = self.process.wait(60)
         self.process = None
         return status
 
@@ -88,13 +98,13 @@ class ServerProcess:
         self.process = None
 
     def sigstop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        send(self.pid, signal.SIGSTOP)
 
     def sigcont(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def status(self) -> dict[str, Any]:
-        with self.client(timeout=1.0) as client:
+        with self.client() as client:
             return client.status()
 
     def client(self, **options: object) -> WireClient:
@@ -119,3 +129,8 @@ class ServerProcess:
 
     def _is_ready(self, status: dict[str, Any]) -> bool:
         return bool(status["l1"]["ready_bytes"] == status["l1"]["capacity_bytes"])
+
+
+def _alone(client: WireClient) -> bool:
+    status = client.status()
+    return len(status["messaging"]["sessions"]) == 1 and not status["l1"]["write_leases"]

@@ -29,7 +29,7 @@ class WireClient:
         self,
         endpoint: str,
         *,
-        timeout: float = 5.0,
+        timeout: float = 20.0,
         hello: bool = True,
         liveness: bool = True,
         keys: CurveKeys | None = None,

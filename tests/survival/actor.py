@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvframework.errors import KVFrameworkError
+from tests.support.processes import send
 from tests.survival import actor_program
 
 
@@ -56,7 +56,7 @@ class Actor:
         return answer
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        send(self.pid, number)
 
     def _end(self) -> None:
         self._process.kill()

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvframework.wire import messages as m  # noqa: E402
+from tests.support.processes import send  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.survival import reader_program  # noqa: E402
@@ -40,7 +41,7 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
         assert reader.stdin is not None
         try:
             assert reader.stdout.readline() == "copying\n"
-            reader.send_signal(signal.SIGSTOP)
+            send(reader.pid, signal.SIGSTOP)
             wait_until(lambda: watcher.status()["l1"]["pins"] == 0, PATIENCE_S, "the lapse of the pins")
             assert other.store(other.request([7] * 1024, "foreign"), BLOCKS), other.last.result()
             assert other.scheduler.lookup(other.request(TOKENS)).hit_tokens == 0

@@ -110,10 +110,15 @@ class Engine:
             client.close()
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
+        yield running
+
+
 @pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}") as process:
-        yield process
+def server(process: ServerProcess) -> ServerProcess:
+    return process.emptied()
 
 
 @pytest.fixture

@@ -153,12 +153,12 @@ def test_buffers_that_are_too_large_together_are_refused(client: WireClient) -> 
 
 def test_a_frame_beyond_the_bound_only_disconnects_its_sender(server: RemoteServer, client: WireClient) -> None:
     key = key_for(client.register(), TOKENS)
-    with WireClient(server.tcp, timeout=0.5) as rude:
+    with WireClient(server.tcp) as rude:
         huge = mmap.mmap(-1, MAX_BUFFER_BYTES + 1)
         request_id = (99).to_bytes(8, "little")
         rude.socket.send_multipart([request_id, b"STORE_CPU_CHUNKS", b"\x80", memoryview(huge)], copy=False)
         with pytest.raises(TimeoutError):
-            rude.receive()
+            rude.receive(timeout=0.5)
     assert missing(client, key) == [0, 1, 2, 3]
 
 

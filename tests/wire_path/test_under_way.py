@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
+from tests.support.processes import send  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.support.wire_client import WireClient  # noqa: E402
 from tests.wire_path import store_program  # noqa: E402
@@ -68,7 +69,7 @@ class Worker:
         self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        send(self.process.pid, number)
 
 
 @contextmanager

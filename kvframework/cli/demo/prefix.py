@@ -17,6 +17,9 @@ from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, che
 from kvframework.cli.demo.view import DemoView, moved
 
 ENGINE_TIMEOUT_S = 900.0
+# The server's default.
+CHUNK_TOKENS = 256
+_MORE = f"give a prompt of more than {CHUNK_TOKENS} tokens, and more --l1-capacity to a big model"
 _ENGINE = "kvf_transformers.demo_engine"
 
 
@@ -37,6 +40,8 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
     `DemoFailed`."""
     check_stage(options.stage)
     check_texts(options.text, options.model)
+    if 0 < options.tokens <= CHUNK_TOKENS:
+        raise DemoFailed(f"no chunk of {options.tokens} tokens can be skipped", hint=_MORE)
     with DemoStage(options.stage, view) as stage:
         prompt = stage.directory / "prompt.txt"
         prompt.write_bytes(options.text.read_bytes())
@@ -52,7 +57,7 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         if not cold.stored_tokens:
             raise DemoFailed(
                 f"engine A stored nothing of its {cold.prompt_tokens} tokens",
-                hint="give a prompt of more than 256 tokens, and more --l1-capacity to a big model",
+                hint=_MORE,
             )
         if options.stage.l2:
             stage.restart_server()

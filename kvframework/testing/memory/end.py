@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -29,16 +30,19 @@ class EndTests(MemoryKit):
         ends: list[int] = []
         is_closed: list[bool] = []
         late: list[int] = []
+        closing = threading.Event()
         name = name_of(memory)
 
         def on_ready(end: int) -> None:
             if is_closed:
                 late.append(end)
             ends.append(end)
-            time.sleep(0.01)  # so that close() runs while the memory still becomes usable
+            closing.wait(self.patience_s)  # so that close() runs while the memory still becomes usable
+            time.sleep(0.01)
 
         memory.start(on_ready)
         self.until(lambda: ends, "the first on_ready")
+        closing.set()
         self._in_time(memory.close, "close()")
         is_closed.append(True)
         self._nothing_is_left(before, name, "while it became usable")
