@@ -90,7 +90,8 @@ class CacheService(CacheServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
-        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s)
+        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s, tenants=self._tenants)
+        self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
         accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
@@ -107,6 +108,7 @@ class CacheService(CacheServices):
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
             losses=self._losses.status,
+            use=self._use.status,
         )
         self._report = CounterReport(time.monotonic())
         self._parts = (
@@ -141,6 +143,7 @@ class CacheService(CacheServices):
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
         client has used an earlier server."""
         self._lookups.tickets.begin_owner(client.session_id)
+        self._use.begin_session(client)
         self._miss_facts.begin_session(client.session_id, from_before=returns)
         return m.HelloReply(
             version=version,
@@ -159,6 +162,7 @@ class CacheService(CacheServices):
         tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
+        self._use.end_session(client)
         self._lookups.end_session(client.session_id)
         if not (instances or tickets or leases):
             return

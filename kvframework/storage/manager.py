@@ -23,6 +23,7 @@ from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import closest
 from kvframework.errors import RequestError, TierError
+from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Departures
 from kvframework.storage.l1.ghosts import Cause, Ghost
@@ -154,14 +155,17 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         share: float = 1.0,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
-        `share` of the capacity bounds the owner's reserved bytes."""
+        `share` of the capacity bounds the owner's reserved bytes; `client` is the session whose account has them."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
         present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
         used = self._table.used_bytes
         most = None if share >= 1.0 else int(share * self.capacity)
-        result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
+        result = self._table.reserve(
+            items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most, client=client
+        )
         if used <= self._high * self.capacity < self._table.used_bytes:
             # Reported at once, so that later victims can be written before their eviction.
             self._tiers.leaving(self._candidates())
@@ -183,6 +187,7 @@ class StorageManager:
         owner: int,
         request_id: str,
         lease_s: float | None,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
         lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
@@ -190,7 +195,11 @@ class StorageManager:
             here = self._table.which([key for key, _ in items])
             chosen = [index for index, present in enumerate(here) if present or index in some]
             result = self.reserve(
-                [items[index] for index in chosen], owner=owner, request_id=request_id, lease_s=lease_s
+                [items[index] for index in chosen],
+                owner=owner,
+                request_id=request_id,
+                lease_s=lease_s,
+                client=client,
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
@@ -228,6 +237,19 @@ class StorageManager:
     @_locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self._table.which(keys)
+
+    def account(self, client: int, namespace: bytes, tenant: int) -> Account:
+        """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
+        accounts = self._table.accounts
+        account = accounts.get((client, namespace, tenant))
+        if account is None:
+            with self.lock:
+                account = accounts.of(client, namespace, tenant)
+        return account
+
+    def accounts(self) -> list[tuple[AccountKey, Account]]:
+        """Return all accounts; their numbers go on changing."""
+        return self._table.accounts.items()
 
     @_locked
     def ghost_of(self, key: PackedKey) -> Ghost | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvframework.config import tenant_digest
 from kvframework.wire import messages as m
 from tests.server.in_process import serving
+from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 CHUNK = 256
+OBJECT_BYTES = 1 << 15
 OBJECTS = 32  # in 1 MiB, of the tiny model
 SALTS = {"search": "planted-salt-of-search", "batch": "planted-salt-of-batch"}
 SETTINGS = (
@@ -51,6 +54,56 @@ def test_a_noisy_neighbour_takes_neither_the_guaranteed_share_nor_more_than_its_
         document = search.status()
         assert document["l1"]["evicted"]["tenant"] >= 6 * 8, "batch replaced its own"
         assert batch.lookup(key_for(of_batch, kept, cache_salt=SALTS["batch"])).hit_tokens == 0
+
+
+def test_who_uses_the_cache_is_in_the_status_by_name_and_without_a_salt(endpoint: str) -> None:
+    with WireClient(endpoint) as search, WireClient(endpoint) as batch:
+        of_search, of_batch = search.register(1), batch.register(2, model_name="big")
+        stored(search, of_search, prompt(1, 4), 1, SALTS["search"])
+        search.lookup(key_for(of_search, prompt(1, 5), cache_salt=SALTS["search"]))
+        for number in range(2, 5):
+            key = key_for(of_batch, prompt(number, 8), cache_salt=SALTS["batch"], model_name="big")
+            assert batch.store(key, b"x", 2) is not None
+        batch.lookup(msgspec.structs.replace(key, namespace=bytes(16)))
+        text = batch.call("REPORT_STATUS", m.Empty()).document
+        use = msgspec.json.decode(text)["use"]
+    assert use["tenants"]["search"] == {
+        "bytes": 4 * OBJECT_BYTES,
+        "objects": 4,
+        "lookups": 1,
+        "asked_tokens": 5 * CHUNK,
+        "hit_tokens": 4 * CHUNK,
+        "stored_objects": 4,
+        "evicted_objects": 0,
+    }
+    of_big = use["models"]["big"]
+    assert (of_big["objects"], of_big["stored_objects"], of_big["evicted_objects"]) == (16, 24, 8)
+    assert use["tenants"]["other"]["objects"] == 0
+    assert use["models"]["other"]["lookups"] == 1, "of a namespace that is not known"
+    assert set(use["namespaces"]) == {of_search.namespace.hex(), of_batch.namespace.hex(), "other"}
+    ((engine, row),) = use["engines"].items()
+    assert engine.startswith("test (")
+    assert row["objects"] == 20
+    (hot,) = use["hot_prefixes"]
+    assert (hot["model"], hot["hit_tokens"], hot["count"], hot["error"]) == ("tiny", 4 * CHUNK, 1, 0)
+    assert len(hot["prefix"]) == 8
+    digest = key_for(of_search, prompt(1, 1)).digests.hex()
+    for secret in (*SALTS.values(), digest, digest[:8], *map(tenant_digest, SALTS.values())):
+        assert not secret or secret.encode() not in text
+
+
+def test_what_an_engine_that_has_ended_stored_is_that_of_others(endpoint: str) -> None:
+    with WireClient(endpoint) as watching:
+        with WireClient(endpoint) as client:
+            stored(client, client.register(), prompt(1, 4), 1, "")
+            assert "other" not in client.status()["use"]["engines"]
+        wait_until(
+            lambda: {name: row["objects"] for name, row in watching.status()["use"]["engines"].items()} == {"other": 4},
+            what="the end of the session",
+        )
+        watching.call("CLEAR", m.Clear())
+        row = watching.status()["use"]["engines"]["other"]
+    assert (row["objects"], row["bytes"], row["stored_objects"], row["evicted_objects"]) == (0, 0, 4, 0)
 
 
 def test_finished_requests_have_the_name_of_the_tenant(endpoint: str) -> None:

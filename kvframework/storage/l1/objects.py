@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.ghosts import Cause
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
@@ -70,6 +71,7 @@ class ObjectTable:
         self.quarantines = 0
         self.lapses = 0
         self.tenants = Tenants(policy, tenants)
+        self.accounts = Accounts()
         self._objects = ObjectRows()
         # Return the objects of a row by their digests.
         self.row = self._objects.row
@@ -108,17 +110,23 @@ class ObjectTable:
         request_id: str,
         deadline: float,
         most_bytes: int | None = None,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Place each (key, bytes) that is neither present nor being written, evicting where necessary.
 
         Items are of one request, in prefix order: after the first that cannot be placed the rest is dropped, since
         without it they could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the
-        owner's reserved bytes, earlier reservations included. Raises `RequestError` if the owner holds too many leases.
+        owner's reserved bytes, earlier reservations included; `client` is the session whose account has
+        them. Raises `RequestError` if the owner holds too many leases.
         """
         self._make_room(owner)
         room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
-        tenant = lease.tenant = self.tenants.of(items[0][0]) if items else 0
+        tenant = 0
+        if items:
+            first = items[0][0]
+            tenant = lease.tenant = self.tenants.of(first)
+            lease.account = self.accounts.of(client, first, tenant)
         result = Reservation(lease)
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = [self._objects.get(key) for key, _ in items]
@@ -167,11 +175,13 @@ class ObjectTable:
             return []
         self._leases.close(lease)
         objects = []
+        account = lease.account.into or lease.account
         for key, offset, nbytes in lease.items:
             del self._writing[key]
-            stored = StoredObject(key, offset, nbytes, used=now, tenant=lease.tenant)
+            stored = StoredObject(key, offset, nbytes, used=now, tenant=lease.tenant, account=account)
             self._objects.add(stored)
             objects.append(stored)
+        account.added(len(objects), sum([rounded(stored.length) for stored in objects]))
         present = self._let_go(lease)
         # Last chunk first, so that a policy by recency evicts a prefix from its end.
         policy = self.tenants.policies[lease.tenant]
@@ -251,6 +261,7 @@ class ObjectTable:
 
     def end_owner(self, owner: int) -> int:
         """End all leases of an owner that has ended, and so writes and reads no more; return their number."""
+        self.accounts.end(owner)
         leases = self._leases.of(owner)
         for lease in leases:
             if isinstance(lease, WriteLease):
@@ -355,6 +366,7 @@ class ObjectTable:
     def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         self._objects.remove(stored)
         self._free(stored.offset, stored.length, stored.tenant)
+        stored.account.removed(rounded(stored.length), evicted=cause <= Cause.TENANT)
         self.tenants.policies[stored.tenant].on_remove(stored.key)
         self._on_remove(stored, cause, by)
 
