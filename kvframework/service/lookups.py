@@ -152,7 +152,7 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
-        self.use.looked_up(asked.client, key, tokens, hit_tokens, named=grid is not None)
+        self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
         self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1
         if hit_tokens < tokens:

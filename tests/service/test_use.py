@@ -5,21 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from kvframework.api.keys import CacheKey
 from kvframework.service.accounts import hot_prefixes
 from kvframework.service.accounts.hot_prefixes import HotPrefixes
 from kvframework.service.accounts.use import MAX_ROWS, OTHER, _rows
 from kvframework.storage.l1.accounts import Account
 
 
-def key_of(number: int) -> CacheKey:
-    return CacheKey("m", 1, None, bytes(16), 0, 256, "r", digests=number.to_bytes(32, "little"))
+def prefix_of(number: int) -> bytes:
+    return bytes(16) + number.to_bytes(32, "little")
 
 
 def counted(numbers: list[int]) -> HotPrefixes:
     sketch = HotPrefixes(lambda _namespace: "m")
     for number in numbers:
-        sketch.looked_up(key_of(number), 256 if number % 2 else 0)
+        sketch.looked_up(prefix_of(number), 256 if number % 2 else 0)
     return sketch
 
 
@@ -33,15 +32,13 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
     true = Counter(numbers)
     sketch = counted(numbers)
-    found = dict(sketch._counts)
-    assert len(found) <= hot_prefixes.MOST
+    assert len(sketch._entries) <= hot_prefixes.MOST
     for number in range(10):
-        assert number.to_bytes(32, "little") in {prefix[16:] for prefix in found}
-    for row, number in zip(sketch.status(), [number for number, _ in true.most_common(10)], strict=False):
-        count, error = row["count"], row["error"]
-        assert isinstance(count, int)
-        assert isinstance(error, int)
-        assert count - error <= true[number] <= count
+        entry = sketch._entries[prefix_of(number)]
+        assert entry.count - entry.error <= true[number] <= entry.count
+    shown = sketch.status()
+    assert len(shown) == hot_prefixes.SHOWN
+    assert {row["count"] for row in shown[:10]} == {sketch._entries[prefix_of(number)].count for number in range(10)}
 
 
 def test_the_names_of_a_prefix_differ_between_starts() -> None:

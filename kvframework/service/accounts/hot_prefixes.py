@@ -11,16 +11,27 @@ nothing of the tokens.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import secrets
 from collections.abc import Callable
 
-from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, CacheKey
+from kvframework.api.keys import NAMESPACE_BYTES
 
 ENTRIES = 256
 # Prefixes that are counted between two cuts: they make a cut's cost small for each.
 MOST = 2048
 SHOWN = 16
 _SHOWN_BYTES = 4
+
+
+class _Entry:
+    """`count` lookups, of which `error` may be too many, and the tokens that they found."""
+
+    __slots__ = ("count", "error", "hit_tokens")
+
+    def __init__(self, floor: int) -> None:
+        self.count = self.error = floor
+        self.hit_tokens = 0
 
 
 class HotPrefixes:
@@ -30,51 +41,38 @@ class HotPrefixes:
         self._model_of = model_of
         self._secret = secrets.token_bytes(32)
         # By namespace and digest of the first chunk.
-        self._counts: dict[bytes, int] = {}
-        self._tokens: dict[bytes, int] = {}
-        self._errors: dict[bytes, int] = {}
+        self._entries: dict[bytes, _Entry] = {}
         self._floor = 0
 
-    def looked_up(self, key: CacheKey, hit_tokens: int) -> None:
-        """Count a lookup; one without digests (token ids to hash) is left out. 0.3 us."""
-        if not key.digests:
-            return
-        prefix = key.namespace + key.digests[:DIGEST_BYTES]
-        counts = self._counts
-        count = counts.get(prefix)
-        if count is None:
-            if len(counts) >= MOST:
+    def looked_up(self, prefix: bytes, hit_tokens: int) -> None:
+        """Count a lookup; `prefix` is the namespace and the digest of the first chunk."""
+        entry = self._entries.get(prefix)
+        if entry is None:
+            if len(self._entries) >= MOST:
                 self._cut()
-            count = self._floor
-        counts[prefix] = count + 1
-        if hit_tokens:
-            self._tokens[prefix] = self._tokens.get(prefix, 0) + hit_tokens
+            entry = self._entries[prefix] = _Entry(self._floor)
+        entry.count += 1
+        entry.hit_tokens += hit_tokens
 
     def status(self) -> list[dict[str, object]]:
-        """Return the largest, `SHOWN` at most: the model, the lookups (`count`, of which `error` may be too many), the
-        tokens that they found, and the hash of the prefix."""
-        # Each copy is one step: the serving thread may change the originals meanwhile.
-        counts, tokens, errors, floor = dict(self._counts), dict(self._tokens), dict(self._errors), self._floor
-        largest = sorted(counts.items(), key=lambda item: -item[1])[:SHOWN]
+        """Return the largest, `SHOWN` at most."""
+        # The copy is one step: the serving thread may change the original meanwhile.
+        largest = heapq.nlargest(SHOWN, dict(self._entries).items(), key=lambda item: item[1].count)
         return [
             {
                 "model": self._model_of(prefix[:NAMESPACE_BYTES]),
                 "prefix": self._hash(prefix),
-                "hit_tokens": tokens.get(prefix, 0),
-                "count": count,
-                "error": errors.get(prefix, floor),
+                "hit_tokens": entry.hit_tokens,
+                "count": entry.count,
+                "error": entry.error,
             }
-            for prefix, count in largest
+            for prefix, entry in largest
         ]
 
     def _hash(self, prefix: bytes) -> str:
         return hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest()
 
     def _cut(self) -> None:
-        ranked = sorted(self._counts, key=self._counts.__getitem__, reverse=True)
-        kept = ranked[:ENTRIES]
-        # Those that came since the last cut began at its floor.
-        self._errors = {prefix: self._errors.get(prefix, self._floor) for prefix in kept}
-        self._floor = max(self._floor, self._counts[ranked[ENTRIES]])
-        self._counts = {prefix: self._counts[prefix] for prefix in kept}
-        self._tokens = {prefix: self._tokens[prefix] for prefix in kept if prefix in self._tokens}
+        ranked = sorted(self._entries.items(), key=lambda item: item[1].count, reverse=True)
+        self._floor = max(self._floor, ranked[ENTRIES][1].count)
+        self._entries = dict(ranked[:ENTRIES])

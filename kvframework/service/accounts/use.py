@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.api.requests import ClientInfo
 from kvframework.service.accounts.finished import MAX_TEXT
 from kvframework.service.accounts.hot_prefixes import HotPrefixes
+from kvframework.service.keys import KeyGrid
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.l1.accounts import NO_NAMESPACE, Account
 from kvframework.storage.manager import StorageManager
@@ -37,13 +38,14 @@ class Use:
     def end_session(self, client: ClientInfo) -> None:
         self._engines.pop(client.session_id, None)
 
-    def looked_up(self, client: ClientInfo, key: CacheKey, asked_tokens: int, hit_tokens: int, *, named: bool) -> None:
-        """Count a lookup that has ended; `named` means that its namespace was registered."""
-        tenant = self._tenants.number(key.cache_salt)
-        namespace = key.namespace if named else NO_NAMESPACE
-        self._storage.account(client.session_id, namespace, tenant).looked_up(asked_tokens, hit_tokens)
-        if named:
-            self._hot.looked_up(key, hit_tokens)
+    def looked_up(self, client: ClientInfo, key: CacheKey, grid: KeyGrid | None, asked: int, hit: int) -> None:
+        """Count a lookup that has ended, of `asked` tokens of which `hit` were found; `grid` is None if its namespace
+        is not known."""
+        tenant, namespace = self._tenants.number(key.cache_salt), NO_NAMESPACE
+        if grid is not None:
+            namespace = key.namespace
+            self._hot.looked_up(namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]), hit)
+        self._storage.account(client.session_id, namespace, tenant).looked_up(asked, hit)
 
     def status(self) -> dict[str, object]:
         accounts = self._storage.accounts()
