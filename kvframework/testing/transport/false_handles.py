@@ -24,8 +24,8 @@ def needs_handles(engine: KitEngine) -> None:
 def must_be_refused(
     monkeypatch: pytest.MonkeyPatch, engine: KitEngine, export: Callable[..., tuple[str, tuple[bytes, ...]]], why: str
 ) -> None:
-    """Register the engine's memory anew with what `export` returns in the place of `export_memory`; fail unless that is
-    refused. The engine is closed before, and afterwards."""
+    """Register the engine's memory again, with what `export` returns in the place of `export_memory`; fail unless that
+    is refused. The engine is closed before, and afterwards."""
     __tracebackhide__ = True
     engine.close()
     with monkeypatch.context() as patch:
