@@ -56,6 +56,10 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
             check()
         except KVFrameworkError as error:
             yield error
+    if config.observe is not None:
+        from kvframework.observe.settings import refusals as observe_refusals  # only few servers need TLS of Python
+
+        yield from observe_refusals(config.observe, f"{config.source}: [observe]", running=running)
 
 
 class RunningServer(NamedTuple):

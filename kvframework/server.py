@@ -28,6 +28,7 @@ from kvframework.errors import PluginBroken
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
+from kvframework.observe.supervisor import ObserveSupervisor
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
@@ -68,6 +69,7 @@ class Server:
         for table in config.layout:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
+        self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
         storage = self._storage()
         transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
         self.service = CacheService(
@@ -82,6 +84,7 @@ class Server:
                 "tcp": config.server.tcp,
                 "config": config.source,
             },
+            observe_status=self._observer.status if self._observer else dict,
             messaging_status=lambda: self._messaging_status(),
             request_durations=lambda: self._messages.durations.status(),
             tenants=config.tenants,
@@ -107,6 +110,8 @@ class Server:
     def bind(self) -> None:
         """Bind the sockets. Raises `EndpointError`. Afterwards `serve_forever` must be called."""
         self._messages.bind()
+        if self._observer is not None:
+            self._observer.start()
 
     def serve_forever(self, *, process_ends: bool = False) -> None:
         """Serve until `stop`, then close everything, within `STOP_S` seconds. `process_ends` means that the process
@@ -142,6 +147,8 @@ class Server:
     def close(self, *, process_ends: bool = False) -> None:
         """Close a server that has stopped serving (or never served); pending writes to L2 get the time left."""
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
+        if self._observer is not None:
+            self._observer.stop()
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:

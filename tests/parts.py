@@ -31,6 +31,13 @@ PARTS: dict[str, tuple[str, ...]] = {
         "wire_path/test_under_way.py",
         "wire_versions",
     ),
+    # What operators run beside a server: Prometheus and its rules, and faults as they show there.
+    "operate": (
+        "observe/test_alerts.py",
+        "observe/test_faults.py",
+        "observe/test_prometheus.py",
+        "observe/test_scrapers.py",
+    ),
     # What authors of plugins read, copy and run: guides, examples, scaffolds, and the kits against planted bugs.
     "docs": (
         "devices/test_planted_bugs.py",

@@ -44,7 +44,7 @@ def test_a_part_names_what_is_there_and_nothing_twice(part: str) -> None:
         assert [other for each in PARTS.values() for other in each if other == place or other in parents] == [place]
 
 
-def test_every_part_is_run_by_full_or_survival() -> None:
+def test_every_part_is_run_by_full_or_by_its_name() -> None:
     run = environments()
     assert {part for name in label("full") | {"survival"} for part in run.get(name, ())} == {DEFAULT, *PARTS}
     assert {part for name in label("env_list") for part in run.get(name, ())} == {DEFAULT}

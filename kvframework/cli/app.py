@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import clear, config, doctor, explain, keys, new, plugins, serve, status, tenants
+from kvframework.cli import clear, config, doctor, explain, keys, new, observe, plugins, serve, status, tenants
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, explain, clear, config, keys, tenants, plugins, new, doctor, demo):
+for command in (serve, status, observe, explain, clear, config, keys, tenants, plugins, new, doctor, demo):
     command.register(app)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.config import CurveConfig, LogConfig, ServerConfig, read_layers
+from kvframework.config import CurveConfig, LogConfig, ObserveConfig, ServerConfig, read_layers
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import discover
@@ -76,6 +76,7 @@ def _keys(raw: dict[str, Any], registry: PluginRegistry) -> Iterator[tuple[str, 
     yield from _of_struct("server", ServerConfig)
     yield from _of_struct("server.curve", CurveConfig)
     yield from _of_struct("log", LogConfig)
+    yield from _of_struct("observe", ObserveConfig)
     yield "codecs.allow", []
     l1 = _table(raw.get("l1"))
     yield from _of_struct("l1", L1Keys)

@@ -61,6 +61,10 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     if config.server.curve is not None:
         view.core(("server", "curve"), "[server.curve]", shown_options(config.server.curve))
     view.core(("log",), "[log]", shown_options(config.log))
+    if config.observe is not None:
+        view.core(("observe",), "[observe]", shown_options(config.observe))
+    else:
+        view.empty.append(ShownValue("observe", None, FIELD_DEFAULT))
     l1, eviction = config.l1, config.l1.eviction
     own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts}
     view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)

@@ -89,6 +89,17 @@ def _parse_tcp(text: str, where: str) -> Endpoint:
     return Endpoint("tcp", host=match["six"] or match["host"], port=int(match["port"]))
 
 
+def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
+    """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise EndpointError(
+            f"{text!r} is no host and port", where=where, available="HOST:PORT, [ADDRESS]:PORT", hint="127.0.0.1:9309"
+        )
+    host = match["six"] or match["host"]
+    return "" if host == "*" else host, int(match["port"])
+
+
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of the default endpoint: the same for every process of this user and environment; not created
     here."""

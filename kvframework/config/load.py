@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from kvframework.config.conversion import convert, unknown_key
-from kvframework.config.endpoint import parse_endpoint
+from kvframework.config.endpoint import parse_endpoint, parse_listen
 from kvframework.config.layers import CONFIG_VARIABLE, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,
@@ -21,6 +21,7 @@ from kvframework.config.schema import (
     L2Config,
     L2Keys,
     LogConfig,
+    ObserveConfig,
     PluginTable,
     ServerConfig,
     TenantConfig,
@@ -38,7 +39,7 @@ class _Allow(msgspec.Struct, frozen=True):
     allow: tuple[CodecName, ...] = ()
 
 
-_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests", "tenants")
+_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests", "observe", "tenants")
 
 
 def load_config(
@@ -70,6 +71,7 @@ def assemble(layers: Layers) -> Config:
         requests=_named_once(_plugins(raw, "requests", where)),
         source=layers.source,
         tenants=_tenants(_table(raw.get("tenants", {}), f"{where}: [tenants]"), where),
+        observe=_observe(raw["observe"], f"{where}: [observe]") if "observe" in raw else None,
     )
 
 
@@ -104,6 +106,14 @@ def _check_secure(server: ServerConfig, where: str) -> None:
         raise EndpointError(
             "insecure = true contradicts [server.curve]", where=where, hint="leave one of them out of the file"
         )
+
+
+def _observe(value: object, where: str) -> ObserveConfig:
+    observe = convert(_table(value, where), ObserveConfig, where=where)
+    parse_listen(observe.listen, where=f"{where} listen")
+    if bool(observe.tls_cert) != bool(observe.tls_key):
+        raise ConfigFieldError("tls_cert and tls_key go together", where=where, hint="give both, or none")
+    return observe
 
 
 def _l1(table: dict[str, object], where: str) -> L1Config:

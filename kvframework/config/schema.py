@@ -101,6 +101,22 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "human"
 
 
+class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[observe]`: the process of `kvframework observe` that the server starts, and starts again after its end. Without
+    the table there is none. `listen` is HOST:PORT; port 0 is any free one, which the log names."""
+
+    listen: Annotated[
+        str,
+        msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and the page; port 0: any free one"),
+    ] = "127.0.0.1:9309"
+    tls_cert: Annotated[str, msgspec.Meta(description="file of the certificate chain; empty: plain HTTP")] = ""
+    tls_key: Annotated[str, msgspec.Meta(description="file of its key")] = ""
+    token_file: Annotated[
+        str,
+        msgspec.Meta(description="file of the token that callers give; read for each request; empty: none is asked"),
+    ] = ""
+
+
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of `[l1]`."""
 
@@ -219,3 +235,4 @@ class Config(msgspec.Struct, frozen=True):
     log: LogConfig = LogConfig()
     codecs: CodecsConfig = CodecsConfig()
     tenants: tuple[TenantConfig, ...] = ()
+    observe: ObserveConfig | None = None

@@ -155,6 +155,8 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
     log = document.get("log", {})
     if log.get("problem"):
         yield "log", f"it {log['problem']}"
+    if document.get("observe", {}).get("problem"):
+        yield "observe", document["observe"]["problem"]
     for context in document["instances"]:
         if context["lost"]:
             yield "instances", f"instance {context['instance_id']} must register again: {context['lost']}"

@@ -69,6 +69,7 @@ class CacheService(CacheServices):
         layouts: Mapping[str, Layout],
         server_facts: Mapping[str, object],
         messaging_status: Callable[[], Mapping[str, object]],
+        observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
         tenants: Sequence[TenantConfig] = (),
     ) -> None:
@@ -104,6 +105,7 @@ class CacheService(CacheServices):
             server={"boot_id": self.boot_id.hex(), **server_facts},
             transports={name: transport.server for name, transport in transports.items()},
             messaging=messaging_status,
+            observe=observe_status,
             requests=request_durations,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,

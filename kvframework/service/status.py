@@ -34,6 +34,7 @@ class StatusReport:
         server: Mapping[str, object],
         transports: Mapping[str, ServerTransport | None],
         messaging: Callable[[], Mapping[str, object]],
+        observe: Callable[[], Mapping[str, object]],
         requests: Callable[[], Mapping[str, object]],
         tickets: Callable[[], int],
         lookups: Callable[[], Mapping[str, object]],
@@ -46,6 +47,7 @@ class StatusReport:
         self._server = server
         self._transports = transports
         self._messaging = messaging
+        self._observe = observe
         self._requests = requests
         self._tickets = tickets
         self._lookups = lookups
@@ -91,4 +93,5 @@ class StatusReport:
             **self._storage.status(),
             "messaging": self._messaging(),
             "log": log_status(),
+            "observe": self._observe(),
         }

@@ -32,17 +32,42 @@ def key(deed: str) -> bytes:
     return deed.encode() * 72
 
 
+class Kept:
+    """A helper that one test after the other uses: its start is the most of what a test costs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._options = FilesystemOptions(path=str(folder), capacity=ByteSize(1 << 30))
+        self.tier = self.start()
+
+    def start(self) -> HelperTier:
+        optional = ("scan", "touch", "usage")
+        return HelperTier(filesystem, self._options, name="filesystem", where="[[l2]] #1", capabilities=optional)
+
+    def empty(self) -> HelperTier:
+        try:
+            keys = [entry.key for entry in self.tier.scan(deadline=soon())]
+        except TierError:  # the test before has closed it
+            self.tier = self.start()
+            keys = [entry.key for entry in self.tier.scan(deadline=soon())]
+        self.tier.delete(keys, deadline=soon())
+        return self.tier
+
+
+@pytest.fixture(scope="module")
+def one_helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    kept = Kept(tmp_path_factory.mktemp("helper") / "store")
+    yield kept
+    kept.tier.close()
+
+
 class TestAFilesystemInAHelper(TierConformance):
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> Iterator[Tier]:
-        self.store_options = FilesystemOptions(path=str(tmp_path / "store"), capacity=ByteSize(1 << 30))
-        tier = self.reopen(None)
-        yield tier
-        tier.close()
+    def tier(self, one_helper: Kept) -> Tier:
+        self.start = one_helper.start
+        return one_helper.empty()
 
-    def reopen(self, tier: Tier | None) -> Tier:
-        optional = ("scan", "touch", "usage")
-        return HelperTier(filesystem, self.store_options, name="filesystem", where="[[l2]] #1", capabilities=optional)
+    def reopen(self, tier: Tier) -> Tier:
+        return self.start()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvframework.registry.options import describe_options
 from tests.docs.option_tables import rows
 
 BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
-STRUCTS = ("ServerConfig", "CurveConfig", "LogConfig", "L1Keys", "L2Keys", "TenantKeys")
+STRUCTS = ("ServerConfig", "CurveConfig", "LogConfig", "ObserveConfig", "L1Keys", "L2Keys", "TenantKeys")
 
 
 def renewed(page: str) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvframework.observe.dashboard import dashboard
 from tests.docs import (
+    alert_rules,
     command_table,
     configuration_tables,
     error_reference,
     hook_reference,
+    metric_table,
     option_tables,
     registry_table,
     ttft_plot,
@@ -29,6 +32,9 @@ def generated() -> dict[Path, str]:
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = command_table.renewed(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
+    files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.file()
+    files[DOCS / "metrics.md"] = NOTE + metric_table.page()
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
@@ -39,5 +45,6 @@ def generated() -> dict[Path, str]:
 if __name__ == "__main__":
     for file, text in generated().items():
         if not file.exists() or file.read_text() != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
             print(file)

@@ -32,9 +32,10 @@ def slug(heading: str) -> str:
 @cache
 def anchors(page: Path) -> set[str]:
     """The anchors that are the same on GitHub and on the site, which makes one hyphen of several. A second heading of
-    one text has another on each."""
-    headings = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {name for name in map(slug, headings) if "--" not in name}
+    one text has another on each. Rows of tables have anchors of their own."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE)
+    return {name for name in map(slug, headings) if "--" not in name} | set(re.findall(r'<a id="([\w-]+)"></a>', text))
 
 
 def dead(page: Path, text: str) -> list[str]:

@@ -20,9 +20,11 @@ import kvframework
 from kvframework.cli.app import app
 from kvframework.cli.explain_view import ADVICE
 from kvframework.cli.explain_view import PAGE as PAGE_OF_REASONS
+from kvframework.config import ObserveConfig
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
+from kvframework.observe.supervisor import ObserveSupervisor
 from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
@@ -198,7 +200,7 @@ def test_every_field_of_a_finished_request_is_documented() -> None:
 
 
 # What this server has none of.
-NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms")
+NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms", "observe.")
 
 
 def test_every_field_of_a_device_is_documented() -> None:
@@ -209,6 +211,11 @@ def test_every_field_of_a_device_is_documented() -> None:
         copier.stop()
         assert copier.join(10)
     assert found == {name for name in documented() if name.startswith("transports.*.devices")}
+
+
+def test_every_field_of_the_observing_process_is_documented() -> None:
+    found = {f"observe.{name}" for name in ObserveSupervisor("ipc:///none", ObserveConfig()).status()}
+    assert found == {name for name in documented() if name.startswith("observe.")}
 
 
 def test_all_trouble_is_documented() -> None:
@@ -264,5 +271,5 @@ def test_the_unit_file_is_one(tmp_path: Path) -> None:
 
 
 def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 345
+    assert len(PAGE.splitlines()) < 350
     assert "docs/operations.md" in (ROOT / "README.md").read_text()

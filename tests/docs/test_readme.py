@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 import kvframework
 from kvf_vllm.registration import NAME
-from kvframework.config import load_config
+from kvframework.api.installing import install_command
+from kvframework.cli.app import app
+from kvframework.config import ObserveConfig, load_config
 from kvframework.registry import PluginRegistry, check_config
 from tests.docs.shown import blocks, entry_points
 
@@ -45,6 +48,13 @@ def test_vllm_comes_next_and_gets_a_configuration_of_the_connector() -> None:
     assert (config["kv_connector"], config["kv_role"]) == (NAME, "kv_both")
     assert config["kv_load_failure_policy"] == "recompute"
     assert README.splitlines().index("## With vLLM") < 35
+
+
+def test_two_commands_show_a_hit_rate() -> None:
+    install, run = re.findall(r"`([^`]+)`", section("Watch it"))[:2]
+    assert install == install_command("observe")
+    assert run.split()[1] in typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert f"<http://{ObserveConfig().listen}/>" in section("Watch it")
 
 
 def test_it_is_short() -> None:

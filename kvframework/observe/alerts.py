@@ -1,0 +1,242 @@
+"""The alerts, each with the row of docs/operations.md that says what to do, and the rule file for Prometheus. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal, NamedTuple
+
+Severity = Literal["page", "ticket", "look"]
+
+
+class Alert(NamedTuple):
+    """A rule: it fires when `expr` has had a result for `lasting`. `page` wants a person now, `ticket` today, `look` at
+    the next occasion; `row` is an anchor of docs/operations.md."""
+
+    name: str
+    severity: Severity
+    lasting: str
+    row: str
+    summary: str
+    expr: str
+
+
+def _problem(where: str) -> str:
+    return f'kvframework_problem{{where="{where}"}} > 0'
+
+
+def _grows(name: str, matchers: str = "", span: str = "10m") -> str:
+    return f"increase(kvframework_{name}{matchers}[{span}]) > 0"
+
+
+_FOUND = 'sum without (model, found) (rate(kvframework_lookup_tokens_total{{found=~"l1|l2"}}[{span}]{offset}))'
+_ASKED = "sum without (model, found) (rate(kvframework_lookup_tokens_total[{span}]{offset}))"
+_RATE = f"({_FOUND} / {_ASKED})"
+_RATE_NOW = _RATE.format(span="30m", offset="")
+_RATE_BEFORE = _RATE.format(span="1d", offset=" offset 1h")
+
+ALERTS = (
+    Alert(
+        "KvframeworkDown",
+        "page",
+        "1m",
+        "server-silent",
+        "the server does not answer: every lookup of this node is a miss",
+        "kvframework_up == 0",
+    ),
+    Alert(
+        "KvframeworkRestarts",
+        "page",
+        "0m",
+        "server-killed",
+        "the server started more than twice within an hour",
+        "changes(kvframework_server_start_time_seconds[1h]) > 2",
+    ),
+    Alert(
+        "KvframeworkArenaNotResident",
+        "ticket",
+        "10m",
+        "arena-not-resident",
+        "part of L1 is not resident",
+        _problem("l1"),
+    ),
+    Alert(
+        "KvframeworkDescriptorsLow",
+        "ticket",
+        "2m",
+        "descriptors-low",
+        "new clients wait: {{ $labels.what }} connections are not accepted",
+        "kvframework_accepting == 0",
+    ),
+    Alert(
+        "KvframeworkTierDown",
+        "ticket",
+        "10m",
+        "tier-down",
+        "the tier {{ $labels.tier }} is down",
+        "kvframework_tier_up == 0",
+    ),
+    Alert(
+        "KvframeworkTierHangs",
+        "ticket",
+        "5m",
+        "tier-slow",
+        "a call to the tier {{ $labels.tier }} does not end",
+        "kvframework_tier_overdue_seconds > 5",
+    ),
+    Alert(
+        "KvframeworkInstanceLost",
+        "ticket",
+        "5m",
+        "copier-ended",
+        "an engine has to register again, and does not",
+        _problem("instances"),
+    ),
+    Alert(
+        "KvframeworkClientRefused",
+        "ticket",
+        "5m",
+        "client-refused",
+        "a client is refused, or refuses the server",
+        _problem("messaging.refused"),
+    ),
+    Alert(
+        "KvframeworkClientsLose",
+        "ticket",
+        "5m",
+        "server-silent",
+        "clients lose calls",
+        _problem("losses"),
+    ),
+    Alert("KvframeworkLogNotWritten", "ticket", "5m", "log-not-written", "the log cannot be written", _problem("log")),
+    Alert(
+        "KvframeworkObserveEnds",
+        "ticket",
+        "0m",
+        "observe-ended",
+        "the process of these metrics ended, and was started again",
+        f"max_over_time({_problem('observe').removesuffix(' > 0')}[10m]) > 0",
+    ),
+    Alert(
+        "KvframeworkHandlerFails",
+        "ticket",
+        "0m",
+        "handler-raised",
+        "requests fail by an error of the server or of a plugin",
+        _grows("refused_total", '{code="run.handler"}')
+        + " or "
+        + _grows("messaging_trouble_total", '{what=~"loop_errors|tick_errors"}'),
+    ),
+    Alert(
+        "KvframeworkTierBug",
+        "ticket",
+        "0m",
+        "tier-bug",
+        "a bug of the tier {{ $labels.tier }}",
+        _grows("tier_calls_failed_total", '{why="bug"}'),
+    ),
+    Alert(
+        "KvframeworkTierFull",
+        "ticket",
+        "10m",
+        "tier-full",
+        "the tier {{ $labels.tier }} does not accept values",
+        _grows("tier_values_total", '{what="store_failed"}'),
+    ),
+    Alert(
+        "KvframeworkStoresDropped",
+        "look",
+        "10m",
+        "l1-full-of-pins",
+        "objects find no room in L1",
+        _grows("l1_object_events_total", '{what="dropped"}'),
+    ),
+    Alert(
+        "KvframeworkNeverWritten",
+        "look",
+        "10m",
+        "tier-slow",
+        "objects never reach the tier {{ $labels.tier }}",
+        _grows("tier_never_written_total"),
+    ),
+    Alert(
+        "KvframeworkValuesDamaged",
+        "look",
+        "0m",
+        "tier-values-unusable",
+        "values in the tier {{ $labels.tier }} were damaged",
+        _grows("tier_values_total", '{what="corrupt"}', "1h"),
+    ),
+    Alert(
+        "KvframeworkLoadsRefused",
+        "look",
+        "10m",
+        "loads-refused",
+        "loads from tiers do not begin, as too many are under way",
+        _grows("prefetch_refused_total"),
+    ),
+    Alert(
+        "KvframeworkQuarantine",
+        "look",
+        "10m",
+        "writer-stopped",
+        "a stopped writer keeps memory of L1",
+        'kvframework_l1_bytes{state="quarantined"} > 0',
+    ),
+    Alert(
+        "KvframeworkPinsLapse",
+        "look",
+        "10m",
+        "reader-slow",
+        "engines copy more slowly than retrieve_lease_s",
+        _grows("pins_lapsed_total"),
+    ),
+    Alert(
+        "KvframeworkCopierRestarts",
+        "look",
+        "0m",
+        "copier-ended",
+        "the copier of a device was started again",
+        "increase(kvframework_copier_starts_total[1h]) > 1",
+    ),
+    Alert(
+        "KvframeworkUnknownNamespace",
+        "look",
+        "10m",
+        "namespace-unknown",
+        "lookups name what no instance has registered",
+        _grows("lookups_unknown_namespace_total"),
+    ),
+    Alert(
+        "KvframeworkStrangers",
+        "look",
+        "10m",
+        "wrong-key",
+        "clients with unknown keys, or of other users, are refused",
+        _grows("messaging_trouble_total", '{what=~"curve_refused|liveness_refused"}'),
+    ),
+    Alert(
+        "KvframeworkHitRateFalls",
+        "look",
+        "30m",
+        "the-hit-rate-is-low-or-0",
+        "the hit rate is less than half of yesterday's",
+        f"{_RATE_NOW} < 0.5 * {_RATE_BEFORE}",
+    ),
+)
+
+
+def rules(documentation: str) -> str:
+    """The rule file, in YAML; `documentation` is the URL of the folder of the docs."""
+    lines = ["groups:", "  - name: kvframework", "    rules:"]
+    for alert in ALERTS:
+        lines += [
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expr)}",
+            f"        for: {alert.lasting}",
+            "        labels:",
+            f"          severity: {alert.severity}",
+            "        annotations:",
+            f"          summary: {json.dumps(alert.summary)}",
+            f"          runbook_url: {documentation}/operations.md#{alert.row}",
+        ]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,155 @@
+"""The HTTP server: bounded connections, each with deadlines for its request and for its answer.
+
+h11 parses and writes HTTP/1.1; what is here is the I/O. uvicorn has no deadline for the head of a request, so that a
+hundred clients who send a byte a minute would shut everyone else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from http import HTTPStatus
+
+import h11
+
+from kvframework.logs.limit import one_line
+from kvframework.observe.app import HEADERS, PLAIN, Reply, Request
+
+log = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 128
+HEAD_S = 10.0  # from a connection, or its last answer, to the whole head of a request
+ANSWER_S = 20.0  # to take an answer
+_MOST_HEAD = 16 << 10
+_READ = 16 << 10
+DISCARD_S = 1.0
+_MOST_DISCARDED = 1 << 20
+
+
+class Listener:
+    """Answers at one socket. With `MOST_CONNECTIONS` open ones the oldest is closed for a new one."""
+
+    def __init__(self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None) -> None:
+        self._answer = answer
+        self._tls = tls
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; return the address. Raises `OSError`."""
+        handshake = {"ssl_handshake_timeout": HEAD_S} if self._tls else {}
+        self._server = await asyncio.start_server(
+            self._serve, host, port, limit=_MOST_HEAD, ssl=self._tls, backlog=MOST_CONNECTIONS, **handshake
+        )
+        name = self._server.sockets[0].getsockname()
+        return str(name[0]), int(name[1])
+
+    async def stop(self) -> None:
+        """Close the socket and all connections at once."""
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
+        # `drain` then waits until everything is sent.
+        writer.transport.set_write_buffer_limits(0)
+        try:
+            await self._talk(reader, writer)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            pass
+        except Exception:
+            log.exception("a connection of HTTP failed")
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MOST_HEAD)
+        while True:
+            try:
+                request = await asyncio.wait_for(_next(connection, reader), HEAD_S)
+            except h11.RemoteProtocolError as error:
+                status = HTTPStatus(error.error_status_hint)
+                await self._send(connection, writer, Reply(status, PLAIN, f"{status.phrase}\n".encode()), last=True)
+                await _discard(reader)
+                return
+            if request is None:
+                return
+            body = _has_body(request)
+            reply = Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, b"no body\n") if body else self._reply(request)
+            await self._send(connection, writer, reply, last=body, head_only=request.method == b"HEAD")
+            if connection.our_state is not h11.DONE:
+                await _discard(reader)
+                return
+            while connection.their_state is h11.SEND_BODY:
+                connection.next_event()
+            connection.start_next_cycle()
+            self._open[writer] = self._open.pop(writer, None)
+
+    def _reply(self, request: h11.Request) -> Reply:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        try:
+            return self._answer(Request(request.method.decode("latin-1"), request.target.decode("latin-1"), headers))
+        except Exception:
+            log.exception("no answer to %s", one_line(request.target[:200].decode("latin-1")))
+            return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")
+
+    async def _send(
+        self,
+        connection: h11.Connection,
+        writer: asyncio.StreamWriter,
+        reply: Reply,
+        *,
+        last: bool = False,
+        head_only: bool = False,
+    ) -> None:
+        if connection.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        status = HTTPStatus(reply.status)
+        headers = [("content-type", reply.type), ("content-length", str(len(reply.body))), *HEADERS, *reply.headers]
+        if last:
+            headers.append(("connection", "close"))
+        head = h11.Response(status_code=status.value, reason=status.phrase.encode(), headers=headers)
+        data = connection.send(head) or b""
+        if not head_only:
+            data += connection.send(h11.Data(data=reply.body)) or b""
+        data += connection.send(h11.EndOfMessage()) or b""
+        writer.write(data)
+        await asyncio.wait_for(writer.drain(), ANSWER_S)
+
+
+async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    """The next request's head; None at the end of the connection."""
+    while True:
+        event = connection.next_event()
+        if isinstance(event, h11.Request):
+            return event
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(_READ))
+        elif event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+            return None
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    """Read on for a moment: the end of a connection with unread data would take the answer with it."""
+
+    async def read() -> None:
+        for _ in range(_MOST_DISCARDED // _READ):
+            if not await reader.read(_READ):
+                return
+
+    await asyncio.wait_for(read(), DISCARD_S)
+
+
+def _has_body(request: h11.Request) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in request.headers
+    )

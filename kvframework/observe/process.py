@@ -1,0 +1,91 @@
+"""The process of `kvframework observe`: the polling thread, and one thread that answers HTTP, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from functools import partial
+
+import msgspec
+
+from kvframework.client.status_source import StatusSource
+from kvframework.config import ObserveConfig, parse_endpoint, parse_listen
+from kvframework.errors import EndpointError, KVFrameworkError
+from kvframework.logs.form import LogForm, configure_logging, end_logging
+from kvframework.observe.app import App
+from kvframework.observe.history import History
+from kvframework.observe.listener import Listener
+from kvframework.observe.poller import ANSWER_S, Poller
+from kvframework.observe.settings import is_loopback, read_token, refusals, tls_context
+from kvframework.parent_death import end_with_parent
+
+log = logging.getLogger(__name__)
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The argument of a process that a server starts."""
+
+    endpoint: str
+    config: ObserveConfig
+    log: LogForm
+
+
+def check(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
+    """Raise `EndpointError` or the first error of `settings.refusals`, if there is one. Blocking."""
+    parse_endpoint(endpoint)
+    for refusal in refusals(config, where):
+        raise refusal
+
+
+def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
+    """Answer HTTP about the server at `endpoint`, whether or not it is there, until SIGINT or SIGTERM. In the main
+    thread, after `check`. Raises `EndpointError`, and `OSError` of files that have vanished since."""
+    # The connection says the same at each try; the poller says it once.
+    logging.getLogger("kvframework.messaging").setLevel(logging.CRITICAL)
+    history = History()
+    poller = Poller(StatusSource(endpoint, ANSWER_S, name="observe"), history.add)
+    host, _ = parse_listen(config.listen)
+    app = App(lambda: poller.latest, history, token=partial(read_token, config), loopback=is_loopback(host))
+    listener = Listener(app.answer, tls=tls_context(config))
+    poller.start()
+    try:
+        asyncio.run(_listen(listener, config, where))
+    finally:
+        poller.stop()
+
+
+def main(argument: str) -> int:
+    """Run as the child of a server, with which it ends. Returns the exit status."""
+    end_with_parent()
+    start = msgspec.json.decode(argument, type=Start)
+    configure_logging(*start.log)
+    try:
+        check(start.endpoint, start.config, where="[observe]")
+        observe(start.endpoint, start.config, where="[observe]")
+    except KVFrameworkError as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        end_logging()
+    return 0
+
+
+async def _listen(listener: Listener, config: ObserveConfig, where: str) -> None:
+    host, port = parse_listen(config.listen)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        host, port = await listener.start(host, port)
+    except OSError as error:
+        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where or config.listen) from None
+    shown = f"[{host}]" if ":" in host else host
+    log.info("metrics, health and the page: %s://%s:%d/", "https" if config.tls_cert else "http", shown, port)
+    if not is_loopback(host) and not (config.token_file and config.tls_cert):
+        log.warning(
+            "other machines may reach %s:%d, without %s", shown, port, "TLS" if config.token_file else "a token"
+        )
+    await stop.wait()
+    await listener.stop()

@@ -1,0 +1,168 @@
+"""HTTP from strangers: slow, silent, huge and wrong clients take no more than their bounds, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework.observe import listener as module
+from kvframework.observe.app import PLAIN, Reply, Request
+from kvframework.observe.listener import MOST_CONNECTIONS, Listener
+from tests.support.observe_process import Got, get
+from tests.support.waiting import wait_until
+
+BIG = b"x" * (8 << 20)
+
+
+def answer(request: Request) -> Reply:
+    if request.target == "/broken":
+        raise RuntimeError("a bug")
+    return Reply(200, PLAIN, BIG if request.target == "/big" else f"{request.method} {request.target}".encode())
+
+
+class Running:
+    """A listener in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.listener = Listener(answer)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.place = self._run(self.listener.start("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.place[1]}"
+
+    def _run(self, work):  # type: ignore[no-untyped-def]
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    @property
+    def connections(self) -> int:
+        return len(self.listener._open)
+
+    def get(self, path: str = "/", **options: str) -> Got:
+        return get(self.url, path, **options)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.place, timeout=60)
+
+    def close(self) -> None:
+        self._run(self.listener.stop())
+        wait_until(lambda: not self.connections, 60, "the end of the connections")
+        self._run(asyncio.sleep(0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+        self._loop.close()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def exchange(running: Running, data: bytes) -> bytes:
+    """All that comes back for some bytes, until the server closes."""
+    with running.connect() as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(1 << 16):
+                received += piece
+        return received
+
+
+def test_get_head_and_a_second_request_on_one_connection(running: Running) -> None:
+    assert running.get("/a") == (200, "GET /a", running.get("/a").headers)
+    assert running.get("/a", method="HEAD").text == ""
+    with running.connect() as sock:
+        for number in range(3):
+            sock.sendall(f"GET /{number} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            received = b""
+            while not received.endswith(f"GET /{number}".encode()):
+                received += sock.recv(4096)
+            assert received.startswith(b"HTTP/1.1 200 OK")
+            assert b"content-security-policy" in received
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200 + b"\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400"),  # no Host
+        (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * (1 << 20), b"431"),
+        (b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"431"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + b"a" * (1 << 18), b"413"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\n" + b"a" * 0xFFFF, b"413"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", b"400"),
+    ],
+)
+def test_what_is_no_request_is_refused_and_the_connection_ends(
+    running: Running, data: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DISCARD_S", 0.2)
+    received = exchange(running, data)
+    assert received.startswith(b"HTTP/1.1 " + status)
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert running.get("/after").status == 200
+
+
+def test_a_bug_is_an_answer(running: Running) -> None:
+    assert running.get("/broken").status == 500
+    assert running.get("/after").status == 200
+
+
+def test_clients_that_send_nothing_are_closed(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEAD_S", 0.2)
+    with running.connect() as silent, running.connect() as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nA: b")
+        assert silent.recv(1) == b""
+        assert slow.recv(1) == b""
+    wait_until(lambda: not running.connections, 60)
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_closed_all_the_same(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEAD_S", 1.0)
+    with running.connect() as slow:
+        slow.settimeout(0.05)
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"G")
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        wait_until(is_closed, 60, "the end of the slow connection")
+
+
+def test_a_client_that_does_not_read_is_closed(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    with running.connect() as deaf:
+        deaf.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_until(lambda: running.connections == 1, 60)
+        wait_until(lambda: running.connections == 0, 60, "the end of the connection that is not read")
+    assert running.get("/after").status == 200
+
+
+def test_a_crowd_shuts_no_one_out(running: Running) -> None:
+    """Twice as many silent connections as there may be: the oldest end, and a new one is served at once."""
+    with contextlib.ExitStack() as crowd:
+        for _ in range(2 * MOST_CONNECTIONS):
+            crowd.enter_context(running.connect())
+            assert running.connections <= MOST_CONNECTIONS
+        assert running.get("/a").text == "GET /a"
+        wait_until(lambda: running.connections <= MOST_CONNECTIONS, 60)

@@ -1,0 +1,116 @@
+"""A real Prometheus scrapes a real server through `kvframework observe`, with TLS and a token, and has its rules."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from kvframework.observe.alerts import ALERTS
+from tests.observe.promtool import RULES
+from tests.support.certificates import make_certificate
+from tests.support.observe_process import SLOW_S, ObserveProcess, get
+from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import key_for
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian: prometheus)"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
+]
+
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: kvframework
+    scheme: https
+    authorization: {{credentials_file: {token}}}
+    tls_config: {{ca_file: {certificate}}}
+    static_configs: [{{targets: ["{target}"]}}]
+"""
+
+
+class Prometheus:
+    """Asks a running one."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def ask(self, path: str) -> Any:
+        return json.loads(get(self._url, f"/api/v1/{path}").text)["data"]
+
+    def is_ready(self) -> bool:
+        try:
+            return get(self._url, "/-/ready").status == 200
+        except OSError:
+            return False
+
+    def value(self, query: str) -> float | None:
+        result = self.ask(f"query?query={quote(query)}")["result"]
+        return float(result[0]["value"][1]) if result else None
+
+
+@contextmanager
+def prometheus(config: str, folder: Path) -> Iterator[Prometheus]:
+    file, port = folder / "prometheus.yml", free_port()
+    file.write_text(config)
+    command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            running = Prometheus(port)
+            wait_until(running.is_ready, SLOW_S, "Prometheus")
+            yield running
+        finally:
+            process.terminate()
+            process.wait(SLOW_S)
+
+
+def test_it_scrapes_what_a_server_counts(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    options = (
+        "--tls-cert",
+        str(certificate.certificate),
+        "--tls-key",
+        str(certificate.key),
+        "--token-file",
+        str(token),
+    )
+    with ServerProcess() as server, ObserveProcess(server.endpoint, *options) as observe, server.client() as client:
+        target = observe.url.removeprefix("https://")
+        assert target != observe.url
+        tls = ssl.create_default_context(cafile=certificate.certificate)
+        assert get(observe.url, "/metrics", tls=tls).status == 401
+        wait_until(lambda: get(observe.url, "/livez", tls=tls).text == "ok\n", SLOW_S, "liveness")
+        config = CONFIG.format(rules=RULES, token=token, certificate=certificate.certificate, target=target)
+        with prometheus(config, tmp_path) as running:
+            wait_until(lambda: running.value("kvframework_up") == 1, SLOW_S, "the first scrape")
+            assert running.value("kvframework_lookups_total") == 0
+            key = key_for(client.register(), [1] * 512)
+            client.store(key, b"x")
+            assert client.lookup(key).hit_tokens == 512
+            wait_until(lambda: running.value("kvframework_lookups_total") == 1, SLOW_S, "the lookup")
+            hit = 'sum(kvframework_lookup_tokens_total{found="l1"})'
+            wait_until(lambda: running.value(hit) == 512, SLOW_S, "its tokens")
+            (active,) = running.ask("targets")["activeTargets"]
+            assert (active["health"], active["lastError"]) == ("up", "")
+            (group,) = running.ask("rules")["groups"]
+            assert {rule["name"] for rule in group["rules"]} == {alert.name for alert in ALERTS}
+            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+            server.kill9()
+            wait_until(lambda: running.value("kvframework_up") == 0, SLOW_S, "the absence")
+            wait_until(lambda: running.value("kvframework_lookups_total") is None, SLOW_S, "the end of the series")
+            token.write_text("another\n")
+            wait_until(lambda: running.ask("targets")["activeTargets"][0]["health"] == "up", SLOW_S, "the new token")

@@ -1,0 +1,161 @@
+"""What is made from the table of metrics names what exists: places, rows, panels, alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework.observe.alerts import ALERTS
+from kvframework.observe.exposition import exposition
+from kvframework.observe.health import CHECKS, check_of
+from kvframework.observe.history import LOADING
+from kvframework.observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, PREFIX, REASONS, TABLE
+from kvframework.service.accounts import misses
+from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
+from kvframework.storage.l2.tier_calls import COUNTERS
+from tests.docs.test_links import anchors
+from tests.observe.documents import NOW, answered, document
+from tests.support import doc_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+STATUS = (ROOT / "docs" / "status.md").read_text()
+OPERATIONS = ROOT / "docs" / "operations.md"
+RULES = ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvframework.json").read_text())
+NAME = re.compile(r"\bkvframework_[a-z0-9_]+")
+SUFFIXES = ("", "_bucket", "_sum", "_count")
+# Fields that a server does not have yet; they read as 0.
+AWAITED = ("use.",)
+
+
+def documented() -> set[str]:
+    rows = [*doc_tables.rows(STATUS, "Fields of the status document"), *doc_tables.rows(STATUS, "Counters")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
+
+
+def series() -> set[str]:
+    """The names of all samples."""
+    text = exposition(answered(), NOW, open_metrics=False).decode()
+    found = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    return found | {f"{PREFIX}l1_hit_rate_by_capacity"}
+
+
+def queries() -> list[str]:
+    """Every query of the dashboard, and every expression of an alert."""
+    targets = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+    variables = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
+    return [*targets, *variables, *(alert.expr for alert in ALERTS)]
+
+
+def places() -> set[str]:
+    return {place for metric in METRICS for place in metric.place.split(", ") if place}
+
+
+def test_names_are_unique_and_well_formed() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert re.fullmatch("[a-z0-9_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.type == "counter"), metric.name
+        assert metric.help
+        assert not metric.help.endswith(".")
+
+
+def test_every_place_is_a_field_of_the_status_document() -> None:
+    awaited = {place for place in places() if place.startswith(AWAITED)}
+    assert sorted(places() - documented() - awaited) == []
+
+
+def test_every_row_is_a_row() -> None:
+    rows = {metric.row for metric in METRICS} | {check.row for check in CHECKS} | {alert.row for alert in ALERTS}
+    assert sorted(rows - {""} - anchors(OPERATIONS)) == []
+    assert all(check.row for check in CHECKS)
+
+
+def test_every_counter_of_trouble_is_a_metric() -> None:
+    trouble = {f"l1.counters.{name}" for name in L1_TROUBLE} | {f"l2[].{name}" for name in (*L2_TROUBLE, *COUNTERS)}
+    trouble |= {f"losses.{name}" for name in LOSSES} | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE}
+    trouble |= {"prefetch.refused", "log.dropped"}
+    assert sorted(trouble - places()) == []
+
+
+def test_every_problem_of_a_server_belongs_to_a_check() -> None:
+    source = (ROOT / "kvframework" / "service" / "health.py").read_text().partition("def _counters")[0]
+    found = set(re.findall(r'yield "([a-z0-9_.]+)", ', source)) | {"l2.0"}
+    assert len(found) > 5
+    assert [where for where in found if not check_of(where).row] == []
+
+
+def test_every_query_names_series_that_exist() -> None:
+    there = series()
+    for query in queries():
+        names = NAME.findall(query)
+        assert names, query
+        assert [name for name in names if name not in there] == [], query
+
+
+def test_every_label_in_a_query_is_one_of_its_metric() -> None:
+    labels = {metric.full + suffix: {*metric.labels, "instance"} for metric in METRICS for suffix in SUFFIXES}
+    for query in queries():
+        for name, matchers in re.findall(r"\b(kvframework_[a-z0-9_]+)\{([^}]*)\}", query):
+            assert {each[0] for each in re.findall(r"(\w+)\s*(=~|!~|!=|=)", matchers)} <= labels[name], query
+
+
+def test_every_value_of_a_label_in_an_alert_is_one() -> None:
+    text = exposition(answered(), NOW, open_metrics=False).decode()
+    for alert in ALERTS:
+        for label, values in re.findall(r'(\w+)=~?"([^"]*)"', alert.expr):
+            for value in values.split("|"):
+                assert f'{label}="{value}"' in text, alert.name
+
+
+def test_every_metric_has_a_panel() -> None:
+    shown = {name for panel in DASHBOARD["panels"] for target in panel.get("targets", ()) for name in
+             NAME.findall(target["expr"])}  # fmt: skip
+    assert [
+        metric.name for metric in METRICS if metric.full not in {name.removesuffix("_bucket") for name in shown}
+    ] == []
+    assert [title for title in TABLE if title not in {panel["title"] for panel in DASHBOARD["panels"]}] == []
+
+
+def test_no_two_panels_lie_on_each_other() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at: dict[str, Any] = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_each_alert_links_to_its_row_and_has_a_name_of_its_own() -> None:
+    text = RULES.read_text()
+    for alert in ALERTS:
+        assert f"- alert: {alert.name}\n" in text
+        assert f"/docs/operations.md#{alert.row}\n" in text
+    assert len({alert.name for alert in ALERTS}) == len(ALERTS)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+def test_promtool_reads_the_rules() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert f"{len(ALERTS)} rules found" in done.stdout
+
+
+def test_fixed_values_of_labels_are_those_of_the_server() -> None:
+    status = document()
+    assert set(REASONS) == set(misses.REASONS)
+    assert set(CAUSES) == set(status["l1"]["evicted"])
+    assert LOADING in status["l2"][0]["seconds"]
+    assert set(L1_OBJECTS) <= set(status["l1"]["counters"])
+    assert set(MESSAGING) <= set(status["messaging"]["counters"])
