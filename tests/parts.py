@@ -31,10 +31,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "wire_path/test_under_way.py",
         "wire_versions",
     ),
-    # What operators run beside a server: Prometheus and its rules, and faults as they show there.
+    # What operators run beside a server: Prometheus and its rules, faults as they show there, the page in a browser.
     "operate": (
         "observe/test_alerts.py",
         "observe/test_faults.py",
+        "observe/test_page.py",
         "observe/test_prometheus.py",
         "observe/test_scrapers.py",
     ),

@@ -82,8 +82,10 @@ def write(folder: Path) -> None:
         file = folder / "pages" / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page_text(source, repository))
-    for other in [*(ROOT / "docs").glob("*.svg"), HERE / "site.css"]:
-        shutil.copy(other, folder / "pages" / other.name)
+    (folder / "pages" / "images").mkdir(exist_ok=True)
+    for other in [*_below("docs", "*.svg"), *_below("docs", "images/*.png")]:
+        shutil.copy(ROOT / "docs" / other, folder / "pages" / other)
+    shutil.copy(HERE / "site.css", folder / "pages")
     for word, meant in {"REPOSITORY": repository, "VERSION": version}.items():
         configuration = configuration.replace(word, meant)
     (folder / "zensical.toml").write_text(configuration)

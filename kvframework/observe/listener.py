@@ -34,7 +34,7 @@ class Listener:
     def __init__(self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None) -> None:
         self._answer = answer
         self._tls = tls
-        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._open: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -47,18 +47,21 @@ class Listener:
         return str(name[0]), int(name[1])
 
     async def stop(self) -> None:
-        """Close the socket and all connections at once."""
+        """Close the socket and all connections, and wait for their tasks: a loop that cancels them logs each."""
         if self._server is not None:
             self._server.close()
+        ending = [task for task in self._open.values() if task is not None]
         for writer in list(self._open):
             writer.transport.abort()
+        if ending:
+            await asyncio.wait(ending, timeout=DISCARD_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= MOST_CONNECTIONS:
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
-        self._open[writer] = None
+        self._open[writer] = asyncio.current_task()
         # `drain` then waits until everything is sent.
         writer.transport.set_write_buffer_limits(0)
         try:

@@ -35,7 +35,7 @@ def test_the_repositorys_address_stands_in_one_place() -> None:
         *(ROOT / "docs").rglob("*.*"),
         *(ROOT / "kvframework").rglob("*.py"),
     ]
-    assert [str(page) for page in pages if page.exists() and address in page.read_text()] == []
+    assert [str(page) for page in pages if page.is_file() and address.encode() in page.read_bytes()] == []
 
 
 def test_the_forges_ci_runs_the_environments_of_tox() -> None:

@@ -3,8 +3,12 @@ nothing from elsewhere."""
 
 from __future__ import annotations
 
-from importlib import resources
+import html
+import json
+from importlib import metadata, resources
 from typing import NamedTuple
+
+from kvframework.observe.health import CHECKS
 
 TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -27,6 +31,26 @@ def files() -> dict[str, File]:
     found = {}
     for entry in resources.files(__name__).iterdir():
         type_ = TYPES.get(entry.name[entry.name.rfind(".") :])
-        if type_ is not None:
-            found["/" if entry.name == INDEX else f"/{entry.name}"] = File(type_, entry.read_bytes())
+        if type_ is None:
+            continue
+        content = entry.read_bytes()
+        if entry.name == INDEX:
+            found["/"] = File(type_, _filled(content.decode()).encode())
+        else:
+            found[f"/{entry.name}"] = File(type_, content)
     return found
+
+
+def documentation() -> str:
+    """The URL of the folder of the docs, by the package's metadata; "" if these have none."""
+    for url in metadata.metadata("kvframework").get_all("Project-URL") or ():
+        name, _, address = str(url).partition(", ")
+        if name == "Documentation":
+            return address
+    return ""
+
+
+def _filled(index: str) -> str:
+    """The first file, with what the script cannot know: where the docs are, and the row of each problem's place."""
+    rows = json.dumps({check.name: check.row for check in CHECKS})
+    return index.replace("@DOCUMENTATION@", html.escape(documentation())).replace("@ROWS@", html.escape(rows))
