@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
-from kvframework.config import Config, PluginTable, default_endpoint, parse_endpoint
+from kvframework.config import Config, PluginTable, bytes_of_tenants, default_endpoint, parse_endpoint
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import EndpointFiles
@@ -48,6 +49,7 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
         lambda: codec_tables(config),
         lambda: _check_stores(config, registry),
         lambda: _check_keys(config),
+        lambda: _check_tenants(config, registry),
     ]
     for check in checks:
         try:
@@ -118,6 +120,19 @@ def _check_keys(config: Config) -> None:
     keys = config.server.curve
     if keys is not None:
         ServerKeys.load(Path(keys.secret_key), Path(keys.clients))
+
+
+def _check_tenants(config: Config, registry: PluginRegistry) -> None:
+    """Check shares in bytes, if the options of the memory have its capacity."""
+    if not config.tenants:
+        return
+    try:
+        _, options = resolve_table(registry, config.l1.memory, MemoryProvider)
+    except KVFrameworkError:
+        return  # refused as a table already
+    capacity = getattr(options, "capacity", None)
+    if isinstance(capacity, int):
+        bytes_of_tenants(config.tenants, capacity)
 
 
 def _check_endpoint(config: Config) -> None:

@@ -22,7 +22,7 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.server_transport import ServerTransport
 from kvframework.api.tier import Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.config import Config, L2Config, PluginTable, default_endpoint
+from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import change_logging
@@ -37,6 +37,7 @@ from kvframework.running_config import RunningConfig
 from kvframework.service.diagnosis import Diagnosis
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
+from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -89,6 +90,7 @@ class Server:
             observe_status=self._observer.status if self._observer else dict,
             messaging_status=lambda: self._messaging_status(),
             request_durations=lambda: self._messages.durations.status(),
+            tenants=config.tenants,
         )
         self.running = RunningConfig(config, self._registry, self._configure)
         handlers = self._handlers()
@@ -182,14 +184,23 @@ class Server:
         tiers = [self._tier(table, codecs, records) for table in config.l2]
         memory, memory_options = resolve_table(self._registry, config.l1.memory, MemoryProvider)
         context = TableContext(config.l1.memory.where)
+        arena = self._creator.one("memory", config.l1.memory, Memory, memory.create, memory_options, context)
+        new_policy = partial(
+            self._creator.one, "eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options
+        )
+        shares = bytes_of_tenants(config.tenants, arena.capacity)
         return StorageManager(
-            self._creator.one("memory", config.l1.memory, Memory, memory.create, memory_options, context),
-            self._creator.one("eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options),
+            arena,
+            new_policy(),
             tiers,
             records=records,
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
+            tenants=[
+                Tenant(tenant.name, least, most, new_policy())
+                for tenant, (least, most) in zip(config.tenants, shares, strict=True)
+            ],
         )
 
     def _codecs(self) -> CodecTable:

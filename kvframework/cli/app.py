@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import clear, config, doctor, dump, explain, keys, new, observe, plugins, serve, status
+from kvframework.cli import clear, config, doctor, dump, explain, keys, new, observe, plugins, serve, status, tenants
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, observe, explain, clear, config, keys, plugins, new, doctor, dump, demo):
+for command in (serve, status, observe, explain, clear, config, keys, tenants, plugins, new, doctor, dump, demo):
     command.register(app)
 
 

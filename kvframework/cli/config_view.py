@@ -81,6 +81,10 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     for table in codec_tables(config):
         _, options = resolve_table(registry, table, CodecProvider)
         view.core(("codecs", table.use), f"[codecs.{table.use}]", shown_options(options), plugin=f"codec.{table.use}")
+    if not config.tenants:
+        view.empty.append(ShownValue("tenants", None, FIELD_DEFAULT))
+    for tenant in config.tenants:
+        view.core(("tenants", tenant.name), f"[tenants.{tenant.name}]", msgspec.structs.asdict(tenant.keys))
     return ConfigView(layers.source, layers.by_variable, view.empty, view.tables)
 
 

@@ -29,7 +29,9 @@ from kvframework.config.schema import (
     ObserveConfig,
     PluginTable,
     ServerConfig,
+    TenantConfig,
 )
+from kvframework.config.tenants import bytes_of_tenants, tenant_digest
 from kvframework.config.toml import toml_value
 
 __all__ = [
@@ -49,8 +51,10 @@ __all__ = [
     "ObserveConfig",
     "PluginTable",
     "ServerConfig",
+    "TenantConfig",
     "apply_override",
     "assemble",
+    "bytes_of_tenants",
     "changes",
     "check_directory",
     "check_private_directory",
@@ -65,6 +69,7 @@ __all__ = [
     "parse_listen",
     "prepare_private_directory",
     "read_layers",
+    "tenant_digest",
     "toml_value",
     "trusted_server_uid",
     "when",

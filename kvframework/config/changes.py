@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvframework.config.schema import CodecsConfig, Config, PluginTable
+from kvframework.config.schema import CodecsConfig, Config, PluginTable, TenantConfig
 
 When = Literal["now", "restart"]
 
@@ -79,7 +79,8 @@ def _keys(path: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _keys(path if name in _INLINE else f"{prefix}{name}", getattr(value, name))
     elif isinstance(value, tuple) and any(isinstance(each, msgspec.Struct) for each in value):
         for index, each in enumerate(value):
-            yield from _keys(f"{prefix}{index}", each)
+            named = isinstance(each, TenantConfig)
+            yield from _keys(f"{prefix}{each.name if named else index}", each.keys if named else each)
     elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from _keys(f"{prefix}{name}", each)

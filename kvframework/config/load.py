@@ -24,7 +24,10 @@ from kvframework.config.schema import (
     ObserveConfig,
     PluginTable,
     ServerConfig,
+    TenantConfig,
+    TenantKeys,
 )
+from kvframework.config.tenants import tenants_of
 from kvframework.errors import ConfigFieldError, EndpointError
 
 __all__ = ["CONFIG_VARIABLE", "assemble", "load_config"]
@@ -36,7 +39,7 @@ class _Allow(msgspec.Struct, frozen=True):
     allow: tuple[CodecName, ...] = ()
 
 
-_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests", "observe")
+_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests", "observe", "tenants")
 
 
 def load_config(
@@ -67,6 +70,7 @@ def assemble(layers: Layers) -> Config:
         hasher=_plugin(_table(raw["hasher"], f"{where}: [hasher]"), f"{where}: [hasher]"),
         requests=_named_once(_plugins(raw, "requests", where)),
         source=layers.source,
+        tenants=_tenants(_table(raw.get("tenants", {}), f"{where}: [tenants]"), where),
         observe=_observe(raw["observe"], f"{where}: [observe]") if "observe" in raw else None,
     )
 
@@ -156,6 +160,16 @@ def _codecs(table: dict[str, object], where: str) -> CodecsConfig:
         if name != "allow"
     ]
     return CodecsConfig(allow, tuple(options), where)
+
+
+def _tenants(tables: dict[str, object], where: str) -> tuple[TenantConfig, ...]:
+    places = {name: f"{where}: [tenants.{name}]" for name in tables}
+    return tenants_of(
+        [
+            TenantConfig(name, convert(_table(table, places[name]), TenantKeys, where=places[name]), places[name])
+            for name, table in tables.items()
+        ]
+    )
 
 
 def _check_watermarks(keys: L1Keys | L2Keys, where: str) -> None:

@@ -163,6 +163,30 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it is emptied then")] = 0.85
 
 
+class TenantKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[tenants.NAME]`; see `kvframework.config.tenants`."""
+
+    salts: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            min_length=1, max_length=4096, description="digests of its salts, of `kvframework tenants digest`"
+        ),
+    ]
+    min: Annotated[
+        str,
+        msgspec.Meta(description="what others never evict, as a share of L1 such as `20%` or a size such as `4GiB`"),
+    ] = "0%"
+    max: Annotated[str, msgspec.Meta(description="the most that it gets of L1, in the same form")] = "100%"
+
+
+class TenantConfig(msgspec.Struct, frozen=True):
+    """One `[tenants.NAME]`."""
+
+    name: str
+    keys: TenantKeys
+    where: str
+
+
 class L1Config(msgspec.Struct, frozen=True):
     """`[l1]` and `[l1.eviction]`: above `high_watermark` of the capacity, L1 evicts down to `low_watermark`."""
 
@@ -210,4 +234,5 @@ class Config(msgspec.Struct, frozen=True):
     source: str
     log: LogConfig = LogConfig()
     codecs: CodecsConfig = CodecsConfig()
+    tenants: tuple[TenantConfig, ...] = ()
     observe: ObserveConfig | None = None

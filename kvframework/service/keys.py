@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, cycle, product, repeat
@@ -158,18 +158,25 @@ class KeyGrid:
 
 class KeyResolver:
     """Resolves cache keys to object keys. Thread-safe, without state of requests. `orders` maps a namespace to the
-    layer order of each rank that has one."""
+    layer order of each rank that has one. `on_salts` receives the salts that keys get, and the salt of their request,
+    unless that is ""."""
 
     def __init__(
-        self, hasher: KeyHasher, orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {}
+        self,
+        hasher: KeyHasher,
+        orders: Callable[[bytes], Mapping[int, bytes]] = lambda _namespace: {},
+        on_salts: Callable[[str, Iterable[bytes]], None] | None = None,
     ) -> None:
         self._hasher = hasher
         self._orders = orders
+        self._on_salts = on_salts
 
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
         """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
         orders = self._orders(namespace)
         salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
+        if cache_salt and self._on_salts is not None:
+            self._on_salts(cache_salt, salts.values())
         return [
             key_prefix(namespace, salts[orders.get(rank, b"")], rank, group)
             for rank in ranks

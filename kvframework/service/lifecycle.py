@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from kvframework.api.hasher import KeyHasher
@@ -25,7 +25,7 @@ from kvframework.api.requests import (
 )
 from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
-from kvframework.config import ServerConfig
+from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.logs.amounts import counted
 from kvframework.service.accounts.finished import FinishedRequests
@@ -38,6 +38,7 @@ from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.status import StatusReport
+from kvframework.service.tenant_names import TenantNames
 from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
 from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
@@ -70,6 +71,7 @@ class CacheService(CacheServices):
         messaging_status: Callable[[], Mapping[str, object]],
         observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
+        tenants: Sequence[TenantConfig] = (),
     ) -> None:
         self.stopping = False
         self.boot_id = secrets.token_bytes(16)
@@ -78,7 +80,8 @@ class CacheService(CacheServices):
         self.storage = storage
         self.hasher = hasher
         self._transports = transports
-        self._resolver = KeyResolver(hasher, storage.records.orders)
+        self._tenants = TenantNames(tenants)
+        self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
         self._registrations = Registrations(
             self.contexts,
             storage,
@@ -87,8 +90,9 @@ class CacheService(CacheServices):
             chunk_size=config.chunk_size,
             hasher_fingerprint=hasher.fingerprint,
         )
-        finished = self.finished = FinishedRequests(self.boot_id, storage.clock)
-        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s)
+        finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
+        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s, tenants=self._tenants)
+        self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
         accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
@@ -106,6 +110,7 @@ class CacheService(CacheServices):
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
             losses=self._losses.status,
+            use=self._use.status,
         )
         self._report = CounterReport(time.monotonic())
         self._engine_driven = EngineDrivenTransfers(
@@ -154,6 +159,7 @@ class CacheService(CacheServices):
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
         client has used an earlier server."""
         self._lookups.tickets.begin_owner(client.session_id)
+        self._use.begin_session(client)
         self._miss_facts.begin_session(client.session_id, from_before=returns)
         return m.HelloReply(
             version=version,
@@ -172,6 +178,7 @@ class CacheService(CacheServices):
         tickets = self._lookups.tickets.end_owner(client.session_id)
         leases = self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
+        self._use.end_session(client)
         self._lookups.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
@@ -257,6 +264,13 @@ class CacheService(CacheServices):
         if payload.short_count:
             self._lookups.short_prompts.heard(client, payload)
         return m.Pong(self.boot_id)
+
+    def _owned(self, cache_salt: str, salts: Iterable[bytes]) -> None:
+        """Tell the storage whose the objects with these salts are."""
+        tenant = self._tenants.number(cache_salt)
+        if tenant:
+            for salt in salts:
+                self.storage.belongs(salt, tenant)
 
     def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
         desc = self.layout_desc(namespace)

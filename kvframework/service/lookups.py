@@ -17,7 +17,9 @@ from kvframework.service.accounts.lookup_counts import LookupCounts
 from kvframework.service.accounts.miss_facts import MissFacts
 from kvframework.service.accounts.misses import REASONS
 from kvframework.service.accounts.short_prompts import ShortPrompts
+from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -30,7 +32,13 @@ class Lookups:
     receives each lookup at its end."""
 
     def __init__(
-        self, storage: StorageManager, resolver: KeyResolver, finished: FinishedRequests, *, ticket_s: float
+        self,
+        storage: StorageManager,
+        resolver: KeyResolver,
+        finished: FinishedRequests,
+        *,
+        ticket_s: float,
+        tenants: TenantNames | None = None,
     ) -> None:
         self._storage = storage
         self._resolver = resolver
@@ -40,6 +48,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(REASONS)
         self._finished = finished
+        self.use = Use(storage, tenants or TenantNames())
         self.miss_facts = MissFacts(storage)
         self.short_prompts = ShortPrompts(self._counts, finished)
         # Lookups whose answers were all pending so far, by ticket.
@@ -143,6 +152,7 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
+        self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
         self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1
         if hit_tokens < tokens:
@@ -152,7 +162,7 @@ class Lookups:
             self._counts.missed(why.reason)
         self._finished.add(
             "LOOKUP",
-            subject_of(asked.client, key, asked.began),
+            subject_of(asked.client, key, asked.began, tenant=self._finished.tenant_of(key.cache_salt)),
             "hit" if missing < 0 else "partial" if hit_tokens else "miss",
             l1_tokens=l1_tokens,
             l2_tokens=l2_tokens,

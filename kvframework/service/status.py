@@ -39,6 +39,7 @@ class StatusReport:
         tickets: Callable[[], int],
         lookups: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
+        use: Callable[[], Mapping[str, object]],
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -51,6 +52,7 @@ class StatusReport:
         self._tickets = tickets
         self._lookups = lookups
         self._losses = losses
+        self._use = use
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -77,6 +79,7 @@ class StatusReport:
             "namespaces": sorted({context.namespace.hex() for context in contexts}),
             "tickets": self._tickets(),
             "lookups": self._lookups(),
+            "use": self._use(),
             "requests": self._requests(),
             "transports": {name: half.status() if half else {} for name, half in self._transports.items()},
             **self.parts(),

@@ -23,11 +23,13 @@ from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys, closest
 from kvframework.errors import RequestError, TierError
+from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Departures
 from kvframework.storage.l1.ghosts import Cause, Ghost
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
+from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -80,7 +82,7 @@ class ClearedObjects(NamedTuple):
 
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
-    `ghosts` is the number of keys that left L1 that are remembered.
+    `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
     number of its threads."""
 
@@ -94,6 +96,7 @@ class StorageManager:
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
         ghosts: int = 0,
+        tenants: Sequence[Tenant] = (),
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -108,7 +111,7 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left)
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants)
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self.looked_up = self._departures.looked_up
@@ -158,14 +161,17 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         share: float = 1.0,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
-        `share` of the capacity bounds the owner's reserved bytes."""
+        `share` of the capacity bounds the owner's reserved bytes; `client` is the session whose account has them."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
         present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
         used = self._table.used_bytes
         most = None if share >= 1.0 else int(share * self.capacity)
-        result = self._table.reserve(items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most)
+        result = self._table.reserve(
+            items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most, client=client
+        )
         if used <= self._high * self.capacity < self._table.used_bytes:
             # Reported at once, so that later victims can be written before their eviction.
             self._tiers.leaving(self._candidates())
@@ -187,6 +193,7 @@ class StorageManager:
         owner: int,
         request_id: str,
         lease_s: float | None,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
         lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
@@ -194,11 +201,22 @@ class StorageManager:
             here = self._table.which([key for key, _ in items])
             chosen = [index for index, present in enumerate(here) if present or index in some]
             result = self.reserve(
-                [items[index] for index in chosen], owner=owner, request_id=request_id, lease_s=lease_s
+                [items[index] for index in chosen],
+                owner=owner,
+                request_id=request_id,
+                lease_s=lease_s,
+                client=client,
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
         return result
+
+    def belongs(self, salt: bytes, tenant: int) -> None:
+        """Remember that objects whose keys have this salt are of the tenant with this number, from 1, in the order of
+        `tenants`. Takes the lock only for a salt that is not remembered."""
+        if not self._table.tenants.knows(salt):
+            with self.lock:
+                self._table.tenants.learn(salt, tenant)
 
     @_locked
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -225,6 +243,19 @@ class StorageManager:
     @_locked
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self._table.which(keys)
+
+    def account(self, client: int, namespace: bytes, tenant: int) -> Account:
+        """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
+        accounts = self._table.accounts
+        account = accounts.get((client, namespace, tenant))
+        if account is None:
+            with self.lock:
+                account = accounts.of(client, namespace, tenant)
+        return account
+
+    def accounts(self) -> list[tuple[AccountKey, Account]]:
+        """Return all accounts; their numbers go on changing."""
+        return self._table.accounts.items()
 
     @_locked
     def ghost_of(self, key: PackedKey) -> Ghost | None:

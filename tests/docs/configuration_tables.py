@@ -22,6 +22,7 @@ TABLES = {
     "ObserveConfig": "observe",
     "L1Keys": "l1",
     "L2Keys": "l2",
+    "TenantKeys": "tenants.acme",
 }
 STRUCTS = tuple(TABLES)
 KEY = re.compile(r"\| `(\w+)` \|")

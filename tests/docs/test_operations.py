@@ -45,6 +45,10 @@ OPEN_MAPS = {
     "lookups.misses",
     "requests",
     "transports",
+    "use.engines",
+    "use.models",
+    "use.namespaces",
+    "use.tenants",
 }
 
 

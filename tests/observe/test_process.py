@@ -119,5 +119,5 @@ def test_it_ends_with_the_server(how: str) -> None:
 def test_the_document_of_the_other_tests_is_that_of_a_server(server: ServerProcess) -> None:
     live, ours = server.status(), document()
     assert set(live) == set(ours)
-    for part in ("l1", "lookups", "messaging", "losses", "requests", "observe"):
+    for part in ("l1", "lookups", "messaging", "losses", "requests", "observe", "use"):
         assert set(live[part]) == set(ours[part]), part

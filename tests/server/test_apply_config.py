@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvframework.config import read_layers
+from kvframework.config import read_layers, tenant_digest
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginNotFound, RequestError
 from kvframework.messaging.curve import write_pair
 from kvframework.server import Server
@@ -32,6 +32,7 @@ COLUMN = {
     for block in BLOCK.finditer(PAGE)
     for key, when in re.findall(r"^\| `(\w+)` .* \| (now|restart) \|$", block[0], re.MULTILINE)
 }
+DIGEST = tenant_digest("a salt")
 # Another value for each key, with what it needs beside it.
 OTHER = {
     "server.endpoint": ["server.endpoint=ipc://{folder}/other.sock"],
@@ -55,6 +56,9 @@ OTHER = {
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
     "l1.ghosts": ["l1.ghosts=0"],
+    "tenants.acme.salts": ["tenants.acme.salts=[\"{digest}\"]"],
+    "tenants.acme.min": ["tenants.acme.salts=[\"{digest}\"]", "tenants.acme.min=10%"],
+    "tenants.acme.max": ["tenants.acme.salts=[\"{digest}\"]", "tenants.acme.max=50%"],
     "l2.0.codec": ["l2.0.codec=zstd"],
     "l2.0.timeout_s": ["l2.0.timeout_s=3"],
     "l2.0.loads": ["l2.0.loads=5"],
@@ -77,7 +81,7 @@ class Node:
         self.server, self.client, self.settings, self.folder = server, client, settings, folder
 
     def apply(self, *overrides: str, dry_run: bool = False) -> m.ConfigApplied:
-        filled = [each.format(folder=self.folder, port=free_port()) for each in overrides]
+        filled = [each.format(folder=self.folder, port=free_port(), digest=DIGEST) for each in overrides]
         layers = read_layers(None, (*self.settings, *filled), {})
         asked = m.ApplyConfig(msgspec.json.encode(layers.raw), "test.toml", dry_run)
         applied: m.ConfigApplied = self.client.call("APPLY_CONFIG", asked)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -40,6 +41,7 @@ class Node:
         loads: int = 2,
         writes: int = 1,
         ghosts: int = 64,
+        tenants: Sequence[Tenant] = (),
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.tiers = [MemoryTier()] if tiers is None else list(tiers)
@@ -68,6 +70,7 @@ class Node:
             high_watermark=high_watermark,
             low_watermark=low_watermark,
             ghosts=ghosts,
+            tenants=tenants,
             **options,
         )
 

@@ -39,9 +39,10 @@ class Subject(NamedTuple):
     start: int
     asked_tokens: int
     path: str = ""
+    tenant: str = ""
 
 
-def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "") -> Subject:
+def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "", tenant: str = "") -> Subject:
     return Subject(
         began,
         client.name,
@@ -53,16 +54,23 @@ def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "") 
         key.start,
         key.end - key.start,
         path,
+        tenant,
     )
 
 
 class FinishedRequests:
-    """The ring. `boot_id` names the server's start; `clock` is monotonic."""
+    """The ring. `boot_id` names the server's start; `clock` is monotonic; `tenant_of` names the tenant of a salt."""
 
-    def __init__(self, boot_id: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        boot_id: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        tenant_of: Callable[[str], str] = lambda _salt: "",
+    ) -> None:
         self._boot_id = boot_id
         self._started_at = time.time()
         self.clock = clock
+        self.tenant_of = tenant_of
         self._lock = threading.Lock()
         self._ring: deque[m.Finished] = deque(maxlen=MOST)
         self._last = 0
@@ -87,7 +95,7 @@ class FinishedRequests:
     ) -> None:
         """Append a request that ends now. See `Finished` for the fields."""
         wall, now = time.time(), self.clock()
-        (began, client, pid, session_id, request_id, model, namespace, start, asked_tokens, path) = subject
+        (began, client, pid, session_id, request_id, model, namespace, start, asked_tokens, path, tenant) = subject
         reason, detail, cause_at, idle_s, by = why
         with self._lock:
             self._last += 1
@@ -119,6 +127,7 @@ class FinishedRequests:
                     path,
                     objects,
                     nbytes,
+                    tenant=tenant,
                     trace=trace,
                 )
             )

@@ -19,6 +19,7 @@ class TransferAccounts:
 
     def __init__(self, storage: StorageManager, finished: FinishedRequests, miss_facts: MissFacts) -> None:
         self.finished = finished.add
+        self._tenant_of = finished.tenant_of
         self._storage = storage
         self._clock = storage.clock
         self._miss_facts = miss_facts
@@ -26,7 +27,7 @@ class TransferAccounts:
 
     def begun(self, client: ClientInfo, key: CacheKey, path: str) -> Subject:
         """Return the subject of a transfer that begins now."""
-        return subject_of(client, key, self._clock(), path)
+        return subject_of(client, key, self._clock(), path, self._tenant_of(key.cache_salt))
 
     def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> None:
         """Add a RETRIEVE that found something missing in L1."""

@@ -87,7 +87,12 @@ class ChunkTransfers:
             return self._missing(grid)
         sent = _checked_objects(grid, payload.objects, buffers)
         result = self._storage.reserve_some(
-            grid.sized(), sent, owner=INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None
+            grid.sized(),
+            sent,
+            owner=INTERNAL_OWNER,
+            request_id=payload.key.request_id,
+            lease_s=None,
+            client=client.session_id,
         )
         outcome = outcome_of(result)
         ended = partial(self._accounts.finished, "STORE", subject)

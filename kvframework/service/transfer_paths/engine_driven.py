@@ -71,6 +71,7 @@ class EngineDrivenTransfers:
             request_id=payload.key.request_id,
             lease_s=self._store_lease_s,
             share=self._share_of(client),
+            client=client.session_id,
         )
         outcome = outcome_of(result)
         if result.lease is None:

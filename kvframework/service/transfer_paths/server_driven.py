@@ -67,6 +67,7 @@ class ServerDrivenTransfers:
             owner=INTERNAL_OWNER,
             request_id=payload.key.request_id,
             lease_s=None,
+            client=client.session_id,
         )
         if result.lease is None:
             outcome = outcome_of(result)

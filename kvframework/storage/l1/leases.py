@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
+from kvframework.storage.l1.accounts import Account
 
 INTERNAL_OWNER = 0
 MAX_LEASES_PER_OWNER = 4096
 # Bounds the work of unpinning when a client ends: some 50 ms. 128 lookups of the largest size.
 MAX_PINS_PER_OWNER = 1 << 22
 NO_DEADLINE = math.inf
+# Of objects and leases outside a table.
+NO_ACCOUNT = Account()
 
 
 @dataclass(slots=True, eq=False)
@@ -32,13 +35,18 @@ class StoredObject:
     pins: int = 0
     # The time of the last use, to a tick of the table.
     used: float = 0.0
+    # Its number in `Tenants`.
+    tenant: int = 0
+    # Of the client that stored it.
+    account: Account = NO_ACCOUNT
 
 
 @dataclass(slots=True)
 class WriteLease:
     """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
     the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
-    a hit."""
+    a hit. `tenant` is the number of the tenant, see `Tenants`, and `account` that of the
+    client."""
 
     id: str
     owner: int
@@ -47,6 +55,8 @@ class WriteLease:
     items: list[tuple[PackedKey, int, int]]
     present: list[StoredObject] = field(default_factory=list)
     quarantined: bool = False
+    tenant: int = 0
+    account: Account = NO_ACCOUNT
 
 
 @dataclass(slots=True)

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.ghosts import Cause
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.tenants import Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.victim_range import choose_window
 
@@ -35,8 +37,8 @@ UNPIN_AT_ONCE = 1 << 16
 @dataclass(slots=True)
 class Reservation:
     """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items. `stopped_at`
-    is the index of the first item that was not placed, None if all were; `over_share` says that the owner's share
-    stopped it."""
+    is the index of the first item that was not placed, None if all were; `over_share` says that the share of its owner
+    or tenant stopped it."""
 
     lease: WriteLease | None
     placed: list[tuple[int, int]] = field(default_factory=list)
@@ -49,13 +51,14 @@ class Reservation:
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none."""
+    object that it makes place for, None for none. `policy` orders the objects of no named tenant."""
 
     def __init__(
         self,
         allocator: RangeAllocator,
         policy: EvictionPolicy,
         on_remove: Callable[[StoredObject, Cause, PackedKey | None], None] = lambda *_: None,
+        tenants: Sequence[Tenant] = (),
     ) -> None:
         self.allocator = allocator
         self._on_remove = on_remove
@@ -67,7 +70,8 @@ class ObjectTable:
         # Leases ever quarantined, and ever lapsed.
         self.quarantines = 0
         self.lapses = 0
-        self._policy = policy
+        self.tenants = Tenants(policy, tenants)
+        self.accounts = Accounts()
         self._objects = ObjectRows()
         # Return the objects of a row by their digests.
         self.row = self._objects.row
@@ -75,7 +79,7 @@ class ObjectTable:
         self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
-        self._uses = Uses(policy, self._objects)
+        self._uses = Uses(self.tenants, self._objects)
         # Reports some of the waiting uses to the policy.
         self.tell_uses = self._uses.tell_some
 
@@ -106,16 +110,23 @@ class ObjectTable:
         request_id: str,
         deadline: float,
         most_bytes: int | None = None,
+        client: int = NO_CLIENT,
     ) -> Reservation:
         """Place each (key, bytes) that is neither present nor being written, evicting where necessary.
 
-        Items come in prefix order: after the first that cannot be placed the rest is dropped, since without it they
-        could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the owner's reserved
-        bytes, earlier reservations included. Raises `RequestError` if the owner holds too many leases.
+        Items are of one request, in prefix order: after the first that cannot be placed the rest is dropped, since
+        without it they could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the
+        owner's reserved bytes, earlier reservations included; `client` is the session whose account has
+        them. Raises `RequestError` if the owner holds too many leases.
         """
         self._make_room(owner)
         room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
+        tenant = 0
+        if items:
+            first = items[0][0]
+            tenant = lease.tenant = self.tenants.of(first)
+            lease.account = self.accounts.of(client, first, tenant)
         result = Reservation(lease)
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = [self._objects.get(key) for key, _ in items]
@@ -129,9 +140,10 @@ class ObjectTable:
                     result.in_flight += 1
                 else:
                     length = rounded(nbytes)
-                    offset = self._place(length, key) if length <= room else None
+                    offset = self._place(length, key, tenant) if length <= room else None
                     if offset is None:
-                        result.stopped_at, result.over_share = index, length > room
+                        result.stopped_at = index
+                        result.over_share = length > min(room, self.tenants.room(tenant))
                         self._count_unplaced(items[index:], result)
                         break
                     room -= length
@@ -163,15 +175,18 @@ class ObjectTable:
             return []
         self._leases.close(lease)
         objects = []
+        account = lease.account.into or lease.account
         for key, offset, nbytes in lease.items:
             del self._writing[key]
-            stored = StoredObject(key, offset, nbytes, used=now)
+            stored = StoredObject(key, offset, nbytes, used=now, tenant=lease.tenant, account=account)
             self._objects.add(stored)
             objects.append(stored)
+        account.added(len(objects), sum([rounded(stored.length) for stored in objects]))
         present = self._let_go(lease)
         # Last chunk first, so that a policy by recency evicts a prefix from its end.
+        policy = self.tenants.policies[lease.tenant]
         for stored in reversed(objects):
-            self._policy.on_insert(stored.key, stored.length)
+            policy.on_insert(stored.key, stored.length)
         self._used(present)
         return objects
 
@@ -246,6 +261,7 @@ class ObjectTable:
 
     def end_owner(self, owner: int) -> int:
         """End all leases of an owner that has ended, and so writes and reads no more; return their number."""
+        self.accounts.end(owner)
         leases = self._leases.of(owner)
         for lease in leases:
             if isinstance(lease, WriteLease):
@@ -291,10 +307,11 @@ class ObjectTable:
         return True
 
     def candidates(self, used_bytes: int) -> list[PackedKey]:
-        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects."""
+        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects and what is
+        guaranteed to tenants."""
         keys: list[PackedKey] = []
         excess = self.used_bytes - used_bytes
-        for stored in self._victims() if excess > 0 else ():
+        for stored in self._leaving() if excess > 0 else ():
             keys.append(stored.key)
             excess -= rounded(stored.length)
             if excess <= 0:
@@ -311,33 +328,53 @@ class ObjectTable:
         writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
         return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
 
-    def _place(self, length: int, key: PackedKey) -> int | None:
+    def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
+        tenants = self.tenants
+        over = length - tenants.room(tenant)
+        if over > 0 and not self._shrink(tenant, over, key):
+            return None
         offset = self.allocator.allocate(length)
         if offset is None and length <= self.allocator.limit:
-            for stored in choose_window(length, self._victims(), self._objects, self.allocator):
-                self._remove(stored, Cause.ROOM, key)
+            spare = tenants.spare(tenant) if over <= 0 else tenants.own(tenant)
+            victims = tenants.victims(self._objects, spare, last=tenant)
+            for stored in choose_window(length, victims, self._objects, self.allocator, spare):
+                self._remove(stored, Cause.ROOM if over <= 0 else Cause.TENANT, key)
                 self.evictions += 1
             offset = self.allocator.allocate(length)
         if offset is not None:
             self.used_bytes += length
+            tenants.used[tenant] += length
         return offset
 
-    def _victims(self) -> Iterator[StoredObject]:
-        """Yield the evictable objects, in the policy's order."""
-        for key in self._policy.victims():
-            stored = self._objects.get(key)
-            if stored is not None and not stored.pins:
-                yield stored
+    def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
+        """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
+        leaving = []
+        for stored in self.tenants.victims(self._objects, self.tenants.own(tenant)):
+            leaving.append(stored)
+            nbytes -= rounded(stored.length)
+            if nbytes <= 0:
+                for each in leaving:
+                    self._remove(each, Cause.TENANT, key)
+                self.evictions += len(leaving)
+                return True
+        return False
+
+    def _leaving(self) -> Iterator[StoredObject]:
+        """Yield the objects that may all leave to get below the watermark, in the order in which they should."""
+        return self.tenants.victims(self._objects, self.tenants.spare(), all_leave=True)
 
     def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         self._objects.remove(stored)
-        self._free(stored.offset, stored.length)
-        self._policy.on_remove(stored.key)
+        self._free(stored.offset, stored.length, stored.tenant)
+        stored.account.removed(rounded(stored.length), evicted=cause <= Cause.TENANT)
+        self.tenants.policies[stored.tenant].on_remove(stored.key)
         self._on_remove(stored, cause, by)
 
-    def _free(self, offset: int, nbytes: int) -> None:
+    def _free(self, offset: int, nbytes: int, tenant: int) -> None:
         self.allocator.free(offset, nbytes)
-        self.used_bytes -= rounded(nbytes)
+        length = rounded(nbytes)
+        self.used_bytes -= length
+        self.tenants.used[tenant] -= length
 
     def _count_unplaced(self, items: Sequence[tuple[PackedKey, int]], result: Reservation) -> None:
         for key, _ in items:
@@ -394,7 +431,7 @@ class ObjectTable:
                 self.quarantined_bytes -= rounded(nbytes)
             else:
                 del self._writing[key]
-            self._free(offset, nbytes)
+            self._free(offset, nbytes, lease.tenant)
 
     def _drop_pin_lease(self, lease: PinLease) -> None:
         self._leases.close(lease)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 
-from kvframework.api.eviction import EvictionPolicy
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.tenants import Tenants
 
 # Uses that are reported to the policy in one call: a millisecond or two; and the number of batches that may wait.
 TELL_AT_ONCE = 1 << 13
 MOST_UNTOLD = 16
 
-_key_of = attrgetter("key")
-
 
 class Uses:
     """Waiting uses. Those of objects that have left meanwhile are skipped."""
 
-    def __init__(self, policy: EvictionPolicy, objects: ObjectRows) -> None:
-        self._policy = policy
+    def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
+        self._tenants = tenants
         self._objects = objects
         # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
         self._untold: deque[list[StoredObject]] = deque()
@@ -29,7 +26,7 @@ class Uses:
     def add(self, objects: list[StoredObject]) -> None:
         """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
         if len(objects) <= TELL_AT_ONCE:
-            self._policy.on_access_many(list(map(_key_of, reversed(objects))))
+            self._tenants.accessed(objects[::-1])
             return
         if len(self._untold) == MOST_UNTOLD:
             self._tell(self._untold.popleft())
@@ -44,6 +41,6 @@ class Uses:
             self._tell(batch[:TELL_AT_ONCE])
 
     def _tell(self, used: Sequence[StoredObject]) -> None:
-        here = [stored.key for stored in used if self._objects.get(stored.key) is stored]
+        here = [stored for stored in used if self._objects.get(stored.key) is stored]
         for first in range(0, len(here), TELL_AT_ONCE):
-            self._policy.on_access_many(here[first : first + TELL_AT_ONCE])
+            self._tenants.accessed(here[first : first + TELL_AT_ONCE])

@@ -5,15 +5,16 @@ case, since objects of one namespace are about equal in size. Otherwise a window
 length and without pinned, reserved or quarantined ranges: of the windows that begin at one of the policy's next
 victims, the one with the most bytes of such victims and of free ranges.
 
-The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough. If there is no
-window, nothing is chosen. In an arena of up to some ten thousand objects all are examined; in a larger one as many
-around the policy's next victims, so that the cost of a placement does not grow with L1.
+The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough, and no tenant
+loses more than it may. If there is no window, nothing is chosen. In an arena of up to some ten thousand objects all are
+examined; in a larger one as many around the policy's next victims, so that the cost of a placement does not grow with
+L1.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
@@ -29,18 +30,23 @@ MOST_LOOKS_IN_ALL = 1 << 16
 
 
 def choose_window(
-    length: int, victims: Iterator[StoredObject], objects: ObjectRows, allocator: RangeAllocator
+    length: int,
+    victims: Iterator[StoredObject],
+    objects: ObjectRows,
+    allocator: RangeAllocator,
+    spare: Sequence[int] | None = None,
 ) -> list[StoredObject]:
     """Return objects whose removal leaves `length` contiguous bytes free, a multiple of the alignment; [] for none.
 
-    `victims` are the evictable objects, best first; the table must not change while this runs.
+    `victims` are the evictable objects, best first; the table must not change while this runs. `spare` has the bytes
+    that each tenant may lose, None if none has a bound; each victim alone fits in.
     """
     first = next(victims, None)
     if first is None:
         return []
     if _reach(first, allocator) >= length:
         return [first]
-    return _Search(length, objects, allocator).among(first, victims)
+    return _Search(length, objects, allocator, spare).among(first, victims)
 
 
 def _reach(stored: StoredObject, allocator: RangeAllocator) -> int:
@@ -52,10 +58,13 @@ def _reach(stored: StoredObject, allocator: RangeAllocator) -> int:
 class _Search:
     """The state of one choice."""
 
-    def __init__(self, length: int, objects: ObjectRows, allocator: RangeAllocator) -> None:
+    def __init__(
+        self, length: int, objects: ObjectRows, allocator: RangeAllocator, spare: Sequence[int] | None
+    ) -> None:
         self._length = length
         self._objects = objects
         self._allocator = allocator
+        self._spare = spare
         self._looks_left = min(MOST_LOOKS + 2 * (length // ALIGNMENT), MOST_LOOKS_IN_ALL)
         # The next victims, and free ranges beside them: length by offset.
         self._cheap: dict[int, int] = {}
@@ -118,15 +127,20 @@ class _Search:
     def _walk(self, start: int) -> list[StoredObject]:
         """Return the objects to evict for a window that begins here; [], and a new barrier, if part of it must stay."""
         window: list[StoredObject] = []
+        left = None if self._spare is None else list(self._spare)
         at = start
         while at < start + self._length:
             self._looks_left -= 1
             free = self._allocator.free_at(at)
             stored = None if free else self._objects.at(at)
-            if stored is not None and not stored.pins:
+            if stored is not None and self._may_leave(stored):
                 length = rounded(stored.length)
                 if length >= self._length:
                     return [stored]
+                if left is not None:
+                    left[stored.tenant] -= length
+                    if left[stored.tenant] < 0:
+                        return []
                 window.append(stored)
                 at += length
             elif free:
@@ -135,3 +149,6 @@ class _Search:
                 insort(self._barriers, at)
                 return []
         return window
+
+    def _may_leave(self, stored: StoredObject) -> bool:
+        return not stored.pins and (self._spare is None or rounded(stored.length) <= self._spare[stored.tenant])

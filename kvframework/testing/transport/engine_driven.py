@@ -16,7 +16,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, LayoutProvider
 from kvframework.client import KVClient
 from kvframework.client.engine_driven import EngineDrivenCalls
-from kvframework.errors import BadBlockIds, DeadlineExceeded, TransportMismatch
+from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, TransportMismatch
 from kvframework.testing.transport.cases import CASES, PAGED
 from kvframework.testing.transport.engine import registry_for
 from kvframework.testing.transport.kit import MakeEngine, TransportKit
@@ -121,7 +121,10 @@ class EngineDriven(TransportKit):
         plans: list[object] = []
         with monkeypatch.context() as patch:
             patch.setattr(kind, "describe", described)
-            engine = make_engine(NHD)
+            try:
+                engine = make_engine(NHD)
+            except BadLayout:
+                pytest.skip("the transport takes no layout that leaves the number of blocks open")
             with _planned(monkeypatch, "prepare_store", plans.append):
                 must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
         if not plans:

@@ -1,0 +1,121 @@
+"""Tenants by name: the digests of their salts, and their shares of L1. Pure.
+
+A salt is a secret, so the file has digests only, and no error shows what stands in their place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from kvframework.api.options import ByteSize
+from kvframework.config.schema import TenantConfig
+from kvframework.errors import ConfigFieldError
+
+MAX_TENANTS = 64
+# What the requests of no tenant are called.
+OTHER = "other"
+_DIGEST_BYTES = 16
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%\s*")
+_HOW = "kvframework tenants digest"
+
+
+def tenant_digest(salt: str) -> str:
+    """Return what the configuration has in place of a salt: 32 hexadecimal digits."""
+    return hashlib.sha256(b"kvf/tenant/1\0" + salt.encode()).hexdigest()[: 2 * _DIGEST_BYTES]
+
+
+def tenants_of(tenants: Sequence[TenantConfig]) -> tuple[TenantConfig, ...]:
+    """Check tenants as far as possible without the capacity of L1. Raises `ConfigFieldError`."""
+    if len(tenants) > MAX_TENANTS:
+        raise ConfigFieldError(
+            f"{len(tenants)} tenants", where=tenants[MAX_TENANTS].where, available=f"at most {MAX_TENANTS}"
+        )
+    owners: dict[str, str] = {}
+    for tenant in tenants:
+        if not _NAME.fullmatch(tenant.name) or tenant.name == OTHER:
+            raise ConfigFieldError(
+                f"{tenant.name[:64]!r} is no name for a tenant",
+                where=tenant.where,
+                available=f"1 to 32 letters, digits, '-' and '_', except {OTHER!r}: the requests of no tenant",
+            )
+        for number, digest in enumerate(tenant.keys.salts, 1):
+            place = f"{tenant.where} salts #{number}"
+            if not _DIGEST.fullmatch(digest):
+                raise ConfigFieldError(
+                    "this is no digest of a salt",
+                    where=place,
+                    available="32 hexadecimal digits in lower case",
+                    hint=f"make it with: {_HOW}",
+                )
+            if digest in owners:
+                raise ConfigFieldError(
+                    f"the digest is in {owners[digest]} already", where=place, hint="a salt is of one tenant"
+                )
+            owners[digest] = f"[tenants.{tenant.name}]"
+    _check_percents(tenants)
+    return tuple(tenants)
+
+
+def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tuple[int, int]]:
+    """Return the (least, most) bytes of each tenant in an L1 of `capacity` bytes. Raises `ConfigFieldError` for a least
+    above the most, and if all leasts together are more than the capacity."""
+    found = []
+    for tenant in tenants:
+        least, most = (int(_share(tenant, name, capacity)) for name in ("min", "max"))
+        _check_order(tenant, least, most)
+        found.append((least, most))
+    if sum(least for least, _ in found) > capacity:
+        raise _too_much(tenants, str(ByteSize(sum(least for least, _ in found))), str(ByteSize(capacity)))
+    return found
+
+
+def _check_percents(tenants: Sequence[TenantConfig]) -> None:
+    """Check what holds for every capacity: shares among themselves, and sizes among themselves."""
+    guaranteed = Fraction(0)
+    for tenant in tenants:
+        least, most = (_share(tenant, name, None) for name in ("min", "max"))
+        if _PERCENT.fullmatch(tenant.keys.min):
+            guaranteed += least
+        if bool(_PERCENT.fullmatch(tenant.keys.min)) == bool(_PERCENT.fullmatch(tenant.keys.max)):
+            _check_order(tenant, least, most)
+    if guaranteed > 1:
+        raise _too_much(tenants, f"{float(guaranteed * 100):g} %", "100 %")
+
+
+def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:
+    """Return `min` or `max` in bytes; without a capacity, a share of L1 as a fraction."""
+    text: str = getattr(tenant.keys, name)
+    percent = _PERCENT.fullmatch(text)
+    if percent:
+        share = Fraction(percent[1]) / 100
+        if share <= 1:
+            return share if capacity is None else share * capacity
+    else:
+        try:
+            return Fraction(ByteSize.parse(text))
+        except ValueError:
+            pass
+    raise ConfigFieldError(
+        f"{text[:64]!r} is no share of L1",
+        where=f"{tenant.where} {name}",
+        available='"0%" to "100%", or a size such as "4GiB"',
+    )
+
+
+def _check_order(tenant: TenantConfig, least: Fraction | int, most: Fraction | int) -> None:
+    if least > most:
+        raise ConfigFieldError(
+            f"min {tenant.keys.min} is more than max {tenant.keys.max}", where=tenant.where, available="min <= max"
+        )
+
+
+def _too_much(tenants: Sequence[TenantConfig], found: str, most: str) -> ConfigFieldError:
+    where = next(tenant.where for tenant in reversed(tenants) if tenant.keys.min)
+    return ConfigFieldError(
+        f"the min of all tenants are {found} of L1 together", where=where, available=f"at most {most}"
+    )

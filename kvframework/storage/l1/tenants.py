@@ -1,0 +1,133 @@
+"""The tenants of L1: whose an object is, what each tenant holds, and which objects may leave for whom. Pure.
+
+Tenant 0 is everyone without a name; without named tenants there is one eviction policy and no rule. A named tenant
+
+* never holds more than `most` bytes, reserved and quarantined ranges included: what it stores beyond that replaces its
+  own objects;
+* never has fewer than `least` bytes because of others: their objects take the place of its own only as long as it
+  holds more.
+
+Each tenant has an eviction policy of its own; across tenants, the object that was used longest ago leaves first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
+from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.rows import ObjectRows
+
+# Salts in keys that are remembered as a tenant's: one for each salt and order of layers.
+MAX_SALTS = 1 << 16
+_SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
+
+_key_of = attrgetter("key")
+_used_of = attrgetter("used")
+
+
+class Tenant(NamedTuple):
+    """A named tenant: the bytes of L1 that are guaranteed to it, the most that it gets, and the policy of its
+    objects."""
+
+    name: str
+    least: int
+    most: int
+    policy: EvictionPolicy
+
+
+class Tenants:
+    """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant."""
+
+    def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
+        self.policies = (policy, *(tenant.policy for tenant in named))
+        self.names = ("", *(tenant.name for tenant in named))
+        self.used = [0] * len(self.policies)
+        self._least = (0, *(tenant.least for tenant in named))
+        self._most: tuple[float, ...] = (math.inf, *(tenant.most for tenant in named))
+        self._salts: dict[bytes, int] = {}
+
+    @property
+    def any_named(self) -> bool:
+        return len(self.policies) > 1
+
+    def learn(self, salt: bytes, tenant: int) -> None:
+        """Remember that the objects whose keys have this salt are `tenant`'s, from the next reservation on."""
+        if len(self._salts) >= MAX_SALTS and salt not in self._salts:
+            del self._salts[next(iter(self._salts))]
+        self._salts[salt] = tenant
+
+    def knows(self, salt: bytes) -> bool:
+        return salt in self._salts
+
+    def of(self, key: PackedKey) -> int:
+        """Return whose an object with this key is; 0 for a salt that is not remembered."""
+        return self._salts.get(key[_SALT], 0)
+
+    def room(self, tenant: int) -> float:
+        """Return the bytes that the tenant may hold beyond what it holds."""
+        return self._most[tenant] - self.used[tenant]
+
+    def accessed(self, objects: Sequence[StoredObject]) -> None:
+        """Report uses of objects, in the order of the policy's calls."""
+        if len(self.policies) == 1:
+            self.policies[0].on_access_many(list(map(_key_of, objects)))
+            return
+        for tenant in {stored.tenant for stored in objects}:
+            self.policies[tenant].on_access_many([stored.key for stored in objects if stored.tenant == tenant])
+
+    def spare(self, tenant: int | None = None) -> list[int] | None:
+        """Return the bytes that each tenant may lose for a new object of `tenant`, or, for None, to get below the
+        watermark; None if there is no rule."""
+        if len(self.policies) == 1:
+            return None
+        spare = [max(used - least, 0) for used, least in zip(self.used, self._least, strict=True)]
+        if tenant is not None:
+            spare[tenant] = self.used[tenant]
+        return spare
+
+    def own(self, tenant: int) -> list[int]:
+        """Return the bytes that each tenant may lose if only `tenant`'s own objects may leave."""
+        return [used if index == tenant else 0 for index, used in enumerate(self.used)]
+
+    def victims(
+        self, objects: ObjectRows, spare: list[int] | None, *, last: int | None = None, all_leave: bool = False
+    ) -> Iterator[StoredObject]:
+        """Yield the objects that may leave, none larger than what its tenant may lose, in the order in which they
+        should; with `all_leave`, all of them together. Those of tenant `last` come last while it holds less than what
+        is guaranteed to it."""
+        if spare is None:
+            return _unpinned(self.policies[0], objects)
+        parts = {
+            tenant: _affordable(_unpinned(self.policies[tenant], objects), most, all_leave=all_leave)
+            for tenant, most in enumerate(spare)
+            if most
+        }
+        behind: Iterable[StoredObject] = ()
+        if last is not None and self.used[last] < self._least[last]:
+            behind = parts.pop(last, ())
+        return chain(heapq.merge(*parts.values(), key=_used_of), behind)
+
+
+def _unpinned(policy: EvictionPolicy, objects: ObjectRows) -> Iterator[StoredObject]:
+    for key in policy.victims():
+        stored = objects.get(key)
+        if stored is not None and not stored.pins:
+            yield stored
+
+
+def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) -> Iterator[StoredObject]:
+    """Yield objects up to the first one that is too large."""
+    for stored in objects:
+        length = rounded(stored.length)
+        if length > most:
+            return
+        yield stored
+        most -= length * all_leave

@@ -1,0 +1,58 @@
+"""Who uses the cache, and the sketch of hot prefixes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from kvframework.service.accounts import hot_prefixes
+from kvframework.service.accounts.hot_prefixes import HotPrefixes
+from kvframework.service.accounts.use import MAX_ROWS, OTHER, _rows
+from kvframework.storage.l1.accounts import Account
+
+
+def prefix_of(number: int) -> bytes:
+    return bytes(16) + number.to_bytes(32, "little")
+
+
+def counted(numbers: list[int]) -> HotPrefixes:
+    sketch = HotPrefixes(lambda _namespace: "m")
+    for number in numbers:
+        sketch.looked_up(prefix_of(number), 256 if number % 2 else 0)
+    return sketch
+
+
+def test_few_prefixes_are_counted_exactly() -> None:
+    rows = counted([1] * 5 + [2] * 3 + [3]).status()
+    assert [(row["count"], row["error"], row["hit_tokens"]) for row in rows] == [(5, 0, 1280), (3, 0, 0), (1, 0, 256)]
+
+
+def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
+    chance = random.Random(3)
+    numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
+    true = Counter(numbers)
+    sketch = counted(numbers)
+    assert len(sketch._entries) <= hot_prefixes.MOST
+    for number in range(10):
+        entry = sketch._entries[prefix_of(number)]
+        assert entry.count - entry.error <= true[number] <= entry.count
+    shown = sketch.status()
+    assert len(shown) == hot_prefixes.SHOWN
+    assert {row["count"] for row in shown[:10]} == {sketch._entries[prefix_of(number)].count for number in range(10)}
+
+
+def test_the_names_of_a_prefix_differ_between_starts() -> None:
+    (one,), (two,) = counted([1]).status(), counted([1]).status()
+    assert one["prefix"] != two["prefix"]
+
+
+def test_rows_are_bounded_and_lose_nothing() -> None:
+    accounts = []
+    for number in range(MAX_ROWS + 10):
+        account = Account()
+        account.looked_up(10, number)
+        accounts.append((f"model {number}", account))
+    rows = _rows(accounts)
+    assert len(rows) == MAX_ROWS + 1
+    assert rows[OTHER]["lookups"] == 10
+    assert sum(row["hit_tokens"] for row in rows.values()) == sum(range(MAX_ROWS + 10))
