@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,9 +57,9 @@ OTHER = {
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
     "l1.ghosts": ["l1.ghosts=0"],
-    "tenants.acme.salts": ["tenants.acme.salts=[\"{digest}\"]"],
-    "tenants.acme.min": ["tenants.acme.salts=[\"{digest}\"]", "tenants.acme.min=10%"],
-    "tenants.acme.max": ["tenants.acme.salts=[\"{digest}\"]", "tenants.acme.max=50%"],
+    "tenants.acme.salts": ['tenants.acme.salts=["{digest}"]'],
+    "tenants.acme.min": ['tenants.acme.salts=["{digest}"]', "tenants.acme.min=10%"],
+    "tenants.acme.max": ['tenants.acme.salts=["{digest}"]', "tenants.acme.max=50%"],
     "l2.0.codec": ["l2.0.codec=zstd"],
     "l2.0.timeout_s": ["l2.0.timeout_s=3"],
     "l2.0.loads": ["l2.0.loads=5"],
@@ -133,11 +134,13 @@ def test_keys_that_need_a_restart_change_nothing_at_all(node: Node, keys: None) 
     assert node.differs() == {}
 
 
+TOKENS = itertools.count()
+
+
 def lease_s(node: Node) -> tuple[float, float]:
     """The lifetimes of a store's and of a load's lease."""
     client = node.client
-    key = key_for(client.register(), [7] * 256)
-    client.call("CLEAR", m.Clear())
+    key = key_for(client.register(), [next(TOKENS)] * 256)
     plan = client.prepare_store(key)
     client.call("COMMIT_STORE", m.LeaseRef(plan.lease))
     load = client.prepare_retrieve(key)
