@@ -12,6 +12,8 @@ from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.tenants import Tenants
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
@@ -54,7 +56,7 @@ def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: s
 def a_quarantined_range_is_freed(original: Any, table: ObjectTable, lease: WriteLease) -> None:
     original(table, lease)
     for _, offset, nbytes in lease.items:
-        table._free(offset, nbytes)
+        table._free(offset, nbytes, lease.tenant)
         table.quarantined_bytes -= -(-nbytes // ALIGNMENT) * ALIGNMENT
     lease.items = []
 
@@ -105,7 +107,7 @@ def a_ticket_without_a_hit_ends_before_it_is_asked(
 def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes: int) -> list[PackedKey]:
     for stored in table._objects:
         stored.pins = 0
-    return list(table._policy.victims())[:2] if table.used_bytes > used_bytes else []
+    return list(table.tenants.policies[0].victims())[:2] if table.used_bytes > used_bytes else []
 
 
 @plant(ObjectTable, "_drop_pin_lease")
@@ -140,9 +142,11 @@ def clear_drops_what_is_in_use(original: Any, table: ObjectTable, objects: Seque
     return original(table, objects)
 
 
-@plant(ObjectTable, "_victims")
-def room_is_made_of_what_is_pinned(_original: Any, table: ObjectTable) -> Any:
-    return iter(sorted(table._objects, key=lambda stored: -stored.pins))
+@plant(Tenants, "victims")
+def room_is_made_of_what_is_pinned(
+    _original: Any, _tenants: Tenants, objects: ObjectRows, *_: Any, **_named: Any
+) -> Any:
+    return iter(sorted(objects, key=lambda stored: -stored.pins))
 
 
 @plant(RangeAllocator, "free")
