@@ -84,8 +84,8 @@ def show(
 @_app.command(
     "apply",
     epilog=examples(
-        "kvframework config apply kvf.toml --dry-run          what differs, and when it would take effect",
-        "kvframework config apply kvf.toml                    all of it, or nothing",
+        "kvframework config apply kvf.toml --dry-run   what differs",
+        "kvframework config apply kvf.toml             all of it, or nothing",
         "kvframework config apply kvf.toml --set log.level=debug",
     ),
 )

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 @_app.command(
     "digest",
     epilog=examples(
-        "kvframework tenants digest                 prompts for the salt, without an echo",
+        "kvframework tenants digest              prompts for the salt",
         "kvframework tenants digest < salt.txt",
     ),
 )

@@ -7,12 +7,14 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvframework.client import KVClient
 from kvframework.config import load_config, trusted_server_uid
 from kvframework.errors import EndpointError, KVFrameworkError
+from kvframework.registry import PluginRegistry
 from tests.cli.command import run
 from tests.security.another_user import NOBODY, as_another_user, needs_root
 from tests.support.server_process import ServerProcess
@@ -20,6 +22,7 @@ from tests.support.waiting import wait_until
 
 STRANGER = NOBODY - 1
 VARIABLE = "KVFRAMEWORK_SERVER_UID"
+PLUGINS = PluginRegistry()
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +30,18 @@ def server() -> Iterator[ServerProcess]:
     running = ServerProcess(f"server.admit_uids=[{NOBODY}]")
     os.chmod(os.path.dirname(running.endpoint.removeprefix("ipc://")), 0o711)
     with running:
+        # Another user may not read the packages here: what a client loads is loaded before the fork.
+        with KVClient(running.endpoint, plugins=PLUGINS) as client:
+            assert client.wait_up(60.0)
+            assert client.maps_arena
         yield running
 
 
 def asks(endpoint: str, server_uid: str) -> str:
     """What becomes of a client of this process: the code of its error, or whether it maps the arena."""
     os.environ[VARIABLE] = server_uid
-    with KVClient(endpoint, name="another user", connect_timeout_s=5.0, deadline_scale=20.0) as client:
+    options: dict[str, Any] = {"connect_timeout_s": 5.0, "deadline_scale": 20.0, "plugins": PLUGINS}
+    with KVClient(endpoint, name="another user", **options) as client:
         if client.wait_up(60.0 if os.geteuid() == NOBODY and server_uid else 5.0):
             return f"maps {client.maps_arena}"
         try:
