@@ -94,7 +94,7 @@ class CacheService(CacheServices):
         self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s, tenants=self._tenants)
         self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
-        accounts = TransferAccounts(storage, finished, self._miss_facts)
+        accounts = self._transfer_accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
         self._chunks = ChunkTransfers(storage, keys, accounts, workers=config.workers)
         self._losses = ClientLosses()
@@ -180,6 +180,7 @@ class CacheService(CacheServices):
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
+        self._transfer_accounts.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)

@@ -1,4 +1,4 @@
-"""A process that counts the memory of its Python objects: on SIGUSR1 it writes the sum to a file. For programs that are
+"""A process that counts the memory of its Python objects: on SIGUSR2 it writes the sum to a file. For programs that are
 measured, and for those who measure."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER_VARIABLE = "KVFRAMEWORK_TEST_TRACED"
 def start() -> None:
     """In the process to be measured, in its main thread."""
     tracemalloc.start()
-    signal.signal(signal.SIGUSR1, _tell)
+    signal.signal(signal.SIGUSR2, _tell)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def traced_of(pid: int) -> Traced:
     """Of a process that has called `start`."""
     path = Path(os.environ[FOLDER_VARIABLE]) / str(pid)
     path.unlink(missing_ok=True)
-    os.kill(pid, signal.SIGUSR1)
+    os.kill(pid, signal.SIGUSR2)
     wait_until(path.exists, what="the traced memory")
     return Traced(**json.loads(path.read_text()))
 

@@ -1,9 +1,14 @@
-"""`kvframework serve`, traced. With the arguments of the transport kit's server program it is that one, traced."""
+"""`kvframework serve`, traced. With the arguments of the transport kit's server program it is that one, traced.
+
+What has a bound is full at once: else its growth up to there would pass for a leak.
+"""
 
 from __future__ import annotations
 
 import sys
 
+from kvframework.logs import queue
+from kvframework.service.accounts import finished, hot_prefixes
 from tests.survival import traced
 
 
@@ -12,6 +17,8 @@ def main() -> None:
         from kvframework.cli.main import main as serve
     else:
         from kvframework.testing.transport.server_program import main as serve
+    finished.MOST = queue.RECENT = hot_prefixes.ENTRIES = 16
+    hot_prefixes.MOST = 32
     traced.start()
     serve()
 

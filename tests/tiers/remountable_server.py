@@ -1,4 +1,4 @@
-"""`kvframework serve` whose folder may be mounted read-only under it: on SIGUSR1 it lets go of the marker file, which
+"""`kvframework serve` whose folder may be mounted read-only under it: on SIGUSR2 it lets go of the marker file, which
 it holds open for writing, and which would forbid the remount."""
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ def _let_go(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, _let_go)
+    signal.signal(signal.SIGUSR2, _let_go)
     main()

@@ -101,7 +101,7 @@ def test_a_disk_that_becomes_read_only_is_read_and_written_again_later() -> None
         kept, lost, fresh = (prompt(range(first, first + 8)) for first in (0, 100, 200))
         engine.store(kept)
         await_written(engine.client)
-        os.kill(server.pid, signal.SIGUSR1)
+        os.kill(server.pid, signal.SIGUSR2)
         wait_until(lambda: not _is_open(server.pid, disk / "kv" / MARKER), what="the marker to be let go")
         remount(disk, "ro")
         try:

@@ -23,7 +23,7 @@ class TransferAccounts:
         self._storage = storage
         self._clock = storage.clock
         self._miss_facts = miss_facts
-        self._under_way: dict[str, tuple[Subject, str, int, int]] = {}
+        self._under_way: dict[str, tuple[str, Subject, str, int, int]] = {}
 
     def begun(self, client: ClientInfo, key: CacheKey, path: str) -> Subject:
         """Return the subject of a transfer that begins now."""
@@ -37,18 +37,24 @@ class TransferAccounts:
         first = key.start + (missing[0] * chunk_tokens if missing else 0)
         self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
 
-    def under_way(self, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int) -> None:
+    def under_way(self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int) -> None:
         """Keep what a client begins under a lease until `ended`; `outcome` is that of a transfer that succeeds."""
-        self._under_way[lease] = subject, outcome, objects, nbytes
+        self._under_way[lease] = request, subject, outcome, objects, nbytes
         if len(self._under_way) > MAX_UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
 
-    def ended(self, request: str, lease: str, *, ok: bool) -> None:
+    def ended(self, lease: str, *, ok: bool) -> None:
         """Add the transfer that the client began under a lease, unless that is forgotten."""
         begun = self._under_way.pop(lease, None)
         if begun is not None:
-            subject, outcome, objects, nbytes = begun
+            request, subject, outcome, objects, nbytes = begun
             self.finished(request, subject, outcome if ok else "failed", objects=objects, nbytes=nbytes)
+
+    def end_session(self, session_id: int) -> None:
+        """Add, as failed, the transfers under way of a client that has ended."""
+        under_way = self._under_way.items()
+        for lease in [lease for lease, (_, subject, *_) in under_way if subject.session_id == session_id]:
+            self.ended(lease, ok=False)
 
 
 def store_outcome(result: Reservation) -> str:

@@ -78,7 +78,7 @@ class EngineDrivenTransfers:
             self._accounts.finished("STORE", subject, store_outcome(result))
             return m.StorePlan("", (), outcome)
         ranges = placed_ranges(grid, wanted, result)
-        self._begin(result.lease.id, subject, store_outcome(result), ranges)
+        self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges)
         return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
@@ -90,13 +90,13 @@ class EngineDrivenTransfers:
     def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
         published = self._storage.commit(payload.lease, owner=client.session_id)
-        self._accounts.ended("STORE", payload.lease, ok=published > 0)
+        self._accounts.ended(payload.lease, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
         freed = self._storage.abort(payload.lease, owner=client.session_id)
-        self._accounts.ended("STORE", payload.lease, ok=False)
+        self._accounts.ended(payload.lease, ok=False)
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
@@ -110,16 +110,16 @@ class EngineDrivenTransfers:
             self._accounts.missed(subject, payload.key, grid)
             return m.RetrievePlan(False, reason="not all objects are in L1")
         ranges = pinned_ranges(grid, lease.objects)
-        self._begin(lease.id, subject, "hit", ranges)
+        self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
         return m.RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
         held = self._storage.unpin(payload.lease, owner=client.session_id).held
-        self._accounts.ended("RETRIEVE", payload.lease, ok=held)
+        self._accounts.ended(payload.lease, ok=held)
         return m.RetrieveCommitted(held)
 
-    def _begin(self, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:
-        self._accounts.under_way(lease, subject, outcome, len(ranges), sum(place.length for place in ranges))
+    def _begin(self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:
+        self._accounts.under_way(request, lease, subject, outcome, len(ranges), sum(place.length for place in ranges))
 
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
