@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "fuzz",
         "plugins/test_kvf_filesystem_faults.py",
         "plugins/test_kvf_filesystem_processes.py",
+        "plugins/test_kvf_redis_cluster.py",
         "plugins/test_kvf_redis_failover.py",
         "security/test_descriptors.py",
         "security/test_every_wait_ends.py",
