@@ -51,4 +51,15 @@ def why_ended(popen: subprocess.Popen[bytes]) -> str:
         status = popen.wait(STOP_S)
     except subprocess.TimeoutExpired:
         return ""
-    return f" by signal {signal.Signals(-status).name}" if status < 0 else f" with status {status}"
+    return f" {how_ended(status)}"
+
+
+def how_ended(status: int) -> str:
+    """Return a process's return code in words: "by signal SIGKILL", "with status 1". A real-time signal has only its
+    number."""
+    if status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"

@@ -6,23 +6,25 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import kvframework
 from kvframework.api.codec import Codec, CodecProvider
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.layout import Layout, LayoutProvider
-from kvframework.api.memory import Memory, MemoryProvider, TableContext
+from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.server_transport import ServerTransport
 from kvframework.api.tier import Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint
+from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import change_logging
@@ -35,8 +37,11 @@ from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
 from kvframework.running_config import RunningConfig
 from kvframework.service.diagnosis import Diagnosis
+from kvframework.service.hand_over import HandOver
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
+from kvframework.storage.l1.journal.form import Identity
+from kvframework.storage.l1.journal.kept import Keeper, Kept, open_kept, this_machine
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks
@@ -56,14 +61,16 @@ GRACE_S = 1.0
 
 
 class Server:
-    """One node's server. The constructor raises `ConfigError` and `PluginError`, before it binds anything."""
+    """One node's server. The constructor raises `ConfigError` and `PluginError`, before it binds anything.
+    `keeper` holds L1 while no server lives."""
 
-    def __init__(self, config: Config, registry: PluginRegistry | None = None) -> None:
+    def __init__(self, config: Config, registry: PluginRegistry | None = None, keeper: Keeper | None = None) -> None:
         self.endpoint = config.server.endpoint or default_endpoint()
         self._stop_by: float | None = None
         self._config = config
         self._registry = registry or PluginRegistry()
         self._creator = Creator(self._registry)
+        self._keeper = keeper
         keys = config.server.curve
         curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
         provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
@@ -73,7 +80,8 @@ class Server:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
         self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
-        storage = self._storage()
+        identity = partial(self._identity, hasher)
+        storage = self._storage(identity)
         transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
         self.service = CacheService(
             config.server,
@@ -93,14 +101,14 @@ class Server:
             tenants=config.tenants,
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        handlers = self._handlers()
+        handlers = self._handlers(HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop))
         self._messages = MessageServer(
             self.endpoint,
             Served(
                 handlers=handlers,
                 welcome=self.service.welcome,
                 hasher_fingerprint=hasher.fingerprint,
-                arena_fd=self.service.storage.arena_fd,
+                arena_for=self.service.storage.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
             ),
@@ -176,15 +184,13 @@ class Server:
         server = server_half(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
-    def _storage(self) -> StorageManager:
+    def _storage(self, identity: Callable[[], Identity]) -> StorageManager:
         config = self._config
         policy, policy_options = resolve_table(self._registry, config.l1.eviction, EvictionProvider)
         records = NamespaceRecords()
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
-        memory, memory_options = resolve_table(self._registry, config.l1.memory, MemoryProvider)
-        context = TableContext(config.l1.memory.where)
-        arena = self._creator.one("memory", config.l1.memory, Memory, memory.create, memory_options, context)
+        arena, kept = self._memory(identity)
         new_policy = partial(
             self._creator.one, "eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options
         )
@@ -197,11 +203,44 @@ class Server:
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
+            kept=kept,
             tenants=[
                 Tenant(tenant.name, least, most, new_policy())
                 for tenant, (least, most) in zip(config.tenants, shares, strict=True)
             ],
         )
+
+    def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Kept]:
+        table = self._config.l1.memory
+        provider, options = resolve_table(self._registry, table, MemoryProvider)
+
+        def create(kept: int | None) -> Memory:
+            context = MemoryContext(table.where, kept=kept)
+            made: Memory = self._creator.one("memory", table, Memory, provider.create, options, context)
+            return made
+
+        if self._keeper is None:
+            return create(None), Kept(why_cold="no_keeper")
+        if not provider.keeps:
+            self._keeper.kept(())  # there is never memory for two arenas
+            return create(None), Kept(why_cold="memory_cannot")
+        return open_kept(self._keeper, identity(), self._tenant_names, create)
+
+    def _identity(self, hasher: KeyHasher) -> Identity:
+        table = self._config.l1.memory
+        _, options = resolve_table(self._registry, table, MemoryProvider)
+        return Identity(
+            chunk_size=self._config.server.chunk_size,
+            hasher=hasher.fingerprint,
+            memory=table.use,
+            options=msgspec.json.encode(options, enc_hook=str, order="sorted").decode(),
+            arena=(0, 0),
+            machine=this_machine(),
+        )
+
+    @property
+    def _tenant_names(self) -> list[str]:
+        return [tenant.name for tenant in self._config.tenants]
 
     def _codecs(self) -> CodecTable:
         makers = {}
@@ -228,16 +267,17 @@ class Server:
             keys.promote,
             loads=keys.loads or provider.loads,
             writes=keys.writes or provider.writes,
+            shares=shares_of_tenants(self._config.tenants),
         )
 
-    def _handlers(self) -> dict[str, Handler[Any]]:
+    def _handlers(self, hand_over: HandOver) -> dict[str, Handler[Any]]:
         diagnosis = Diagnosis(
             {"status": self.service.report, "config": self.running.shown},
             self.service.finished,
             secrets=self.running.secrets,
             models=lambda: self.service.storage.records.models().keys(),
         )
-        own = [*self.service.handlers(), *self.running.handlers(), *diagnosis.handlers()]
+        own = [*self.service.handlers(), *self.running.handlers(), *diagnosis.handlers(), *hand_over.handlers()]
         handlers = {handler.spec.name: handler for handler in own}
         for table in self._config.requests:
             provider, options = resolve_table(self._registry, table, RequestsProvider)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api.requests import ClientInfo
+from kvframework.logs.limit import visible
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
 # A loss is recent for this long; losses with shorter pauses between them are shown as one.
@@ -56,7 +57,7 @@ class ClientLosses:
             grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in LOST_AMOUNTS}
             before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in LOST_AMOUNTS})
             amounts.update(grown)
-            codes[each.code] += sum(grown[name] for name in LOST_CALLS)
+            codes[visible(each.code)] += sum(grown[name] for name in LOST_CALLS)
         if any(codes.values()):
             self._add(client, amounts, codes)
 

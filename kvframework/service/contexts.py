@@ -10,6 +10,8 @@ from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.server_transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered
 
+# Of a model's name in the status document, which has to fit a message whatever clients register.
+MAX_SHOWN = 128
 # Instance id -> context, once per server. Filled by the registration handlers, read by all others.
 Contexts = dict[int, "RegisteredContext"]
 
@@ -36,6 +38,8 @@ class RegisteredContext(InstanceContext):
     memory: ServerContext | None = None
     attached: dict[str, object] = field(default_factory=dict)
     _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
+    # Made once: 2048 instances of 64 groups would take seconds for each status.
+    _description: dict[str, object] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -72,20 +76,26 @@ class RegisteredContext(InstanceContext):
 
     def describe(self, chunk_size: int) -> dict[str, object]:
         """Return the instance's part of the status document."""
+        if not self._description:
+            self._description = self._describe(chunk_size)
+        failure = self.memory.failure() if self.memory is not None else None
+        return {**self._description, "lost": failure.fact if failure else None}
+
+    def _describe(self, chunk_size: int) -> dict[str, object]:
+        """Return what stays as it is; `lost` has its place."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
-        failure = self.memory.failure() if self.memory is not None else None
         return {
             "instance_id": self.instance_id,
             "session_id": self.session_id,
             "pid": self.pid,
-            "model": self.model_name,
+            "model": self.model_name[:MAX_SHOWN],
             "world_size": self.world_size,
             "rank": self.rank,
             "namespace": self.namespace.hex(),
             "transport": self.transport,
             "is_gpu": self.is_gpu,
-            "lost": failure.fact if failure else None,
+            "lost": None,
             "layers": sum(group.num_layers for group in groups),
             "block_size": groups[0].block_size // groups[0].compress_ratio,
             "logical_block_size": groups[0].block_size,
@@ -94,8 +104,8 @@ class RegisteredContext(InstanceContext):
             "mla": all(group.planes == 1 and not (group.packing or group.state) for group in groups),
             "num_blocks": self.layout.num_blocks,
             "format": self.layout.format,
-            "axes": [list(group.axes) for group in groups],
-            "shapes": [list(group.shape) for group in desc.groups],
+            "axes": [group.axes for group in groups],
+            "shapes": [group.shape for group in desc.groups],
             "forms": [group.form for group in desc.groups],
             "chunk_tokens": desc.chunk_tokens,
             "bytes_per_token": desc.nbytes / desc.chunk_tokens,

@@ -13,7 +13,7 @@ import msgspec
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.logs.form import recent_lines
 from kvframework.redaction import Redaction
-from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.accounts.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
@@ -43,7 +43,7 @@ class Diagnosis:
         check_own_user(client, "make a dump")
         records = self._finished.after(0).records
         models = {*self._models(), *(model for record in records for model in (record.model, record.by))}
-        redaction = Redaction(self._secrets(), models)
+        redaction = Redaction(self._secrets(), {*models, *(model[:MAX_TEXT] for model in models)})
         document = {name: make() for name, make in self._parts.items()} | {"requests": _anonymous(records)}
         return m.DumpReply(msgspec.json.encode(redaction.document(msgspec.to_builtins(document, enc_hook=_plain))))
 

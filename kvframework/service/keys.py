@@ -94,8 +94,12 @@ class KeyGrid:
         """Return (chunk, key) of the first object that a hit of all chunks would use and `row_of` does not find, given
         that the hit is `hit` chunks; None if there is none."""
         windows = self._windows
-        # Without windows it is in the chunk behind the hit.
-        first, end = None, self.chunks if any(windows) else hit + 1
+        if not any(windows):
+            # It is in the chunk behind the hit.
+            digests = self.digests[hit : hit + 1]
+            lacking = next((prefix for prefix in self.prefixes if not all(row_of(prefix, digests))), None)
+            return None if lacking is None else (hit, lacking + digests[0])
+        first, end = None, self.chunks
         for prefix, window in zip(self.prefixes, windows, strict=True):
             start = needed_chunks(self.chunks, window).start if window else hit
             chunk = start + prefix_chunks(row_of(prefix, self.digests[start:end]))

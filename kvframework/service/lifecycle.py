@@ -176,7 +176,8 @@ class CacheService(CacheServices):
         """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
-        leases = self.storage.end_owner(client.session_id)
+        # A client outlives this server, and may write into what it has reserved: the next one has to know that.
+        leases = 0 if self.stopping and self.storage.kept else self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)

@@ -15,7 +15,6 @@ from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
 from kvframework.service.accounts.lookup_counts import LookupCounts
 from kvframework.service.accounts.miss_facts import MissFacts
-from kvframework.service.accounts.misses import REASONS
 from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
@@ -46,7 +45,7 @@ class Lookups:
         self.tickets = LookupTickets(storage, ticket_s=ticket_s, on_end=self._ticket_ended)
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
-        self._counts = LookupCounts(REASONS)
+        self._counts = LookupCounts(m.REASONS)
         self._finished = finished
         self.use = Use(storage, tenants or TenantNames())
         self.miss_facts = MissFacts(storage)
@@ -169,6 +168,7 @@ class Lookups:
             missing=missing,
             chunk_tokens=chunk_tokens,
             why=why,
+            tier_calls=() if asked.task is None else asked.task.calls,
         )
 
 

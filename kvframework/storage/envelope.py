@@ -37,6 +37,16 @@ def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
     return xxhash.xxh3_128_digest("\n".join([str(desc.chunk_tokens), *groups]).encode())
 
 
+def checksum_in(header: bytes) -> int:
+    """Return the checksum that a header of `seal` holds."""
+    return int(_CHECKSUM.unpack_from(header, _FIELDS.size)[0])
+
+
+def object_checksum(key: PackedKey, value: memoryview, layout: bytes) -> int:
+    """Return the checksum that `seal` writes for an object that no codec packs."""
+    return checksum_in(seal(key, [value], object_bytes=value.nbytes, layout=layout))
+
+
 def seal(
     key: PackedKey, packed: Sequence[Buffer], *, object_bytes: int, codec: str = NO_CODEC, layout: bytes = UNTOLD_LAYOUT
 ) -> bytes:

@@ -7,12 +7,15 @@ thread and from the storage threads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
+import math
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
@@ -27,15 +30,21 @@ from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Departures
 from kvframework.storage.l1.ghosts import Cause, Ghost
+from kvframework.storage.l1.journal.arena_locks import description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
+from kvframework.storage.l1.journal.journal import Journal
+from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import Tenant
+from kvframework.storage.l2.full_tier_victims import Shares
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.threads import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, is_record_key
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, is_record_key
+from kvframework.storage.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +55,8 @@ FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 # Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
+# A server that has lived for this long has not failed to start.
+SERVED_S = 1.0
 # Least time that the arena's plugin gets to close.
 ARENA_END_S = 0.2
 # Work on many objects holds the lock for this number at a time, a few milliseconds, with this pause in between.
@@ -84,7 +95,7 @@ class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
-    number of its threads."""
+    number of its threads. `kept` is owned, too."""
 
     def __init__(
         self,
@@ -97,6 +108,7 @@ class StorageManager:
         low_watermark: float = 0.9,
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
+        kept: Kept = NO_KEEPER,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -111,7 +123,14 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants)
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal)
+        self._journal = kept.journal
+        self._serves_at = clock() + SERVED_S
+        self._shared = False
+        self._recovered = self._adopt(kept)
+        for tier in tiers:
+            if len(tier.shares[0]) == len(self._table.tenants.names):
+                tier.store.shares = Shares(self._table.tenants.of, *tier.shares)
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self.looked_up = self._departures.looked_up
@@ -120,6 +139,11 @@ class StorageManager:
         loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
+        found = kept.found.slots.objects if kept.found is not None else ()
+        known = [(each.key, each.checksum) for each in found if each.checksum]
+        self._verification = Verification(self, known, self.records.layout_of)
+        if threads:
+            self._verification.start()
         memory.start(self._on_ready)
 
     @property
@@ -130,6 +154,36 @@ class StorageManager:
     @property
     def arena_fd(self) -> int:
         return self._memory.fd
+
+    def arena_for(self, session: int) -> int:
+        """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
+        whether the client may still write, see `kvframework.storage.l1.journal.arena_locks`. Raises `OSError`."""
+        generation = FIRST_GENERATION if self._journal is None else self._journal.generation
+        try:
+            return description_for(self._memory.fd, writer_of(generation, session))
+        except OSError:
+            if self._journal is not None:
+                raise
+            self._shared = True  # the description of all: no other server can know who still writes
+            return os.dup(self._memory.fd)
+
+    @property
+    def kept(self) -> bool:
+        """Whether a next server finds what L1 holds."""
+        return self._journal is not None
+
+    @_locked
+    def hand_over(self, identity: Identity, tenants: Sequence[str]) -> tuple[int, int]:
+        """Return the descriptors of the arena and of the journal, borrowed; without a keeper the journal begins here,
+        which takes some microseconds an object. Raises `OSError`, and `ValueError` for too many tenants."""
+        if self._journal is None:
+            if self._shared or not lock_for_server(self._memory.fd):
+                raise OSError(errno.EBUSY, "clients share this server's description of the arena")
+            journal = Journal.create(identity.of(self._memory.fd), tenants)
+            self._table.keep_in(journal)
+            self._journal = journal
+            self.records.keep_in(journal)
+        return self._memory.fd, self._journal.fd
 
     @property
     def capacity(self) -> int:
@@ -420,6 +474,8 @@ class StorageManager:
         must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self._table.expire(self.clock())
         self._table.tell_uses()
+        if self._journal is not None:
+            self._tend(self._journal)
         self._writers_ended()
         above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
         if above or self._lowering:
@@ -438,6 +494,9 @@ class StorageManager:
         still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
         """
         self._tiers.drain(drain_s)
+        if self._journal is not None:
+            with self.lock:
+                self._journal.write_uses()
         self._tiers.stop()
         self._prefetcher.stop()
         longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
@@ -445,7 +504,8 @@ class StorageManager:
         deadline = time.monotonic() + end_s
         # A closing tier ends its calls in flight after that.
         self._tiers.close(end_s / 2)
-        if self._threads is not None and not self._threads.join(deadline - time.monotonic()):
+        ended = self._verification.stop(deadline - time.monotonic())
+        if self._threads is not None and not (self._threads.join(deadline - time.monotonic()) and ended):
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
             return
         if process_ends:
@@ -478,6 +538,12 @@ class StorageManager:
                 "write_leases": table.write_leases,
                 "pin_leases": table.pin_leases,
                 "evictions": table.evictions,
+                "recovered": {
+                    **self._recovered,
+                    "verified": self._verification.verified,
+                    "damaged": self._verification.damaged,
+                },
+                "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
                 **self._departures.status(),
                 "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
             },
@@ -539,10 +605,53 @@ class StorageManager:
         """Whether one of `keys` is reserved and not published; `Prefetcher.writers_ended` follows its end."""
         return self._table.any_writing(keys)
 
+    def sealed(self, checksums: Mapping[PackedKey, int]) -> None:
+        """Record the checksums of objects for the next server."""
+        if self._journal is not None:
+            with self.lock:
+                self._table.sealed(checksums)
+
+    @_locked
+    def drop_damaged(self, key: PackedKey) -> bool:
+        """Drop an object whose bytes are not what they were; False while it is pinned."""
+        return self._table.drop(key, Cause.DAMAGED) or key not in self._table
+
     @_locked
     def damaged(self, key: PackedKey) -> None:
         """Record that the object's value in a tier is of no use."""
         self._departures.lost([key], Cause.DAMAGED)
+
+    def _adopt(self, kept: Kept) -> dict[str, object]:
+        """Take over what an earlier server held; return what `status` shows of it."""
+        began = time.monotonic()
+        journal, found = kept.journal, kept.found
+        if journal is not None and found is not None:
+            for namespace, _, value, learned in found.namespaces:
+                record = decode_record(value)
+                if record is not None:
+                    self.records.add(namespace, record, learned=learned)
+            names = self._table.tenants.names
+            tenants = [names.index(name) if name in names else 0 for name in found.start.tenants]
+            self._table.adopt(found, tenants, now=self.clock())
+            self._tend(journal)
+        if journal is not None:
+            self.records.keep_in(journal)
+        table = self._table
+        return {
+            "objects": len(table),
+            "bytes": table.used_bytes,
+            "seconds": round(kept.seconds + time.monotonic() - began, 4),
+            "why_cold": kept.why_cold,
+        }
+
+    def _tend(self, journal: Journal) -> None:
+        journal.write_uses()
+        for writer in self._table.earlier_writers:
+            if not writer or not may_write(self._memory.fd, writer):
+                self._table.writer_ended(writer)
+        if self.clock() >= self._serves_at:
+            self._serves_at = math.inf
+            journal.served()
 
     def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())

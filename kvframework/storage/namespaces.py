@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -52,6 +52,14 @@ class NamespaceRecord(Message, frozen=True):
         return self.model_name, self.world_size, self.desc
 
 
+class RecordJournal(Protocol):
+    """Where the records are kept for the next server; called under the lock of the records."""
+
+    def record(self, namespace: bytes, value: bytes, *, learned: bool) -> None: ...
+
+    def forget(self, namespace: bytes) -> None: ...
+
+
 class NamespaceRecords:
     """Thread-safe. When there are too many records, the one with the oldest registration is forgotten, except those
     that are retained: a client that registers many cannot keep others from hits."""
@@ -63,10 +71,18 @@ class NamespaceRecords:
         self._orders: dict[bytes, Mapping[int, bytes]] = {}
         self._learned: set[bytes] = set()
         self._retained: Counter[bytes] = Counter()
+        self._journal: RecordJournal | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def keep_in(self, journal: RecordJournal) -> None:
+        """Record all that is known and each change, from now on, in a journal."""
+        with self._lock:
+            self._journal = journal
+            for namespace in self._records:
+                self._keep(namespace)
 
     def get(self, namespace: bytes) -> NamespaceRecord | None:
         with self._lock:
@@ -84,6 +100,7 @@ class NamespaceRecords:
             if rank is not None:
                 orders[rank] = order
             self._set_orders(namespace, {rank: order for rank, order in orders.items() if order})
+            self._keep(namespace)
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
         """Add a record. Raises `NamespaceMismatch` if the namespace is known with another meaning, `RequestError` if
@@ -113,11 +130,15 @@ class NamespaceRecords:
                 del self._records[oldest], self._fingerprints[oldest]
                 self._orders.pop(oldest, None)
                 self._learned.discard(oldest)
+                if self._journal is not None:
+                    self._journal.forget(oldest)
             (self._learned.add if learned else self._learned.discard)(namespace)
             self._records[namespace] = record
             if learned or not same:
                 self._set_orders(namespace, {each.rank: each.order for each in record.orders})
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
+            if not same or learned != doubtful:
+                self._keep(namespace)
 
     def models(self) -> dict[str, set[bytes]]:
         """Return the known namespaces of each model."""
@@ -146,14 +167,21 @@ class NamespaceRecords:
     def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
         """Return key and value of the record in L2, None for an unknown namespace."""
         record = self.get(namespace)
-        if record is None:
-            return None
+        return None if record is None else (record_key(namespace), memoryview(self._value(namespace, record)))
+
+    def _keep(self, namespace: bytes) -> None:
+        record = self._records.get(namespace)
+        if self._journal is not None and record is not None:
+            learned = namespace in self._learned
+            self._journal.record(namespace, self._value(namespace, record), learned=learned)
+
+    def _value(self, namespace: bytes, record: NamespaceRecord) -> bytes:
         orders = [RankOrder(rank, order) for rank, order in sorted(self.orders(namespace).items())]
         value = _encoded(msgspec.structs.replace(record, orders=tuple(orders[:MAX_ORDERS])))
         if len(value) > RECORD_BYTES:
             # Ranks in another order are then found once they are registered.
             value = _encoded(msgspec.structs.replace(record, orders=()))
-        return record_key(namespace), memoryview(value)
+        return value
 
     def _set_orders(self, namespace: bytes, orders: Mapping[int, bytes]) -> None:
         if orders:

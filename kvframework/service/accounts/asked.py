@@ -3,9 +3,10 @@ ticket before that."""
 
 from __future__ import annotations
 
-from kvframework.api.requests import CacheKey, ClientInfo, PrefetchTask
+from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import FindRow
 
 
@@ -24,7 +25,7 @@ class Asked:
         self.l1_tokens = 0
         # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
         self.missing: tuple[int, bytes] | None = None
-        self.task: PrefetchTask | None = None
+        self.task: LoadTask | None = None
 
     def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
         assert self.grid is not None

@@ -1,8 +1,9 @@
 """The prefixes that are asked for most, by their first chunk: a space-saving sketch of `ENTRIES` entries. Pure.
 
-Between two cuts the sketch counts every prefix that it meets, exactly; a cut keeps the `ENTRIES` largest, and remembers
-as `_floor` how often any that is forgotten can have been asked for. A prefix that comes (again) starts there, and the
-floor is its error. So a count is never too small, and too large by the error at most.
+Between two cuts the sketch counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
+`ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more often. A
+prefix that comes (again) starts there, and the floor is its error. So a count is never too small, and too large by the
+error at most.
 
 A prefix is shown as a keyed hash of its digest, of a secret of this start: it can be compared within a start, and says
 nothing of the tokens.
@@ -14,6 +15,7 @@ import hashlib
 import heapq
 import secrets
 from collections.abc import Callable
+from operator import itemgetter
 
 from kvframework.api.keys import NAMESPACE_BYTES
 
@@ -22,16 +24,30 @@ ENTRIES = 256
 MOST = 2048
 SHOWN = 16
 _SHOWN_BYTES = 4
+_LOOKUP = 1 << 48
 
 
-class _Entry:
-    """`count` lookups, of which `error` may be too many, and the tokens that they found."""
+class _Counts:
+    """What is counted between two cuts. A sum is one number, since that takes half the time of two: lookups x `_LOOKUP`
+    + the tokens that they found. `errors` are those of the prefixes that the last cut kept; that of all others is
+    `floor`."""
 
-    __slots__ = ("count", "error", "hit_tokens")
+    __slots__ = ("errors", "floor", "sums")
 
-    def __init__(self, floor: int) -> None:
-        self.count = self.error = floor
-        self.hit_tokens = 0
+    def __init__(self, floor: int, sums: dict[bytes, int], errors: dict[bytes, int]) -> None:
+        self.floor = floor
+        self.sums = sums
+        self.errors = errors
+
+    def error(self, prefix: bytes) -> int:
+        return self.errors.get(prefix, self.floor)
+
+    def cut(self) -> _Counts:
+        """Return the largest of them."""
+        floor = sorted(self.sums.values())[-ENTRIES - 1] // _LOOKUP
+        least = (floor + 1) * _LOOKUP
+        sums = {prefix: total for prefix, total in self.sums.items() if total >= least}
+        return _Counts(floor, sums, {prefix: self.error(prefix) for prefix in sums})
 
 
 class HotPrefixes:
@@ -40,39 +56,35 @@ class HotPrefixes:
     def __init__(self, model_of: Callable[[bytes], str]) -> None:
         self._model_of = model_of
         self._secret = secrets.token_bytes(32)
-        # By namespace and digest of the first chunk.
-        self._entries: dict[bytes, _Entry] = {}
-        self._floor = 0
+        # By namespace and digest of the first chunk. Replaced as a whole, so that any thread finds one state.
+        self._now = _Counts(0, {}, {})
 
     def looked_up(self, prefix: bytes, hit_tokens: int) -> None:
         """Count a lookup; `prefix` is the namespace and the digest of the first chunk."""
-        entry = self._entries.get(prefix)
-        if entry is None:
-            if len(self._entries) >= MOST:
-                self._cut()
-            entry = self._entries[prefix] = _Entry(self._floor)
-        entry.count += 1
-        entry.hit_tokens += hit_tokens
+        sums = self._now.sums
+        total = sums.get(prefix)
+        if total is None:
+            if len(sums) >= MOST:
+                self._now = self._now.cut()
+                sums = self._now.sums
+            total = self._now.floor * _LOOKUP
+        sums[prefix] = total + _LOOKUP + hit_tokens
 
     def status(self) -> list[dict[str, object]]:
         """Return the largest, `SHOWN` at most."""
+        now = self._now
         # The copy is one step: the serving thread may change the original meanwhile.
-        largest = heapq.nlargest(SHOWN, dict(self._entries).items(), key=lambda item: item[1].count)
+        largest = heapq.nlargest(SHOWN, now.sums.copy().items(), key=itemgetter(1))
         return [
             {
                 "model": self._model_of(prefix[:NAMESPACE_BYTES]),
                 "prefix": self._hash(prefix),
-                "hit_tokens": entry.hit_tokens,
-                "count": entry.count,
-                "error": entry.error,
+                "hit_tokens": total % _LOOKUP,
+                "count": total // _LOOKUP,
+                "error": now.error(prefix),
             }
-            for prefix, entry in largest
+            for prefix, total in largest
         ]
 
     def _hash(self, prefix: bytes) -> str:
         return hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest()
-
-    def _cut(self) -> None:
-        ranked = sorted(self._entries.items(), key=lambda item: item[1].count, reverse=True)
-        self._floor = max(self._floor, ranked[ENTRIES][1].count)
-        self._entries = dict(ranked[:ENTRIES])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
 from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.misses import Facts, Row, Why, decide, elsewhere
@@ -63,7 +65,7 @@ class MissFacts:
                 storage.tier_trouble(began),
                 refused,
                 ghost,
-                max((cleared[name] for name in ("", key.model_name) if name in cleared), default=None),
+                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)) if cleared else None,
                 found,
                 mine is not None,
                 session_id in self._from_before,

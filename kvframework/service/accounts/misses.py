@@ -15,22 +15,6 @@ from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.storage.l1.ghosts import CAUSES, EVICTIONS, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
 
-# All reasons, in the order of docs/operations.md.
-REASONS = (
-    "never_stored",
-    "dropped_full",
-    "dropped_share",
-    "evicted",
-    "other_namespace",
-    "other_salt",
-    "too_short",
-    "tier_down",
-    "timed_out",
-    "damaged",
-    "cleared",
-    "server_started",
-    "unknown_namespace",
-)
 # Content of an earlier server is missed for this long after a start; later most prompts are new.
 START_EXPLAINS_S = 3600.0
 _EVICTIONS = frozenset(CAUSES[cause] for cause in EVICTIONS)
@@ -40,8 +24,8 @@ _RANK = slice(_SALT.stop, _SALT.stop + 4)
 
 
 class Why(NamedTuple):
-    """A reason, one of `REASONS`, and what else is known of it, in words. Of what has a time: `at`, of the clock of the
-    storage; of an eviction: after how many seconds without a use, and by which model's objects."""
+    """A reason, one of `REASONS` of `wire.messages`, and what else is known, in words. Of what has a time: `at`, of the
+    clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
 
     reason: str
     detail: str = ""
@@ -92,9 +76,10 @@ def decide(facts: Facts) -> Why:
         return Why("server_started", "its client has used an earlier server")
     if not facts.named:
         return Why("unknown_namespace", "no instance has registered it here, and no tier knows it")
-    return Why("never_stored")
+    return _NEVER_STORED
 
 
+_NEVER_STORED = Why("never_stored")
 _EVICTED = {"watermark": "to stay below the high watermark", "tenant": "by the share of its tenant"}
 
 

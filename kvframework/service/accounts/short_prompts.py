@@ -31,7 +31,7 @@ class ShortPrompts:
                 client.session_id,
                 prompt.request_id[:MAX_TEXT],
                 "",
-                "",
+                b"",
                 0,
                 prompt.tokens,
             )

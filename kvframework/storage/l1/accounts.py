@@ -38,12 +38,6 @@ class Account:
         self.nbytes += nbytes
         self.stored += objects
 
-    def removed(self, nbytes: int, *, evicted: bool) -> None:
-        account = self.into or self
-        account.objects -= 1
-        account.nbytes -= nbytes
-        account.evicted += evicted
-
 
 class Accounts:
     """All accounts. `of` creates and `end` removes some, under the storage lock; `of` and `items` may be called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 ALIGNMENT = 4096
 
@@ -27,6 +28,21 @@ class RangeAllocator:
         if limit > self.limit:
             start, self.limit = self.limit, limit
             self.free(start, limit - start)
+
+    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Take ranges, (offset, rounded length), that an earlier server allocated, in the order of their offsets; none
+        overlaps another, and the allocator is empty before. What lies between them is free."""
+        end = 0
+        gaps = []
+        for offset, length in taken:
+            if offset > end:
+                gaps.append((offset - end, end))
+            end = offset + length
+        self.limit = end
+        self.free_bytes = sum(length for length, _ in gaps)
+        self._by_size = sorted(gaps)
+        self._length_at = {offset: length for length, offset in gaps}
+        self._start_of_end = {offset + length: offset for length, offset in gaps}
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a free range of at least `nbytes`, or None. The smallest sufficient range is split."""
@@ -86,4 +102,4 @@ class RangeAllocator:
 
 def rounded(nbytes: int) -> int:
     """Return the bytes that `nbytes` occupy in the arena."""
-    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT

@@ -11,14 +11,12 @@ from kvframework.api.keys import PackedKey
 from kvframework.histogram import Histogram
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.capacity_curve import CapacityCurve
-from kvframework.storage.l1.ghosts import CAUSES, EVICTIONS, Cause, Ghost, Ghosts
+from kvframework.storage.l1.ghosts import CAUSES, EVICTIONS, LAST_EVICTION, Cause, Ghost, Ghosts
 from kvframework.storage.l1.leases import StoredObject
 
 # A ghost has one byte for the model.
 _MOST_MODELS = 255
 _MOST_NAMESPACES = 4096
-# A member of an enumeration is slow to find.
-_LAST_EVICTION = int(max(EVICTIONS))
 # Objects dropped by one store that are remembered: a lookup misses its first chunk first, of some groups.
 MOST_DROPPED = 32
 _FIRST_S = 0.1
@@ -47,7 +45,7 @@ class Departures:
     def left(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         """Record an object that leaves L1, and `by` whose object it was replaced."""
         now = self._clock()
-        if cause > _LAST_EVICTION:
+        if cause > LAST_EVICTION:
             self._ghosts.left(stored.key, cause, now)
             return
         self._evicted[cause] += 1
@@ -55,9 +53,9 @@ class Departures:
         self._idle.add(idle_s)
         if self._ghosts.most:
             units = (stored.length + ALIGNMENT - 1) // ALIGNMENT
-            place = self._curve.stack.push(units)
-            model = 0 if by is None else self._model_id(by)
-            self._ghosts.left(stored.key, cause, now, idle_s, model, place, units)
+            # No call for a model that is known.
+            model = 0 if by is None else self._model_ids.get(by[:16]) or self._model_id(by)
+            self._ghosts.left(stored.key, cause, now, idle_s, model, self._curve.stack.push(units), units)
 
     def lost(self, keys: Sequence[PackedKey], cause: Cause) -> None:
         """Record objects that did not get into L1: dropped, or damaged in a tier."""

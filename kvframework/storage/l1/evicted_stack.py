@@ -27,20 +27,23 @@ class EvictedStack:
         # Of each segment, the oldest first: the place where it begins, and the units in it that have not come back.
         self._starts = [1]
         self._live = [0]
-        # Units that were added and removed, ever: how far earlier `places` may be from those of now.
-        self.moved = 0
+        self._taken = 0
 
     @property
     def pushed(self) -> int:
         """The units that were ever added."""
         return self._top - 1
 
+    @property
+    def moved(self) -> int:
+        """The units that were ever added or removed: how far earlier `places` may be from those of now."""
+        return self.pushed + self._taken
+
     def push(self, units: int) -> int:
         """Add the units of an object that is evicted; return its place."""
         place = self._top
         self._top += units
         self._live[-1] += units
-        self.moved += units
         if self._top - self._starts[-1] >= self._segment:
             self._starts.append(self._top)
             self._live.append(0)
@@ -52,7 +55,7 @@ class EvictedStack:
         """Remove the units of an object that came back, from the place that `push` returned."""
         if place >= self._starts[0]:
             self._live[bisect_right(self._starts, place) - 1] -= units
-            self.moved += units
+            self._taken += units
 
     def places(self, depths: Sequence[int]) -> list[int]:
         """Return, for each number of units, the place from which on so many have not come back: an object that left at

@@ -46,6 +46,8 @@ class Cause(IntEnum):
 
 
 EVICTIONS = (Cause.ROOM, Cause.WATERMARK, Cause.TENANT)
+# A number, since a member of an enumeration is slow to find.
+LAST_EVICTION = int(max(EVICTIONS))
 CAUSES = tuple(cause.name.lower() for cause in Cause)
 
 
@@ -90,11 +92,12 @@ class Ghosts:
         if not self.most:
             return
         code = hash(key)
-        first = (code & self._offset) // _MARK.size
-        way = self._next[first // WAYS]
-        self._next[first // WAYS] = (way + 1) % WAYS
-        at = first + way
-        self.held += not self._numbers[at]
+        number = (code & self._offset) // _MARKS
+        way = self._next[number]
+        self._next[number] = (way + 1) % WAYS
+        at = number * WAYS + way
+        if not self._numbers[at]:
+            self.held += 1
         self._numbers[at] = code
         _FACTS.pack_into(self._facts, at * _FACTS.size, now, idle_s, units, place << 16 | cause << 8 | by)
 
@@ -104,7 +107,7 @@ class Ghosts:
         first = code & self._offset
         mark = _mark_of(code)
         slot = self._marks.find(mark, first, first + _MARKS)
-        while slot % _MARK.size and slot >= 0:
+        while slot > 0 and slot % _MARK.size:
             slot = self._marks.find(mark, slot + 1, first + _MARKS)
         return slot
 
@@ -113,10 +116,10 @@ class Ghosts:
         last: int = _LAST.unpack_from(self._facts, slot * _TIMES + _LAST_AT)[0]
         return last >> 16
 
-    def facts(self, slot: int) -> tuple[Cause, float, float, int]:
-        """Return cause, time, idle seconds, and by whom."""
+    def facts(self, slot: int) -> tuple[int, float, float, int]:
+        """Return the number of the cause, time, idle seconds, and by whom."""
         at, idle_s, _, last = _FACTS.unpack_from(self._facts, slot * _TIMES)
-        return Cause(last >> 8 & 0x7F), at, idle_s, last & 0xFF
+        return last >> 8 & 0x7F, at, idle_s, last & 0xFF
 
     def want(self, slot: int, now: float) -> float | None:
         """Return the seconds since the ghost's object was evicted; None if that was asked before, or it was not

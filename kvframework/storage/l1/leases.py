@@ -9,7 +9,7 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
@@ -39,14 +39,16 @@ class StoredObject:
     tenant: int = 0
     # Of the client that stored it.
     account: Account = NO_ACCOUNT
+    # In the journal, -1 for none.
+    slot: int = -1
 
 
 @dataclass(slots=True)
 class WriteLease:
     """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
     the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
-    a hit. `tenant` is the number of the tenant, see `Tenants`, and `account` that of the
-    client."""
+    a hit. `tenant` is the number of the tenant, see `Tenants`, `account` that of the client;
+    `slots` are those of the items in the journal."""
 
     id: str
     owner: int
@@ -57,6 +59,7 @@ class WriteLease:
     quarantined: bool = False
     tenant: int = 0
     account: Account = NO_ACCOUNT
+    slots: Sequence[int] = ()
 
 
 @dataclass(slots=True)

@@ -15,16 +15,18 @@ An object's last use has the latest time that a call has passed: that of the las
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
-from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
+from kvframework.storage.l1.accounts import NO_CLIENT, Account, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
-from kvframework.storage.l1.ghosts import Cause
+from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
+from kvframework.storage.l1.journal.journal import Journal
+from kvframework.storage.l1.journal.reading import Found, FoundReservation
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
-from kvframework.storage.l1.tenants import Tenant, Tenants
+from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.victim_range import choose_window
 
@@ -51,7 +53,8 @@ class Reservation:
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none. `policy` orders the objects of no named tenant."""
+    object that it makes place for, None for none. `policy` orders the objects of no named tenant; `journal`
+    records what the table holds, for the next server."""
 
     def __init__(
         self,
@@ -59,8 +62,12 @@ class ObjectTable:
         policy: EvictionPolicy,
         on_remove: Callable[[StoredObject, Cause, PackedKey | None], None] = lambda *_: None,
         tenants: Sequence[Tenant] = (),
+        journal: Journal | None = None,
     ) -> None:
         self.allocator = allocator
+        self._journal = journal
+        # Ranges that clients of an earlier server may still fill, by writer.
+        self._foreign: dict[int, list[FoundReservation]] = {}
         self._on_remove = on_remove
         self._now = 0.0
         self.used_bytes = 0
@@ -143,7 +150,7 @@ class ObjectTable:
                     offset = self._place(length, key, tenant) if length <= room else None
                     if offset is None:
                         result.stopped_at = index
-                        result.over_share = length > min(room, self.tenants.room(tenant))
+                        result.over_share = length > min(room, self.tenants.room(tenant, self.allocator.limit))
                         self._count_unplaced(items[index:], result)
                         break
                     room -= length
@@ -154,6 +161,8 @@ class ObjectTable:
             # A policy that raises must not leave keys that no writer will ever commit.
             self._drop_write_lease(lease)
             raise
+        if lease.items and self._journal is not None:
+            lease.slots = self._journal.reserve(lease.items, owner=owner, tenant=tenant)
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
@@ -181,6 +190,10 @@ class ObjectTable:
             stored = StoredObject(key, offset, nbytes, used=now, tenant=lease.tenant, account=account)
             self._objects.add(stored)
             objects.append(stored)
+        if self._journal is not None:
+            for stored, slot in zip(objects, lease.slots, strict=True):
+                stored.slot = slot
+            self._journal.commit(lease.slots, now)
         account.added(len(objects), sum([rounded(stored.length) for stored in objects]))
         present = self._let_go(lease)
         # Last chunk first, so that a policy by recency evicts a prefix from its end.
@@ -322,6 +335,70 @@ class ObjectTable:
         """Evict those of `keys` that are not pinned."""
         self.evictions += sum([self.drop(key, cause) for key in keys])
 
+    def keep_in(self, journal: Journal) -> None:
+        """Record what the table holds, and each change from now on."""
+        self._journal = journal
+        for stored in self._objects:
+            slots = journal.reserve([(stored.key, stored.offset, stored.length)], owner=0, tenant=stored.tenant)
+            journal.commit(slots, stored.used)
+            stored.slot = slots[0]
+        for lease in self._leases.writes.values():
+            lease.slots = journal.reserve(lease.items, owner=lease.owner, tenant=lease.tenant)
+
+    def sealed(self, checksums: Mapping[PackedKey, int]) -> None:
+        """Record the checksums of objects."""
+        for key, checksum in checksums.items():
+            stored = self._objects.get(key)
+            if stored is not None and self._journal is not None:
+                self._journal.sealed(stored.slot, checksum)
+
+    # after a restart
+
+    def adopt(self, found: Found, tenants: Sequence[int], *, now: float) -> None:
+        """Take over what the journal of an earlier server holds, into an empty table. `tenants` has the number of each
+        tenant of that server, from 1. All its reservations are quarantined, until `writer_ended`."""
+        number = (0, *tenants)
+        self._now = now
+        account, tenant, neighbour = Account(), 0, (b"", 0)
+        objects = []
+        for used, _, slot, key, offset, length, old, _ in found.slots.objects:
+            # Neighbours are mostly of one request.
+            group = key[: SALT.stop], old
+            if group != neighbour:
+                neighbour, tenant = group, number[old] if old < len(number) else 0
+                account = self.accounts.of(NO_CLIENT, key, tenant)
+                on_insert = self.tenants.policies[tenant].on_insert
+                if tenant:
+                    self.tenants.learn(key[SALT], tenant)
+            objects.append(StoredObject(key, offset, length, 0, used if used < now else now, tenant, account, slot))
+            on_insert(key, length)
+            nbytes = rounded(length)
+            account.nbytes += nbytes
+            account.objects += 1
+            self.tenants.used[tenant] += nbytes
+        self._objects.add_all(objects)
+        for range_ in found.slots.reservations:
+            tenant = number[range_.tenant] if range_.tenant < len(number) else 0
+            self._foreign.setdefault(range_.writer, []).append(range_._replace(tenant=tenant))
+            nbytes = rounded(range_.length)
+            self.tenants.used[tenant] += nbytes
+            self.quarantined_bytes += nbytes
+        self.used_bytes = sum(self.tenants.used)
+        self.allocator.restore(found.slots.taken)
+
+    @property
+    def earlier_writers(self) -> list[int]:
+        """The clients of an earlier server that may still write into a range that they reserved."""
+        return list(self._foreign)
+
+    def writer_ended(self, writer: int) -> None:
+        """Free the ranges of a client of an earlier server, which writes no more."""
+        for range_ in self._foreign.pop(writer, ()):
+            if self._journal is not None:
+                self._journal.release((range_.slot,))
+            self.quarantined_bytes -= rounded(range_.length)
+            self._free(range_.offset, range_.length, range_.tenant)
+
     # inside
 
     def _reserved_bytes(self, owner: int) -> int:
@@ -330,7 +407,7 @@ class ObjectTable:
 
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
         tenants = self.tenants
-        over = length - tenants.room(tenant)
+        over = length - tenants.room(tenant, self.allocator.limit)
         if over > 0 and not self._shrink(tenant, over, key):
             return None
         offset = self.allocator.allocate(length)
@@ -365,16 +442,22 @@ class ObjectTable:
 
     def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         self._objects.remove(stored)
-        self._free(stored.offset, stored.length, stored.tenant)
-        stored.account.removed(rounded(stored.length), evicted=cause <= Cause.TENANT)
+        if self._journal is not None:
+            self._journal.release((stored.slot,))
+        account = stored.account.into or stored.account
+        account.objects -= 1
+        account.nbytes -= self._free(stored.offset, stored.length, stored.tenant)
+        account.evicted += cause <= LAST_EVICTION
         self.tenants.policies[stored.tenant].on_remove(stored.key)
         self._on_remove(stored, cause, by)
 
-    def _free(self, offset: int, nbytes: int, tenant: int) -> None:
-        self.allocator.free(offset, nbytes)
+    def _free(self, offset: int, nbytes: int, tenant: int) -> int:
+        """Free a range; return the bytes that it occupied."""
         length = rounded(nbytes)
+        self.allocator.free(offset, length)
         self.used_bytes -= length
         self.tenants.used[tenant] -= length
+        return length
 
     def _count_unplaced(self, items: Sequence[tuple[PackedKey, int]], result: Reservation) -> None:
         for key, _ in items:
@@ -390,6 +473,8 @@ class ObjectTable:
         for stored in objects:
             stored.used = now
         self._uses.add(objects)
+        if self._journal is not None:
+            self._journal.used(objects)
 
     def _pin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:
@@ -426,6 +511,8 @@ class ObjectTable:
     def _drop_write_lease(self, lease: WriteLease) -> None:
         self._leases.close(lease)
         self._let_go(lease)
+        if self._journal is not None:
+            self._journal.release(lease.slots)
         for key, offset, nbytes in lease.items:
             if lease.quarantined:
                 self.quarantined_bytes -= rounded(nbytes)

@@ -27,7 +27,7 @@ from kvframework.storage.l1.rows import ObjectRows
 
 # Salts in keys that are remembered as a tenant's: one for each salt and order of layers.
 MAX_SALTS = 1 << 16
-_SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
+SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
 
 _key_of = attrgetter("key")
 _used_of = attrgetter("used")
@@ -69,11 +69,13 @@ class Tenants:
 
     def of(self, key: PackedKey) -> int:
         """Return whose an object with this key is; 0 for a salt that is not remembered."""
-        return self._salts.get(key[_SALT], 0)
+        return self._salts.get(key[SALT], 0) if self._salts else 0
 
-    def room(self, tenant: int) -> float:
-        """Return the bytes that the tenant may hold beyond what it holds."""
-        return self._most[tenant] - self.used[tenant]
+    def room(self, tenant: int, limit: int) -> float:
+        """Return the bytes that the tenant may hold beyond what it holds, infinity if it may hold all `limit` bytes of
+        L1: then L1 is its bound."""
+        most = self._most[tenant]
+        return math.inf if most >= limit else most - self.used[tenant]
 
     def accessed(self, objects: Sequence[StoredObject]) -> None:
         """Report uses of objects, in the order of the policy's calls."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvframework.api.tier import PackedKey, TierEntry, TierUsage
@@ -38,14 +38,62 @@ class Watermarks:
         return number
 
 
-def oldest(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
-    """Return the least recently used keys with at least `nbytes` in total. Memory is bounded by the result and one
-    entry."""
-    heap: list[tuple[float, int, TierEntry]] = []
-    held = 0
-    for number, entry in zip(itertools.count(), entries):
-        heapq.heappush(heap, (-(entry.used_at or 0.0), number, entry))
-        held += entry.nbytes
-        while heap and held - heap[0][2].nbytes >= nbytes:
-            held -= heapq.heappop(heap)[2].nbytes
-    return [entry.key for _, _, entry in sorted(heap, reverse=True)]
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a tier's capacity that its tenants have, by their numbers, 0 for all without a name: what others do
+    not take from each as long as they have something to give themselves, and the most that each keeps once room is
+    made. `tenant_of` returns the number for a key."""
+
+    tenant_of: Callable[[PackedKey], int] = lambda _key: 0
+    least: Sequence[float] = (0.0,)
+    most: Sequence[float] = (1.0,)
+
+
+def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Shares) -> list[PackedKey]:
+    """Return keys with at least `nbytes` in total, if there are as many: first of tenants that have more than their
+    most, then of those that have more than their least, then of any; of each the least recently used first. Memory is
+    bounded by the result and one entry, for each tenant."""
+    found = [_Oldest(nbytes) for _ in shares.least]
+    for number, entry in enumerate(entries):
+        found[shares.tenant_of(entry.key)].add(number, entry)
+    left = list(heapq.merge(*[each.sorted() for each in found], key=_used_at))
+    chosen: list[PackedKey] = []
+    all_of_it = [math.inf] * len(found)
+    for kept in (shares.most, shares.least, ()):
+        spare = [each.total - share * capacity for each, share in zip(found, kept, strict=True)] if kept else all_of_it
+        passed, left = left, []
+        for entry in passed:
+            tenant = shares.tenant_of(entry.key)
+            if nbytes <= 0 or spare[tenant] <= 0:
+                left.append(entry)
+                continue
+            nbytes -= entry.nbytes
+            spare[tenant] -= entry.nbytes
+            found[tenant].total -= entry.nbytes
+            chosen.append(entry.key)
+    return chosen
+
+
+class _Oldest:
+    """The least recently used entries of one tenant with `nbytes` in total, and the bytes of all of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.total = 0
+        self._nbytes = nbytes
+        self._held = 0
+        self._heap: list[tuple[float, int, TierEntry]] = []
+
+    def add(self, number: int, entry: TierEntry) -> None:
+        heapq.heappush(self._heap, (-_used_at(entry), number, entry))
+        self.total += entry.nbytes
+        self._held += entry.nbytes
+        while self._heap and self._held - self._heap[0][2].nbytes >= self._nbytes:
+            self._held -= heapq.heappop(self._heap)[2].nbytes
+
+    def sorted(self) -> list[TierEntry]:
+        """Return the entries, the least recently used first."""
+        return [entry for _, _, entry in sorted(self._heap, reverse=True)]
+
+
+def _used_at(entry: TierEntry) -> float:
+    return entry.used_at or 0.0

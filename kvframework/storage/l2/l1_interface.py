@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvframework.api.keys import PackedKey
@@ -27,6 +27,8 @@ class L1(Protocol):
     def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None: ...
 
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
+
+    def sealed(self, checksums: Mapping[PackedKey, int]) -> None: ...
 
     def damaged(self, key: PackedKey) -> None: ...
 

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
@@ -27,6 +27,8 @@ R = TypeVar("R")
 
 BATCH_OBJECTS = 16
 BATCH_BYTES = 64 << 20
+# Calls to tiers that a load remembers.
+MAX_CALLS = 64
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,22 @@ class WaitForWriters:
 LoadSteps = Generator[Step | AskNext | WaitForWriters, Any, R]
 
 
+class TierCall(NamedTuple):
+    """A call to a tier: the times are of the clock of the storage; `values` were asked for, and `found` of them were
+    there."""
+
+    tier: str
+    operation: str
+    began: float
+    seconds: float
+    values: int
+    found: int
+    ok: bool
+
+
 class LoadTask(PrefetchTask):
-    """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects."""
+    """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
+    its first `MAX_CALLS` calls to tiers."""
 
     def __init__(self, keys: Sequence[PackedKey], sizes: Sequence[int], select: Select) -> None:
         self.keys = keys
@@ -57,6 +73,7 @@ class LoadTask(PrefetchTask):
         self.done = False
         self.loaded = 0
         self.cancelled = False
+        self.calls: list[TierCall] = []
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], object]] | None = []
 
@@ -83,9 +100,10 @@ class LoadTask(PrefetchTask):
 class Loader:
     """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order."""
 
-    def __init__(self, l1: L1, stores: Sequence[L2Store]) -> None:
+    def __init__(self, l1: L1, stores: Sequence[L2Store], clock: Callable[[], float]) -> None:
         self._l1 = l1
         self._stores = stores
+        self._clock = clock
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
         """Load, then run `on_done` once, in any case, while the chosen objects that were found are pinned."""
@@ -143,7 +161,8 @@ class Loader:
                 break
             yield AskNext(store)
             try:
-                found = yield from store.contains_steps([task.keys[index] for index in ask])
+                asking = store.contains_steps([task.keys[index] for index in ask])
+                found = yield from self._noted(task, store, "contains", len(ask), asking)
             except TierError:
                 continue
             source.update((index, store) for index, yes in zip(ask, found, strict=True) if yes)
@@ -200,7 +219,8 @@ class Loader:
                     places.append((index, *place))
             if places:
                 keys = [task.keys[index] for index, _, _ in places]
-                good = yield from store.get_steps(keys, [view for _, _, view in places])
+                getting = store.get_steps(keys, [view for _, _, view in places])
+                good = yield from self._noted(task, store, "get", len(keys), getting)
         except TierError:
             log.debug("tier %s failed during a load", store.name)
         finally:
@@ -215,6 +235,19 @@ class Loader:
             for _, _, view in places:
                 view.release()
         return elsewhere
+
+    def _noted(
+        self, task: LoadTask, store: L2Store, operation: str, values: int, steps: Steps[list[bool]]
+    ) -> Steps[list[bool]]:
+        """Make a call to a tier, and add it to the task."""
+        began, answers = self._clock(), None
+        try:
+            answers = yield from steps
+            return answers
+        finally:
+            if len(task.calls) < MAX_CALLS:
+                seconds, ok = self._clock() - began, answers is not None
+                task.calls.append(TierCall(store.name, operation, began, seconds, values, sum(answers or ()), ok))
 
     def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self._stores:

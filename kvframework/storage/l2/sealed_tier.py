@@ -18,10 +18,10 @@ from kvframework.api.codec import NO_CODEC
 from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, seal, unseal
+from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.full_tier_victims import Watermarks, oldest
+from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
 
@@ -69,6 +69,10 @@ class L2Store:
         self._clock = clock
         # Receives, in a storage thread, the key of each value that is unusable.
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
+        # Receives, in a storage thread, the checksums of objects that it sends as they are.
+        self.on_sealed: Callable[[Mapping[PackedKey, int]], None] = lambda _checksums: None
+        # Of a tier that knows its capacity and lists its values.
+        self.shares = Shares()
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
         # Bytes that are being written.
@@ -184,12 +188,16 @@ class L2Store:
         """Store each value behind its header, sent straight from the given memory if no codec packs it. Values that
         exceed the room of a small tier are sent in several calls, each after making room."""
         parts: list[list[memoryview]] = []
+        plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
             packs = self._codec != NO_CODEC
             name, packed = self._codecs.pack(self._codec, value) if packs else (NO_CODEC, [value])
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
+            if name == NO_CODEC:
+                plain[key] = checksum_in(header)
+        self.on_sealed(plain)
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
@@ -320,7 +328,9 @@ class L2Store:
         try:
             if excess:
                 leaving = yield from self._calls.call(
-                    "scan", lambda at: oldest(self._tier.scan(deadline=at), excess), timeout_s=SCAN_S
+                    "scan",
+                    lambda at: victims(self._tier.scan(deadline=at), excess, usage.capacity_bytes, self.shares),
+                    timeout_s=SCAN_S,
                 )
                 for first in range(0, len(leaving), DELETE_AT_ONCE):
                     self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and its write and read settings. `promote` means that it also receives values found in a
-    later tier. `loads` and `writes` bound its concurrent loads and batches of writes."""
+    later tier. `loads` and `writes` bound its concurrent loads and batches of writes; `shares` are the least and the
+    most of its capacity that each tenant has, see `Shares`."""
 
     store: L2Store
     policy: WritePolicy = field(default_factory=WriteThrough)
@@ -36,6 +37,7 @@ class AttachedTier:
     promote: bool = True
     loads: int = 2
     writes: int = 1
+    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
 
 
 class Tiers:
@@ -52,6 +54,7 @@ class Tiers:
         self.stores = tuple(tier.store for tier in attached)
         for store in self.stores:
             store.on_damaged = l1.damaged
+            store.on_sealed = l1.sealed
         self.writers = [
             TierWriter(
                 l1,

@@ -1,0 +1,125 @@
+"""The control socket of `kvframework hold`: one request and one reply, each a JSON object in one packet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+from typing import Any
+
+from kvframework.keeper.note_socket import bind_private, remove_socket
+
+MAX_PACKET_BYTES = 64 << 10
+_MAX_CALLERS = 8
+_ASK_S = 5.0
+_PEER = struct.Struct("=iII")  # pid, uid, gid
+
+
+class Caller:
+    """A connected caller, until its reply is sent."""
+
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self.connection = connection
+        self.ask_by = now + _ASK_S
+        self.asked = False
+
+
+class ControlSocket:
+    """A socket at a path that only this user, and root, may use. At most `_MAX_CALLERS` callers at once."""
+
+    def __init__(self, path: str) -> None:
+        """Bind the socket, in place of one that a killed process left. Raises `OSError`."""
+        self.path = path
+        self.callers: list[Caller] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        bind_private(self._listener, path)
+        self._listener.listen(_MAX_CALLERS)
+
+    def register(self, poll: select.poll) -> None:
+        """Have `poll` wake up for what `requests` would read."""
+        if len(self.callers) < _MAX_CALLERS:
+            poll.register(self._listener, select.POLLIN)
+        for caller in self.callers:
+            # Of a caller that waits for its reply only its end is seen.
+            poll.register(caller.connection, 0 if caller.asked else select.POLLIN)
+
+    def requests(self, now: float) -> list[tuple[Caller, dict[str, Any]]]:
+        """Accept callers, and return the requests that have come, each with its caller, who waits for `reply`. Never
+        blocks. A caller that asks nothing in time, or something that is no object, is closed."""
+        self._accept(now)
+        found = []
+        for caller in list(self.callers):
+            if not caller.asked:
+                request = self._read(caller, now)
+                if request is not None:
+                    caller.asked = True
+                    found.append((caller, request))
+            elif _has_ended(caller.connection):
+                self._close(caller)
+        return found
+
+    def reply(self, caller: Caller, document: dict[str, object]) -> None:
+        """Send the reply and close the connection. Never blocks: a caller that has ended misses it."""
+        if caller in self.callers:
+            with contextlib.suppress(OSError):
+                caller.connection.send(json.dumps(document).encode())
+            self._close(caller)
+
+    def close(self) -> None:
+        for caller in list(self.callers):
+            self._close(caller)
+        self._listener.close()
+        remove_socket(self.path)
+
+    def _accept(self, now: float) -> None:
+        while len(self.callers) < _MAX_CALLERS:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # none waits, or this process has too few descriptors
+                return
+            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if uid not in (0, os.getuid()):
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self.callers.append(Caller(connection, now))
+
+    def _read(self, caller: Caller, now: float) -> dict[str, Any] | None:
+        try:
+            request = json.loads(caller.connection.recv(MAX_PACKET_BYTES))
+            if isinstance(request, dict):
+                return request
+        except BlockingIOError:
+            if now < caller.ask_by:
+                return None
+        except (OSError, ValueError, RecursionError):
+            pass
+        self._close(caller)
+        return None
+
+    def _close(self, caller: Caller) -> None:
+        self.callers.remove(caller)
+        caller.connection.close()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
+
+
+def ask(path: str, request: dict[str, object], timeout: float) -> Any:
+    """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most. Raises
+    `OSError`: `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
+    `ConnectionResetError` when it ended meanwhile."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        connection.send(json.dumps(request).encode())
+        packet = connection.recv(MAX_PACKET_BYTES)
+    if not packet:
+        raise ConnectionResetError("it has ended")
+    return json.loads(packet)

@@ -1,0 +1,52 @@
+"""The descriptors that `kvframework hold` keeps, by name."""
+
+from __future__ import annotations
+
+import os
+
+MAX_KEPT = 16
+
+
+class KeptDescriptors:
+    """At most `MAX_KEPT` descriptors, owned by this object, one for each name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def items(self) -> list[tuple[str, int]]:
+        """The names and the descriptors, which stay owned here, the oldest name first."""
+        return list(self._by_name.items())
+
+    def put(self, name: str, fd: int) -> bool:
+        """Keep `fd`, which is owned here from now on, in place of one of the same name. False, and closed, beyond
+        `MAX_KEPT` names. Closing the last descriptor of a file blocks until its memory is free."""
+        if name not in self._by_name and len(self._by_name) >= MAX_KEPT:
+            os.close(fd)
+            return False
+        self.remove(name)
+        self._by_name[name] = fd
+        return True
+
+    def remove(self, name: str) -> bool:
+        """Close the descriptor of this name; False if there is none. Blocks as `put` does."""
+        fd = self._by_name.pop(name, None)
+        if fd is None:
+            return False
+        os.close(fd)
+        return True
+
+    def clear(self) -> None:
+        """Close all. Blocks as `put` does."""
+        for name in list(self._by_name):
+            self.remove(name)
+
+    def report(self) -> list[dict[str, object]]:
+        """Each name, the size of its file, and the bytes of memory that it has."""
+        rows: list[dict[str, object]] = []
+        for name, fd in self._by_name.items():
+            status = os.fstat(fd)
+            rows.append({"name": name, "size": status.st_size, "bytes": status.st_blocks * 512})
+        return rows

@@ -1,0 +1,191 @@
+"""What a keeper holds, at a server's start: the arena and the journal of an earlier server, if they pass every gate,
+else new ones. Runs once, before anything is served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvframework.api.memory import Memory
+from kvframework.errors import ArenaError
+from kvframework.storage.l1.journal.arena_locks import lock_for_server, own_description
+from kvframework.storage.l1.journal.form import Identity
+from kvframework.storage.l1.journal.journal import Journal
+from kvframework.storage.l1.journal.reading import Cold, Found, read, read_identity, read_start
+
+log = logging.getLogger(__name__)
+
+ARENA, JOURNAL = "kvf-arena", "kvf-journal"
+# Starts in a row that did not serve, after which the journal is set aside.
+MAX_FAILED = 3
+# A server that ends, and the copies of its copiers on a device.
+LOCK_S = 10.0
+_LOCK_STEP_S = 0.005
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Keeper(Protocol):
+    """Who holds descriptors by name while no server lives, see `kvframework.keeper`. Methods raise `OSError`."""
+
+    def kept(self, names: Collection[str]) -> dict[str, int]:
+        """Return the descriptors of these names that it held at the start of this process, each owned by the caller;
+        all others are closed."""
+
+    def store(self, name: str, fd: int) -> None:
+        """Have it hold a copy of a descriptor."""
+
+    def remove(self, name: str) -> None:
+        """Have it close a descriptor."""
+
+
+class Kept(NamedTuple):
+    """The journal, owned by the caller, None without a keeper; what it has held before, None for a cold start, for the
+    reason `why_cold`; and the seconds that finding out took."""
+
+    journal: Journal | None = None
+    found: Found | None = None
+    why_cold: str = ""
+    seconds: float = 0.0
+
+
+NO_KEEPER = Kept(why_cold="no_keeper")
+
+
+def open_kept(
+    keeper: Keeper, identity: Identity, tenants: Sequence[str], create: Callable[[int | None], Memory]
+) -> tuple[Memory, Kept]:
+    """Return the L1 memory and journal that the keeper holds, or new ones that it holds from now on. `create` makes the
+    memory, over an arena that it owns from then on, or a new one. `identity` is that of this server, without the arena;
+    `tenants` are the names of its tenants by number, from 1.
+
+    Blocks up to `LOCK_S` for the end of an earlier server. Raises `ArenaError` if that does not end, and the errors of
+    `create`.
+    """
+    began = time.monotonic()
+    held = keeper.kept((ARENA, JOURNAL))
+    arena = -1
+    try:
+        if ARENA in held:
+            arena = _own_arena(held[ARENA])
+        if held.keys() != {ARENA, JOURNAL}:
+            raise Cold("incomplete" if held else "nothing_kept", ", ".join(held))
+        journal, found = _open(held[JOURNAL], arena, identity, tenants)
+    except Cold as cold:
+        (log.warning if held else log.info)("L1 begins empty: %s", cold)
+        for name, fd in held.items():
+            # Also of clients that still map it: there is never memory for two arenas.
+            _free(fd)
+            _drop(keeper, name, fd)
+        if arena >= 0:
+            os.close(arena)
+        return _new(keeper, identity, tenants, create, str(cold))
+    for fd in held.values():
+        os.close(fd)
+    try:
+        return create(arena), Kept(journal, found, seconds=time.monotonic() - began)
+    except BaseException:
+        journal.close()
+        raise
+
+
+def this_machine() -> str:
+    """Return the id of the machine's boot. Raises `OSError`."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def _new(
+    keeper: Keeper, identity: Identity, tenants: Sequence[str], create: Callable[[int | None], Memory], why_cold: str
+) -> tuple[Memory, Kept]:
+    memory = create(None)
+    try:
+        lock_for_server(memory.fd)
+        journal = Journal.create(identity.of(memory.fd), tenants)
+        try:
+            # A description of its own: the lock ends with this server, not with the keeper.
+            copy = own_description(memory.fd)
+            try:
+                for name, fd in ((ARENA, copy), (JOURNAL, journal.fd)):
+                    # systemd would keep both.
+                    keeper.remove(name)
+                    keeper.store(name, fd)
+            finally:
+                os.close(copy)
+        except BaseException:
+            journal.close()
+            raise
+    except (OSError, ValueError) as error:
+        log.error("L1 ends with this server, as the keeper cannot hold it: %s", error)
+        return memory, Kept(why_cold=f"keeper_failed: {error}")
+    return memory, Kept(journal, why_cold=why_cold)
+
+
+def _own_arena(fd: int) -> int:
+    """Return the kept arena with this server's lock on it. Raises `Cold` for what is no file, and `ArenaError`."""
+    try:
+        own = own_description(fd)
+    except OSError as error:
+        raise Cold("damaged", f"the kept arena cannot be opened: {error.strerror}") from None
+    until = time.monotonic() + LOCK_S
+    while not lock_for_server(own):
+        if time.monotonic() >= until:
+            os.close(own)
+            raise ArenaError(
+                f"another server, or a copy of its, still uses the kept arena after {LOCK_S:.0f} s",
+                where="[l1] keep",
+                hint="stop that server; `kvframework hold --status` names the process",
+            )
+        time.sleep(_LOCK_STEP_S)
+    return own
+
+
+def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tuple[Journal, Found]:
+    """Return the journal, which owns a copy of `fd`, and what it holds. Raises `Cold`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            journal = Journal(os.dup(fd))
+            undo.callback(journal.close)
+            _check_same(read_identity(journal.memory), identity.of(arena))
+            journal.start = read_start(journal.memory)
+            if journal.start.failed >= MAX_FAILED:
+                raise Cold("failed_starts", f"{journal.start.failed} in a row ended before they served")
+            # It counts as failed until it serves, also if what follows ends the process.
+            journal.begin(tenants)
+            found = read(journal.memory, os.fstat(arena).st_size)
+        except (OSError, ValueError) as error:
+            raise Cold("damaged", str(error)) from None
+        journal.holds(found)
+        undo.pop_all()
+    return journal, found
+
+
+def _check_same(kept: Identity, here: Identity) -> None:
+    if kept.machine != here.machine:
+        raise Cold("other_machine", "the machine has been started since")
+    if kept.arena != here.arena:
+        raise Cold("damaged", "the journal is that of another arena")
+    for field in Identity.__struct_fields__:
+        was, now = getattr(kept, field), getattr(here, field)
+        if was != now:
+            raise Cold("other_configuration", f"{field} was {was}, is {now}")
+
+
+def _free(fd: int) -> None:
+    """Free the memory of a file, which also those that map it lose. A file with a name is a stranger's: it stays."""
+    if os.fstat(fd).st_nlink:
+        return
+    with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 0) as memory:
+        memory.madvise(mmap.MADV_REMOVE)
+
+
+def _drop(keeper: Keeper, name: str, fd: int) -> None:
+    os.close(fd)
+    try:
+        keeper.remove(name)
+    except OSError as error:
+        log.warning("the keeper still holds %r: %s", name, error)
