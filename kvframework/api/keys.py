@@ -30,7 +30,8 @@ class CacheKey(Message, frozen=True):
 
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
     token to `end`, in exactly one form: `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests);
-    `start` selects, in tokens. `start` and `end` are multiples of the namespace's chunk.
+    `start` selects, in tokens. `start` and `end` are multiples of the namespace's chunk. Beside the name, `request_id`
+    and `trace`, the W3C traceparent of a sampled request ("" for none), say who asks.
     """
 
     model_name: str
@@ -43,6 +44,7 @@ class CacheKey(Message, frozen=True):
     tokens: bytes = b""
     digests: bytes = b""
     cache_salt: str = ""
+    trace: str = ""
 
 
 class ObjectKey(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
 from kvframework.errors import ArenaError
 
-__all__ = ["ArenaError", "Memory", "MemoryProvider", "TableContext", "hookimpl"]
+__all__ = ["ArenaError", "Memory", "MemoryContext", "MemoryProvider", "TableContext", "hookimpl"]
 
 
 class Memory(ABC):
@@ -44,11 +44,23 @@ class Memory(ABC):
         self.close()
 
 
+@dataclass(frozen=True)
+class MemoryContext(TableContext):
+    """The table, and the memory of an earlier server to go on with. `kept` is a descriptor of the segment that `create`
+    made there, with the same options, whose bytes have to stay as they are: the plugin owns it, also when it raises.
+    None: a new segment. Only a provider with `keeps` gets one."""
+
+    kept: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryProvider(Provider[O]):
-    """The memory that `[l1] use` names. `create` raises `ArenaError` if the memory is not available. `diagnose` as for
-    `TierProvider`: the doctor asks it only while no server holds the memory."""
+    """The memory that `[l1] use` names. `create` raises `ArenaError` if the memory is not available. `keeps`: it takes
+    `MemoryContext.kept`, so that objects outlive the server; `fd` is that of a memfd then, whose memory lasts as long
+    as any process has a descriptor of it. `diagnose` as for `TierProvider`: the doctor asks it only while no server
+    holds the memory."""
 
     kind = "memory"
-    create: Callable[[O, TableContext], Memory]
+    create: Callable[[O, MemoryContext], Memory]
+    keeps: bool = False
     diagnose: Diagnose[O] | None = None

@@ -8,6 +8,7 @@ from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
 from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
+from kvframework.client.tracing import current_trace
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 
@@ -22,6 +23,7 @@ __all__ = [
     "RequestHashes",
     "SchedulerAdapter",
     "WorkerAdapter",
+    "current_trace",
     "digest_files",
     "named_identity",
     "register_canonical",

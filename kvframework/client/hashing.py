@@ -7,20 +7,30 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kvframework.api.hasher import DIGEST_BYTES, KeyHasher
+from kvframework.api.trace import sampled_parent
 from kvframework.errors import BadRange, RequestError
 
 
 class RequestHashes:
     """Chained chunk digests of one request's tokens, extended as tokens arrive. For one thread at a time.
 
-    `digests` are those of its first whole chunks, if another process has made them: with their extras.
+    `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
+    request's `traceparent` header: if it says that the request is sampled, the server's part gets spans.
     """
 
     def __init__(
-        self, hasher: KeyHasher, chunk_tokens: int, *, request_id: str, cache_salt: str = "", digests: bytes = b""
+        self,
+        hasher: KeyHasher,
+        chunk_tokens: int,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        digests: bytes = b"",
+        trace: str = "",
     ) -> None:
         self.request_id = request_id
         self.cache_salt = cache_salt
+        self.trace = sampled_parent(trace) if trace else ""
         self.chunk_tokens = chunk_tokens
         self._hasher = hasher
         self._digests = bytearray(digests)

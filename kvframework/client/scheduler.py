@@ -81,6 +81,7 @@ class SchedulerAdapter:
             request_id=request.request_id,
             digests=request.digests(last),
             cache_salt=request.cache_salt,
+            trace=request.trace,
         )
         return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
 

@@ -1,16 +1,20 @@
-"""Status documents of a running server, for commands and for `kvframework observe`."""
+"""What a running server says of itself, again and again, for commands and for `kvframework observe`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from kvframework.client.connection import KVClient
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 
+R = TypeVar("R")
+
 
 class StatusSource:
-    """Where documents come from. A client is kept while it works: after an error the next server may be another one,
+    """Where the answers come from. A client is kept while it works: after an error the next server may be another one,
     with another chunk size or hasher, and the next `ask` connects again. `round_trip_s` is that of the last `ask`, None
     if the serving loop did not answer it."""
 
@@ -24,15 +28,26 @@ class StatusSource:
     def ask(self) -> bytes:
         """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
         `KVClient` does."""
-        deadline = time.monotonic() + self._timeout
         self.round_trip_s = None
+
+        def status(client: KVClient, left: Callable[[], float]) -> bytes:
+            self.round_trip_s = client.ping(left())
+            return client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left()).document
+
+        return self._asked(status)
+
+    def sampled(self, after: int) -> m.RecentReply:
+        """The finished requests with a trace behind the number `after`. Blocks and raises as `ask`."""
+        recent = m.Recent(after, traced=True)
+        return self._asked(lambda client, left: client.request("RECENT", recent, m.RecentReply, timeout=left()))
+
+    def _asked(self, question: Callable[[KVClient, Callable[[], float]], R]) -> R:
+        deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name=self._name, connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
-            self.round_trip_s = self._client.ping(max(deadline - time.monotonic(), 0.01))
-            left = max(deadline - time.monotonic(), 0.01)
-            return self._client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left).document
+            return question(self._client, lambda: max(deadline - time.monotonic(), 0.01))
         except KVFrameworkError:
             self.close()
             raise

@@ -128,6 +128,7 @@ class WorkerAdapter:
             request_id=request.request_id,
             digests=request.digests(end),
             cache_salt=request.cache_salt,
+            trace=request.trace,
         )
 
     def submit_store(

@@ -26,6 +26,38 @@ MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 MAX_SHORT, MAX_SHORT_ID = 16, 128
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
+# Why a lookup missed, see `Finished.reason`; in the order of docs/operations.md.
+REASONS = (
+    "never_stored",
+    "dropped_full",
+    "dropped_share",
+    "evicted",
+    "other_namespace",
+    "other_salt",
+    "too_short",
+    "tier_down",
+    "timed_out",
+    "damaged",
+    "cleared",
+    "server_started",
+    "unknown_namespace",
+)
+
+# Why a server began with an empty L1, the first word of `l1.recovered.why_cold` in the status; in the order of
+# docs/restart.md.
+COLD_REASONS = (
+    "no_keeper",
+    "memory_cannot",
+    "keeper_failed",
+    "nothing_kept",
+    "incomplete",
+    "no_journal",
+    "other_release",
+    "other_machine",
+    "other_configuration",
+    "failed_starts",
+    "damaged",
+)
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
@@ -377,6 +409,13 @@ class ApplyConfig(Message, frozen=True):
     dry_run: bool = False
 
 
+class HandOver(Message, frozen=True):
+    """Ends the server for a next one, which listens at the Unix socket `path`: there it gets the arena and the journal
+    of L1, as descriptors, before the answer. Processes of the server's own user on its node only."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=107)]
+
+
 class ConfigChange(Message, frozen=True):
     """A key, such as `l2.0.timeout_s`, with its values as TOML, "" if it is not set, and "***" for secrets. `now`: it
     can change while the server runs."""
@@ -403,11 +442,26 @@ class DumpReply(Message, frozen=True):
 
 class Recent(Message, frozen=True):
     """RECENT: the finished requests with a number above `after`, the oldest `most` of them, or those of `request_id`
-    ("" for all). Clients on the server's node only."""
+    ("" for all); with `traced` only those with a trace, which are numbered by themselves then. Clients on the server's
+    node only."""
 
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     most: Annotated[int, msgspec.Meta(ge=0, le=MAX_RECENT)] = MAX_RECENT
     request_id: str = ""
+    traced: bool = False
+
+
+class TierCall(Message, frozen=True, array_like=True):
+    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
+    of them were there."""
+
+    tier: str
+    operation: str
+    began: float
+    seconds: float
+    values: int
+    found: int
+    ok: bool
 
 
 class Finished(Message, frozen=True):
@@ -419,7 +473,8 @@ class Finished(Message, frozen=True):
     `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
     token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
     clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
-    `wire`. `trace` is the W3C traceparent of a sampled request.
+    `wire`. `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
+    LOOKUP.
     """
 
     number: int
@@ -450,6 +505,7 @@ class Finished(Message, frozen=True):
     nbytes: int = 0
     tenant: str = ""
     trace: str = ""
+    tier_calls: tuple[TierCall, ...] = ()
 
 
 class RecentReply(Message, frozen=True):
@@ -471,7 +527,9 @@ class StatusReply(Message, frozen=True):
 
 
 __all__ = [
+    "COLD_REASONS",
     "PROTOCOL_VERSION",
+    "REASONS",
     "Aborted",
     "ApplyConfig",
     "Cancel",
@@ -517,6 +575,7 @@ __all__ = [
     "StoreOutcome",
     "StorePlan",
     "TicketRef",
+    "TierCall",
     "TransferReply",
     "TransferRequest",
     "Unregister",

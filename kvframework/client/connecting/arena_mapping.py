@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,13 +18,15 @@ class MappedArena:
     ends with the last one. Until then `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take
     this process for dead and give a range to another client while it is still written here.
 
-    Forked children do not inherit the memory, so that the end of this process is the end of all its writes.
+    Forked children do not inherit the memory, and close the arena's descriptors, so that the end of this process is the
+    end of all its writes, and of its locks on what it may write.
     """
 
     def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
         self._alive_fd = alive_fd
         try:
-            mapped = mmap.mmap(arena_fd, os.fstat(arena_fd).st_size)
+            status = os.fstat(arena_fd)
+            mapped = mmap.mmap(arena_fd, status.st_size)
         except BaseException:
             if alive_fd is not None:
                 os.close(alive_fd)
@@ -35,6 +38,7 @@ class MappedArena:
         if self._end is not None:
             # At the process's end the kernel closes it, after the last thread that could write has ended.
             self._end.atexit = False
+        self._file = status.st_dev, status.st_ino
         self._map = mapped
         self.view = memoryview(mapped)
         close_after_fork(self)
@@ -45,3 +49,9 @@ class MappedArena:
         if self._end is not None and self._end.detach() and self._alive_fd is not None:
             os.close(self._alive_fd)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        # Among them the one of the mapping object, which lasts from here on.
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) == self._file:
+                    os.close(fd)

@@ -82,6 +82,8 @@ def dial(
         _probe_tcp(address, endpoint, timeout)
     unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
     dealer = context.socket(zmq.DEALER)
+    # A process that is killed still accepts connections for a moment: without this, the caller would wait in vain.
+    hung_up = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         frames_io.bound(dealer)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -95,8 +97,12 @@ def dial(
         frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
         deadline = time.monotonic() + timeout
         waiting(unanswered)
-        while not dealer.poll(int(_POLL_S * 1000)):
-            if closing() or time.monotonic() >= deadline:
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(hung_up, zmq.POLLIN)
+        while dealer not in dict(poller.poll(int(_POLL_S * 1000))):
+            gone = hung_up.poll(0) and not dealer.poll(0)
+            if gone or closing() or time.monotonic() >= deadline:
                 raise unanswered
         envelope = _answer(dealer)
         try:
@@ -114,6 +120,10 @@ def dial(
     except BaseException:
         dealer.close(0)
         raise
+    finally:
+        if not dealer.closed:
+            dealer.disable_monitor()
+        hung_up.close(0)
 
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:

@@ -390,6 +390,8 @@ class Link:
         try:
             item.resolve(item.answer(envelope))
         except KVFrameworkError as error:
+            # Its traceback refers to the caller's frames: a cycle would keep the arena mapped until it is collected.
+            error.with_traceback(None)
             if isinstance(error, HelloRequired):
                 self._stop(error)  # before the caller, who may retry at once, gets the error
             item.resolve(error)

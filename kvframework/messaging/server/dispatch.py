@@ -45,9 +45,9 @@ class Served:
 
     `handlers` are those of `check_handlers`. `welcome(hello, session, version, returns)` makes HELLO's reply;
     its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
-    earlier server. `arena_fd` is borrowed and passed to every client of this node;
-    None: there is none. `on_session_end(session)` is called exactly once for every session, unless very many end with
-    the server; its exceptions and those of `on_tick()` are logged.
+    earlier server. `arena_for(session id)` returns a descriptor of the arena for a client of this node, which is closed
+    once it is sent, and raises `OSError`; None: there is no arena. `on_session_end(session)` is called exactly once for
+    every session, unless very many end with the server; its exceptions and those of `on_tick()` are logged.
     """
 
     handlers: Mapping[str, Handler[Any]]
@@ -55,7 +55,7 @@ class Served:
     hasher_fingerprint: str
     on_session_end: Callable[[ClientSession], None]
     on_tick: Callable[[], None]
-    arena_fd: int | None = None
+    arena_for: Callable[[int], int] | None = None
 
 
 def check_handlers(

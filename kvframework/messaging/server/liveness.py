@@ -87,14 +87,14 @@ class LivenessServer:
         self,
         path: str,
         *,
-        arena_fd: int | None,
+        arena_for: Callable[[int], int] | None,
         find: Callable[[bytes], ClientSession | None],
         clock: Callable[[], float],
         counters: dict[str, int],
         admit_uids: Collection[int] = (),
     ) -> None:
         self._admitted = {os.geteuid(), *admit_uids}
-        self._arena_fd = arena_fd
+        self._arena_for = arena_for
         self._find = find
         self._clock = clock
         self._counters = counters
@@ -222,7 +222,7 @@ class LivenessServer:
         fd, was_local = entry.sock.fileno(), session.local
         session.local = True  # before the client gets its answer
         session.liveness = entry.sock
-        if not self._admit(entry.sock):
+        if not self._admit(entry.sock, session):
             session.local = was_local
             session.liveness = None
             if process is not None:
@@ -250,11 +250,15 @@ class LivenessServer:
         self._hang_up(live.sock)
         return live.session
 
-    def _admit(self, sock: socket.socket) -> bool:
+    def _admit(self, sock: socket.socket, session: ClientSession) -> bool:
         try:
-            if self._arena_fd is None:
+            if self._arena_for is None:
                 return sock.send(WITHOUT_ARENA) == 1
-            return socket.send_fds(sock, [WITH_ARENA], [self._arena_fd]) == 1
+            arena = self._arena_for(session.session_id)
+            try:
+                return socket.send_fds(sock, [WITH_ARENA], [arena]) == 1
+            finally:
+                os.close(arena)
         except OSError as error:
             logger.warning("cannot answer on a liveness socket: %s", error)
             return False

@@ -184,7 +184,7 @@ class MessageServer:
         if self._files is not None:
             liveness = LivenessServer(
                 self._files.liveness,
-                arena_fd=self._served.arena_fd,
+                arena_for=self._served.arena_for,
                 find=self._table.by_token,
                 clock=self._clock,
                 counters=self.counters,

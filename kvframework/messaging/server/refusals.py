@@ -100,7 +100,7 @@ class Refusals:
         self, client: str, pid: int, what: str, code: str, reason: str, versions: str = "", client_version: str = ""
     ) -> None:
         now = self._clock()
-        key = (printable(client[:_MAX_NAME]), pid, printable(what), code[:_MAX_NAME])
+        key = (printable(client[:_MAX_NAME]), pid, printable(what), printable(code[:_MAX_NAME]))
         known = self._kept.pop(key, None)
         if known is None and len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvframework.api.types import Buffer, Message
 from kvframework.config import parse_endpoint
@@ -88,6 +87,8 @@ class Listeners:
 
 def _bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
     """Bind, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in one event only."""
+    from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which only this needs
+
     monitor = router.get_monitor_socket(zmq.EVENT_LISTENING)
     try:
         router.bind(endpoint)
