@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from math import log2
 from typing import Any
 
 _PER_OCTAVE = 8
@@ -24,7 +24,8 @@ class Histogram:
 
     def add(self, value: float) -> None:
         scaled = value * self._scale
-        self._buckets[min(int(math.log2(scaled) * _PER_OCTAVE), self._last) if scaled > 1.0 else 0] += 1
+        at = int(log2(scaled) * _PER_OCTAVE) if scaled > 1.0 else 0
+        self._buckets[at if at < self._last else self._last] += 1
         self.count += 1
         self.total += value
 

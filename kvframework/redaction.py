@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from kvframework.masking import HIDDEN
 
@@ -16,6 +17,7 @@ _DIGEST = re.compile(r"(?<![0-9A-Za-z])(?:(?=[0-9]*[a-fA-F])[0-9a-fA-F]{12,}|[0-
 # A long word with letters and some digits, and without the marks between the words of a path: a token, or base64.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+=_-]{20,}")
 _DIGITS_OF_A_TOKEN = 3
+_PERCENT = re.compile("%[0-9A-F]{2}")
 # A shorter secret is hidden only where it is a whole word: it is a part of too many others.
 _SHORT = 4
 
@@ -65,6 +67,9 @@ class Redaction:
 
 
 def _forms(word: str) -> set[str]:
-    raw = word.encode()
+    raw = word.encode("utf-8", "surrogateescape")
     plain, urlsafe = base64.b64encode(raw).decode().rstrip("="), base64.urlsafe_b64encode(raw).decode().rstrip("=")
-    return {word, quote(word, safe=""), raw.hex(), raw.hex().upper(), plain, urlsafe}
+    in_quotes = (repr(word), ascii(word), repr(raw)[1:], json.dumps(word), json.dumps(word, ensure_ascii=False))
+    in_urls = {quote(raw, safe=""), quote(raw), quote_plus(raw)}
+    in_urls |= {_PERCENT.sub(lambda found: found[0].lower(), form) for form in in_urls}
+    return {word, *(form[1:-1] for form in in_quotes), *in_urls, raw.hex(), raw.hex().upper(), plain, urlsafe}

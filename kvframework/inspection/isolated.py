@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvframework.child_process import how_ended
+
 _TAIL_BYTES = 2000
 
 
@@ -62,7 +64,7 @@ def run_isolated(module: str, request: bytes, *, deadline_s: float, arguments: S
 
 def _ended(status: int) -> str:
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended {how_ended(status)}"
     return f"ended the interpreter with status {status}" if status else ""
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.memory import MemoryProvider, TableContext
+from kvframework.api.memory import MemoryContext, MemoryProvider, TableContext
 from kvframework.api.requests import (
     Buffer,
     CacheKey,
@@ -85,8 +85,10 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
         if given:
             return None, [_refused(title, error)]
         raise NotMade(f"{error.fact} [{error.code}]") from error
-    if isinstance(provider, (TierProvider, MemoryProvider)):
+    if isinstance(provider, TierProvider):
         arguments.append(TableContext(where=WHERE))
+    if isinstance(provider, MemoryProvider):
+        arguments.append(MemoryContext(where=WHERE))
     if isinstance(provider, RequestsProvider):
         arguments.append(_NoServices())
     try:

@@ -98,7 +98,7 @@ def change_logging(level: str, form: str) -> None:
 
 def recent_lines() -> list[str]:
     """The last records of this process's log, the oldest first; none if the application configured logging."""
-    return [] if _handler is None else list(_handler.recent.copy())
+    return [] if _handler is None else _handler.recent()
 
 
 def end_logging() -> None:

@@ -11,8 +11,12 @@ from collections.abc import Callable
 
 def one_line(text: str) -> str:
     """The text on one line: lines are joined by "; ", and unprintable characters are written as escape sequences."""
-    joined = "; ".join(filter(None, (line.strip() for line in text.splitlines())))
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in joined)
+    return visible("; ".join(filter(None, (line.strip() for line in text.splitlines()))))
+
+
+def visible(line: str) -> str:
+    """A line with its unprintable characters as escape sequences."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 AT_ONCE = 5

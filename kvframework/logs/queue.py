@@ -12,6 +12,8 @@ from collections import deque
 from datetime import datetime, timezone
 from queue import SimpleQueue
 
+from kvframework.logs.limit import one_line, visible
+
 LIMIT = 4 << 20
 FLUSH_S = 0.3
 MAX_MESSAGE = 64 << 10
@@ -39,8 +41,8 @@ class QueuedHandler(logging.Handler):
         self._given, self._refused, self._full = 0, 0, False
         self._taken, self._failed, self._torn, self._told = 0, 0, False, 0
         self._error = ""
-        # The last records, whatever became of them, each as one text.
-        self.recent: deque[str] = deque(maxlen=RECENT)
+        # The last records, whatever became of them: line and traceback.
+        self._recent: deque[tuple[str, str]] = deque(maxlen=RECENT)
         threading.Thread(target=self._run, name="kvf-log", daemon=True).start()
 
     @property
@@ -60,9 +62,14 @@ class QueuedHandler(logging.Handler):
             return f"cannot be written: {self._error}"
         return "is not read" if self._full and self._given - self._taken > self._limit // 2 else ""
 
+    def recent(self) -> list[str]:
+        """The last records, each as one text that is safe on a terminal."""
+        texts = [(one_line(line), *map(visible, traceback.splitlines())) for line, traceback in self._recent.copy()]
+        return ["\n".join(text) for text in texts]
+
     def emit(self, record: logging.LogRecord) -> None:
         record = self._settled(record)
-        self.recent.append(_brief(record))
+        self._recent.append(_brief(record))
         size = _RECORD + len(record.msg) + len(record.exc_text or "") + len(record.stack_info or "")
         waiting = self._given - self._taken
         self._full = waiting > self._limit // 2 if self._full else waiting + size > self._limit
@@ -144,10 +151,10 @@ class QueuedHandler(logging.Handler):
         return True
 
 
-def _brief(record: logging.LogRecord) -> str:
+def _brief(record: logging.LogRecord) -> tuple[str, str]:
     time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
     line = f"{time} {record.levelname} {record.name}: {record.msg[:RECENT_TEXT]}"
-    return f"{line}\n{record.exc_text[-RECENT_TEXT:]}" if record.exc_text else line
+    return line, (record.exc_text or "")[-RECENT_TEXT:]
 
 
 def _notice(missing: int) -> logging.LogRecord:

@@ -43,6 +43,15 @@ ALERTS = (
         "the server does not answer: every lookup of this node is a miss",
         "kvframework_up == 0",
     ),
+    # An observe that the server keeps running ends with it, and says nothing then.
+    Alert(
+        "KvframeworkNotScraped",
+        "page",
+        "1m",
+        "server-absent",
+        "no metrics: kvframework observe does not answer, and with it perhaps the server",
+        'up{job=~"kvframework.*"} == 0',
+    ),
     Alert(
         "KvframeworkRestarts",
         "page",

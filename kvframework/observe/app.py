@@ -16,7 +16,9 @@ import msgspec
 from kvframework.observe import health, page
 from kvframework.observe.exposition import OPEN_METRICS, TEXT, exposition
 from kvframework.observe.history import History
+from kvframework.observe.metrics import NOTHING_TRACED
 from kvframework.observe.poller import Observed
+from kvframework.observe.settings import is_loopback
 
 PLAIN = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -34,7 +36,6 @@ HEADERS = (
 )
 # Without a token, a caller may ask a probe only whether it passes.
 PROBES = ("/livez", "/readyz")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _MOST_FIELDS = 32
 
 
@@ -61,14 +62,21 @@ Query = Mapping[str, list[str]]
 class App:
     """`answer` is called by one thread and never waits for the server. `token` reads the token of now, "" for none; it
     raises `OSError`. With `loopback`, names of other hosts are refused: a page of another site that resolves to this
-    machine is no reader."""
+    machine is no reader. `traced` are the counts of `SpanExport`."""
 
     def __init__(
-        self, latest: Callable[[], Observed], history: History, *, token: Callable[[], str], loopback: bool
+        self,
+        latest: Callable[[], Observed],
+        history: History,
+        *,
+        token: Callable[[], str],
+        loopback: bool,
+        traced: Mapping[str, int] = NOTHING_TRACED,
     ) -> None:
         self._latest = latest
         self._history = history
         self._token = token
+        self._traced = traced
         self._loopback = loopback
         self._files = page.files()
         # The expositions of the last poll, by format: scrapers do not multiply work.
@@ -86,7 +94,7 @@ class App:
         path, _, text = request.target.partition("?")
         if request.method not in ("GET", "HEAD"):
             return _refused(HTTPStatus.METHOD_NOT_ALLOWED, ("allow", "GET, HEAD"))
-        if self._loopback and _host(request) not in _LOOPBACK:
+        if self._loopback and not is_loopback(_host(request)):
             return _refused(HTTPStatus.MISDIRECTED_REQUEST)
         try:
             query = parse_qs(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
@@ -108,7 +116,7 @@ class App:
         open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
         number, text = self._made.get(open_metrics, (-1, b""))
         if number != observed.polls:
-            text = exposition(observed, time.monotonic(), open_metrics=open_metrics)
+            text = exposition(observed, time.monotonic(), self._traced, open_metrics=open_metrics)
             self._made[open_metrics] = (observed.polls, text)
         return Reply(HTTPStatus.OK, OPEN_METRICS if open_metrics else TEXT, text)
 
@@ -162,7 +170,7 @@ def _given(request: Request) -> str:
 def _host(request: Request) -> str:
     host = request.headers.get("host", "")
     name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdigit() else host).lower()
+    return (name if colon and port.isdigit() else host).lower().strip("[]")
 
 
 def _probed(answer: health.Answer) -> Reply:

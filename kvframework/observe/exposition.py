@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvframework.observe.metrics import METRICS, OWN, Metric, own_document
+from kvframework.observe.metrics import METRICS, NOTHING_TRACED, OWN, Metric, own_document
 from kvframework.observe.poller import Observed
 from kvframework.observe.readings import LONGEST_LABEL, Labels
 
@@ -13,11 +13,13 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
-def exposition(observed: Observed, now: float, *, open_metrics: bool) -> bytes:
+def exposition(
+    observed: Observed, now: float, traced: Mapping[str, int] = NOTHING_TRACED, *, open_metrics: bool
+) -> bytes:
     """All families. Without a status document only those of `OWN`: the others' series end, and go on with the server.
 
     A counter of a server that could not be asked would otherwise seem to fall to 0 and to grow by all it had."""
-    own = own_document(observed, now)
+    own = own_document(observed, now, traced)
     lines: list[str] = []
     for metric in OWN if observed.document is None else METRICS:
         document = own if metric in OWN else observed.document

@@ -7,7 +7,10 @@ hundred clients who send a byte a minute would shut everyone else out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import socket
 import ssl
 from collections.abc import Callable
 from http import HTTPStatus
@@ -25,56 +28,82 @@ ANSWER_S = 20.0  # to take an answer
 _MOST_HEAD = 16 << 10
 _READ = 16 << 10
 DISCARD_S = 1.0
+PAUSE_S = 0.1
 _MOST_DISCARDED = 1 << 20
 
 
 class Listener:
-    """Answers at one socket. With `MOST_CONNECTIONS` open ones the oldest is closed for a new one."""
+    """Answers at one port. With `MOST_CONNECTIONS` open ones the oldest is closed for a new one, also if it has not
+    ended its TLS handshake: asyncio's own servers do not bound these, and spin when descriptors run out."""
 
     def __init__(self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None) -> None:
         self._answer = answer
         self._tls = tls
-        self._open: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}
-        self._server: asyncio.Server | None = None
+        # The oldest first, by their last answer.
+        self._open: dict[socket.socket, asyncio.Task[None]] = {}
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; return the address. Raises `OSError`."""
-        handshake = {"ssl_handshake_timeout": HEAD_S} if self._tls else {}
-        self._server = await asyncio.start_server(
-            self._serve, host, port, limit=_MOST_HEAD, ssl=self._tls, backlog=MOST_CONNECTIONS, **handshake
-        )
-        name = self._server.sockets[0].getsockname()
+        self._sockets = _listening(host, port)
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in self._sockets]
+        name = self._sockets[0].getsockname()
         return str(name[0]), int(name[1])
 
     async def stop(self) -> None:
-        """Close the socket and all connections, and wait for their tasks: a loop that cancels them logs each."""
-        if self._server is not None:
-            self._server.close()
-        ending = [task for task in self._open.values() if task is not None]
-        for writer in list(self._open):
-            writer.transport.abort()
+        """Close the sockets and all connections, and wait for their tasks: a loop that cancels them logs each."""
+        ending = [*self._accepting, *self._open.values()]
+        for task in ending:
+            task.cancel()
         if ending:
             await asyncio.wait(ending, timeout=DISCARD_S)
+        for each in self._sockets:
+            each.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MOST_CONNECTIONS:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = asyncio.current_task()
-        # `drain` then waits until everything is sent.
-        writer.transport.set_write_buffer_limits(0)
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:
+                log.warning("cannot accept a connection: %s", error.strerror or error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            if len(self._open) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                # Its task meets the end of the stream.
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[connection] = asyncio.create_task(self._serve(connection))
+            await asyncio.sleep(0)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(_MOST_HEAD, loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            await self._talk(reader, writer)
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            pass
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=HEAD_S if self._tls else None
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+            # `drain` then waits until everything is sent.
+            transport.set_write_buffer_limits(0)
+            try:
+                await self._talk(connection, reader, writer)
+            finally:
+                transport.abort()
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
+            # The frames are in a circle with it, and hold buffers of TLS, 256 KiB, until that is collected.
+            error.__traceback__ = None
         except Exception:
             log.exception("a connection of HTTP failed")
         finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
+            self._open.pop(connection, None)
+            connection.close()
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(self, place: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MOST_HEAD)
         while True:
             try:
@@ -95,7 +124,8 @@ class Listener:
             while connection.their_state is h11.SEND_BODY:
                 connection.next_event()
             connection.start_next_cycle()
-            self._open[writer] = self._open.pop(writer, None)
+            if place in self._open:
+                self._open[place] = self._open.pop(place)
 
     def _reply(self, request: h11.Request) -> Reply:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
@@ -127,6 +157,32 @@ class Listener:
         data += connection.send(h11.EndOfMessage()) or b""
         writer.write(data)
         await asyncio.wait_for(writer.drain(), ANSWER_S)
+
+
+def _listening(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at all addresses of `host`, but for families that this machine lacks. Raises `OSError`."""
+    sockets: list[socket.socket] = []
+    lacking = OSError(errno.EADDRNOTAVAIL, "there is no such address")
+    try:
+        for family, _, _, _, place in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            try:
+                made = socket.create_server(place, family=family, backlog=MOST_CONNECTIONS)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                lacking = error
+                continue
+            made.setblocking(False)
+            sockets.append(made)
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
+    if not sockets:
+        raise lacking
+    return sockets
 
 
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:

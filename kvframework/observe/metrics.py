@@ -6,6 +6,7 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from kvframework.observe import derived_readings as derived
@@ -16,6 +17,7 @@ from kvframework.observe.readings import (
     Reader,
     counts,
     each,
+    first_word,
     histogram,
     histograms,
     number,
@@ -24,26 +26,12 @@ from kvframework.observe.readings import (
     tier_each,
     tier_histograms,
 )
+from kvframework.wire.messages import COLD_REASONS, REASONS
 
 PREFIX = "kvframework_"
 
 Type = Literal["counter", "gauge", "histogram"]
 
-REASONS = (
-    "never_stored",
-    "dropped_full",
-    "dropped_share",
-    "evicted",
-    "other_namespace",
-    "other_salt",
-    "too_short",
-    "tier_down",
-    "timed_out",
-    "damaged",
-    "cleared",
-    "server_started",
-    "unknown_namespace",
-)
 CAUSES = ("room", "watermark", "tenant")
 TIER_VALUES = {
     "hit": "hits",
@@ -56,6 +44,8 @@ TIER_VALUES = {
     "codec_failed": "codec_failed",
     "foreign_codec": "foreign_codec",
 }
+# Sampled requests by what became of their spans.
+NOTHING_TRACED = {"exported": 0, "failed": 0, "forgotten": 0}
 L1_OBJECTS = ("stored", "loaded", "aborted", "dropped")
 MESSAGING = (
     "curve_refused",
@@ -136,6 +126,13 @@ OWN = (
     ),
     _gauge("round_trip_seconds", "time of the last poll's way through the serving loop", "", number("round_trip_s")),
     _counter("polls_total", "polls of the server, by outcome", "", counts("polls"), ("outcome",)),
+    _counter(
+        "traced_requests_total",
+        "sampled requests whose spans were exported, failed to be, or that the server forgot before",
+        "",
+        counts("traced"),
+        ("outcome",),
+    ),
 )
 
 # The titles are rows of the dashboard.
@@ -252,6 +249,17 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _gauge("l1_largest_free_bytes", "the largest free range", "l1.largest_free_bytes"),
         _gauge("l1_objects", "objects", "l1.objects"),
         _gauge("l1_pins", "pins on objects", "l1.pins"),
+        _gauge("l1_journal_bytes", "memory of the journal of what L1 holds", "l1.journal_bytes"),
+        _gauge("l1_recovered_objects", "objects of an earlier server that L1 began with", "l1.recovered.objects"),
+        _gauge("l1_recovered_bytes", "their bytes", "l1.recovered.bytes"),
+        _gauge("l1_recovered_seconds", "how long their recovery took", "l1.recovered.seconds"),
+        _gauge(
+            "l1_cold_start",
+            "1 for the reason why L1 began empty",
+            "l1.recovered.why_cold",
+            first_word("l1.recovered.why_cold", COLD_REASONS),
+            ("reason",),
+        ),
         _gauge(
             "l1_leases",
             "reservations, and groups of pins",
@@ -399,11 +407,12 @@ TABLE: dict[str, tuple[Metric, ...]] = {
 METRICS: tuple[Metric, ...] = (*OWN, *(metric for metrics in TABLE.values() for metric in metrics))
 
 
-def own_document(observed: Observed, now: float) -> dict[str, Any]:
+def own_document(observed: Observed, now: float, traced: Mapping[str, int] = NOTHING_TRACED) -> dict[str, Any]:
     """What `observe` itself knows, for the readers of `OWN`."""
     return {
         "up": int(observed.document is not None),
         "round_trip_s": observed.round_trip_s,
         "polls": {"answered": observed.polls - observed.failures, "failed": observed.failures},
         "problems": {finding.name: len(finding.facts) for finding in findings(observed, now)},
+        "traced": dict(traced),
     }

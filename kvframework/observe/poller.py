@@ -94,4 +94,7 @@ class Poller:
                 log.warning("no status: %s", observed.error)
             else:
                 log.info("the server at %s answers", self._source.endpoint)
-        self._heard(observed)
+        try:
+            self._heard(observed)
+        except Exception:
+            log.exception("a status is not in the history: the server may be of another release")

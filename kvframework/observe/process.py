@@ -6,26 +6,32 @@ import asyncio
 import logging
 import signal
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvframework.client.status_source import StatusSource
-from kvframework.config import ObserveConfig, parse_endpoint, parse_listen
+from kvframework.config import ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.errors import EndpointError, KVFrameworkError
 from kvframework.logs.form import LogForm, configure_logging, end_logging
 from kvframework.observe.app import App
 from kvframework.observe.history import History
 from kvframework.observe.listener import Listener
+from kvframework.observe.metrics import NOTHING_TRACED
 from kvframework.observe.poller import ANSWER_S, Poller
 from kvframework.observe.settings import is_loopback, read_token, refusals, tls_context
 from kvframework.parent_death import end_with_parent
+
+if TYPE_CHECKING:
+    from kvframework.observe.span_export import SpanExport
 
 log = logging.getLogger(__name__)
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The argument of a process that a server starts."""
+    """The argument of a process that a server starts; `parent` is the server's process id."""
 
+    parent: int
     endpoint: str
     config: ObserveConfig
     log: LogForm
@@ -46,19 +52,30 @@ def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
     history = History()
     poller = Poller(StatusSource(endpoint, ANSWER_S, name="observe"), history.add)
     host, _ = parse_listen(config.listen)
-    app = App(lambda: poller.latest, history, token=partial(read_token, config), loopback=is_loopback(host))
+    spans = _span_export(endpoint, config)
+    app = App(
+        lambda: poller.latest,
+        history,
+        token=partial(read_token, config),
+        loopback=is_loopback(host),
+        traced=spans.counts if spans else NOTHING_TRACED,
+    )
     listener = Listener(app.answer, tls=tls_context(config))
     poller.start()
+    if spans:
+        spans.start()
     try:
         asyncio.run(_listen(listener, config, where))
     finally:
+        if spans:
+            spans.stop()
         poller.stop()
 
 
 def main(argument: str) -> int:
     """Run as the child of a server, with which it ends. Returns the exit status."""
-    end_with_parent()
     start = msgspec.json.decode(argument, type=Start)
+    end_with_parent(start.parent)
     configure_logging(*start.log)
     try:
         check(start.endpoint, start.config, where="[observe]")
@@ -69,6 +86,14 @@ def main(argument: str) -> int:
     finally:
         end_logging()
     return 0
+
+
+def _span_export(endpoint: str, config: ObserveConfig) -> SpanExport | None:
+    if not config.traces:
+        return None
+    from kvframework.observe.span_export import SpanExport  # only who traces needs OpenTelemetry
+
+    return SpanExport(StatusSource(endpoint, ANSWER_S, name="observe"), collector_url(config.traces))
 
 
 async def _listen(listener: Listener, config: ObserveConfig, where: str) -> None:

@@ -47,6 +47,16 @@ def counts(path: str, always: Sequence[str] = ()) -> Reader:
     return read
 
 
+def first_word(path: str, words: Sequence[str]) -> Reader:
+    """1 for the word that a text begins with, 0 for the others."""
+
+    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
+        text = str(found(document, path) or "")
+        yield from (((word,), int(text.partition(":")[0] == word)) for word in words)
+
+    return read
+
+
 def rows(path: str, field: str) -> Reader:
     """A field of each row of a map by the row's name, and 0 for the rows that have no name of their own."""
 

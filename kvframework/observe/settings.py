@@ -11,16 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvframework.api.installing import install_command
-from kvframework.config import ObserveConfig, parse_listen
+from kvframework.config import ObserveConfig, collector_url, parse_listen
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 LOOPBACK_NAMES = ("localhost",)
 
 
 def refusals(config: ObserveConfig, where: str, *, running: bool = False) -> Iterator[KVFrameworkError]:
     """Yield every error with which the process would refuse to start; with `running`, its port may be that of one that
     runs. Creates nothing. Blocking: reads files, binds the port for a moment."""
-    for check in (_check_extra, _check_files, _check_token):
+    for check in (_check_extra, _check_files, _check_token, _check_traces):
         try:
             check(config, where)
         except KVFrameworkError as error:
@@ -73,12 +74,23 @@ def check_port(config: ObserveConfig, where: str) -> None:
             probe.bind(place)
     except OSError as error:
         hint = "name an address of this machine and a port that is free"
-        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where, hint=hint) from error
+        raise EndpointError(
+            f"cannot listen: {error.strerror or error}", where=where or config.listen, hint=hint
+        ) from error
 
 
 def _check_extra(_config: ObserveConfig, where: str) -> None:
     if find_spec("h11") is None:
         raise PluginUnavailable("`kvframework observe` needs h11", where=where, hint=install_command("observe"))
+
+
+def _check_traces(config: ObserveConfig, where: str) -> None:
+    if not config.traces:
+        return
+    collector_url(config.traces, where=where)
+    # A parent that is absent makes `find_spec` of its child an error.
+    if not (find_spec("opentelemetry") and find_spec("opentelemetry.exporter") and find_spec(_EXPORTER)):
+        raise PluginUnavailable("`traces` needs OpenTelemetry", where=where, hint=install_command("observe", "otel"))
 
 
 def _check_files(config: ObserveConfig, where: str) -> None:

@@ -4,6 +4,7 @@ next start."""
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 
 import msgspec
 
+from kvframework.child_process import how_ended
 from kvframework.config import ObserveConfig
 from kvframework.logs.form import LogForm, chosen_log
 from kvframework.restart_backoff import HEALTHY_S, Backoff
@@ -32,7 +34,8 @@ class ObserveSupervisor:
     def __init__(self, endpoint: str, config: ObserveConfig) -> None:
         self._config = config
         form = chosen_log() or LogForm("info", "human")
-        self._argument = msgspec.json.encode({"endpoint": endpoint, "config": config, "log": form}).decode()
+        start = {"parent": os.getpid(), "endpoint": endpoint, "config": config, "log": form}
+        self._argument = msgspec.json.encode(start).decode()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._backoff = Backoff()
@@ -92,8 +95,7 @@ class ObserveSupervisor:
         status = self._process.wait()
         with self._lock:
             self._process = None
-        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        return f"`kvframework observe` ended {how}"
+        return f"`kvframework observe` ended {how_ended(status)}"
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock:

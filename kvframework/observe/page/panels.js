@@ -143,9 +143,25 @@ export const PANELS = {
   tenants: (now) => usage(now, "tenants", "tenant"),
   engines: (now) => usage(now, "engines", "engine"),
 
+  prefixes({ status }) {
+    const prefixes = status.use?.hot_prefixes ?? [];
+    if (!prefixes.length) return null;
+    const rows = prefixes.slice(0, 2 * MOST_ROWS).map(({ prefix, model, count: most, error, hit_tokens: found }) => [
+      prefix,
+      model,
+      error ? `${count(most - error)} to ${count(most)}` : count(most),
+      count(found),
+      count(Math.round(found / (most - error))),
+    ]);
+    return [
+      h("p", {}, "The prompts' first chunks that are asked for most, since the start. Their names hold until the next start."),
+      table("Hot prefixes", ["prefix", "model", "lookups", "tokens found", "found a lookup"], rows),
+    ];
+  },
+
   instances({ status }) {
     const instances = status.instances ?? [];
-    if (!instances.length) return h("p", {}, "No engine has registered yet.");
+    if (!instances.length) return h("p", {}, "No instance is registered.");
     const rows = instances.slice(0, 4 * MOST_ROWS).map((each) => [
       String(each.instance_id),
       each.model,
