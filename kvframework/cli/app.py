@@ -12,9 +12,24 @@ from typing import Annotated
 import typer
 
 from kvframework import __version__
-from kvframework.cli import clear, config, doctor, dump, explain, keys, new, observe, plugins, serve, status, tenants
+from kvframework.cli import (
+    clear,
+    config,
+    doctor,
+    dump,
+    explain,
+    hold,
+    keys,
+    new,
+    observe,
+    plugins,
+    serve,
+    status,
+    tenants,
+)
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
+from kvframework.cli.top import command as top
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 
@@ -26,7 +41,7 @@ app = typer.Typer(
     epilog=examples(
         "kvframework demo                          see it work, nothing is downloaded",
         "kvframework serve --config kvf.toml       run the server of this node",
-        "kvframework status --watch                look at it",
+        "kvframework top                           look at it",
         "kvframework --install-completion          complete with TAB",
     ),
     no_args_is_help=True,
@@ -35,7 +50,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (serve, status, observe, explain, clear, config, keys, tenants, plugins, new, doctor, dump, demo):
+for command in (
+    serve,
+    hold,
+    status,
+    top,
+    observe,
+    explain,
+    clear,
+    config,
+    keys,
+    tenants,
+    plugins,
+    new,
+    doctor,
+    dump,
+    demo,
+):
     command.register(app)
 
 

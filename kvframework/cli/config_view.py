@@ -66,7 +66,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     else:
         view.empty.append(ShownValue("observe", None, FIELD_DEFAULT))
     l1, eviction = config.l1, config.l1.eviction
-    own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts}
+    own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts, "keep": l1.keep}
     view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)
     view.plugin(("l1", "eviction"), "[l1.eviction]", eviction, EvictionProvider)
     view.plugin(("hasher",), "[hasher]", config.hasher, HasherProvider)

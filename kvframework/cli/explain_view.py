@@ -65,6 +65,10 @@ def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
     lines = [("found", _found(record))] if record.request == "LOOKUP" else [("moved", _moved(record))]
     if record.model:
         lines.append(("model", f"{one_line(record.model)}, namespace {record.namespace}"))
+    if record.tenant:
+        lines.append(("tenant", one_line(record.tenant)))
+    if record.trace:
+        lines.append(("trace", trace_id(record)))
     if record.missing >= 0 and record.chunk_tokens:
         lines.append(
             ("missing", f"tokens {record.missing} to {record.missing + record.chunk_tokens}, and what follows them")
@@ -85,7 +89,8 @@ def why(record: Finished, started_at: float) -> str:
             text = f"never stored{f' {detail}' if detail else ''} since the server's start at {clock(started_at)}"
             return f"{text}, as far as it remembers"
         case "dropped_full":
-            return f"its store at {at} was dropped, as L1 was full of what was pinned or being written"
+            full_of = "what was pinned, being written or guaranteed to others"
+            return f"its store at {at} was dropped, as L1 was full of {full_of}"
         case "dropped_share":
             return f"its store at {at} was dropped, as its client had reserved its share of L1"
         case "evicted":
@@ -110,6 +115,11 @@ def why(record: Finished, started_at: float) -> str:
         case "unknown_namespace":
             return f"its namespace is not known: {detail}"
     return f"{record.reason} {detail}".strip()
+
+
+def trace_id(record: Finished) -> str:
+    """Return the trace id of a sampled request, by which a collector finds it."""
+    return record.trace.split("-")[1]
 
 
 def clock(wall: float) -> str:

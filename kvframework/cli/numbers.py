@@ -15,3 +15,23 @@ def short_number(value: float, digits: int = 3) -> str:
     places = digits - 1 - math.floor(math.log10(abs(value)))
     text = f"{value:.{min(max(places, 0), _MOST_PLACES)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def short_count(value: float) -> str:
+    """Return an amount with three digits and a unit of thousands: 12, 9999, 12.3k, 4.56M; less than ten thousand things
+    are counted out."""
+    if (value == int(value) and abs(value) < 10_000) or not math.isfinite(value):
+        return f"{value:.0f}"
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return short_number(value) + unit
+        value /= 1000
+    return f"{short_number(value)}T"
+
+
+def short_duration(seconds: float) -> str:
+    """Return a time in its largest fitting unit: 12 s, 34 min, 5 h, 6 d."""
+    for limit, length, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"

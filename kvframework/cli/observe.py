@@ -13,6 +13,7 @@ from kvframework.cli.usage import Endpoint, EndpointConfig, examples
 _EPILOG = examples(
     "kvframework observe                        then open http://127.0.0.1:9309/",
     "kvframework observe --listen 0.0.0.0:9309 --token-file /run/secrets/token",
+    "kvframework observe --traces http://127.0.0.1:4318",
     "curl -s 127.0.0.1:9309/metrics",
     "curl -s '127.0.0.1:9309/readyz?verbose'",
 )
@@ -38,6 +39,9 @@ def observe(
     token_file: Annotated[
         Path | None, typer.Option(help="File of the token that callers must give; read for each request.")
     ] = None,
+    traces: Annotated[
+        str, typer.Option(metavar="URL", help="Collector that takes OTLP over HTTP, for spans of sampled requests.")
+    ] = "",
     log_format: Annotated[Format, typer.Option(help="Form of the lines on standard error.")] = Format.human,
 ) -> None:
     """Serve metrics, health and a live page about the server of this node, over HTTP.
@@ -57,8 +61,8 @@ def observe(
         from kvframework.observe import process
     except ModuleNotFoundError as error:
         raise PluginUnavailable(f"it needs {error.name}", hint=install_command("observe")) from None
-    files = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
-    settings = ObserveConfig(listen, **{name: str(file) for name, file in files.items() if file is not None})
+    given = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file, "traces": traces or None}
+    settings = ObserveConfig(listen, **{name: str(value) for name, value in given.items() if value is not None})
     address = server_endpoint(endpoint, config)
     process.check(address, settings)
     configure_logging("info", log_format.value)

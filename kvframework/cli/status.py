@@ -1,4 +1,4 @@
-"""`kvframework status`: queries a running server and shows its status, once or repeatedly."""
+"""`kvframework status`: queries a running server and shows its status."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ EXIT_DEGRADED = 1
 
 _EPILOG = examples(
     "kvframework status",
-    "kvframework status --watch --interval 0.5",
     "kvframework status --json | jq .l1",
-    "kvframework status --watch --json          one document a line",
     "kvframework status --check --timeout 1     for a health probe",
 )
 
@@ -31,12 +29,6 @@ def status(
         bool, typer.Option("--check", help="Print one line per problem, and exit with 1 if there is one.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 3.0,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Refresh the view until Ctrl-C, also through restarts of the server.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two refreshes with --watch.")
-    ] = 1.0,
 ) -> None:
     """Show the state of a running server.
 
@@ -44,17 +36,13 @@ def status(
     device lost its copier, a client is refused), 2 if it does not answer within the timeout. The request goes through
     the serving loop, as those of engines do.
     """
-    if check and (as_json or watch):
-        raise typer.BadParameter("it goes with neither --json nor --watch", param_hint="--check")
-    from kvframework.cli.status_source import StatusSource, quiet_connection, server_endpoint
+    if check and as_json:
+        raise typer.BadParameter("it goes with no --json", param_hint="--check")
+    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.client.status_source import StatusSource
 
     quiet_connection()
     source = StatusSource(server_endpoint(endpoint, config), timeout)
-    if watch:
-        from kvframework.cli.status_watch import watch_status
-
-        watch_status(source, interval, as_json=as_json)
-        return
     try:
         document = source.ask()
     finally:

@@ -1,4 +1,4 @@
-"""The server that a command addresses, and the source of its status documents."""
+"""The server that a command addresses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import os
 from pathlib import Path
 
 from kvframework.client.connection import ENDPOINT_VARIABLE
-from kvframework.client.status_source import StatusSource
 from kvframework.config import default_endpoint, load_config
-
-__all__ = ["StatusSource", "quiet_connection", "server_endpoint"]
 
 
 def server_endpoint(endpoint: str | None, config: Path | None) -> str:

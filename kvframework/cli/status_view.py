@@ -13,7 +13,6 @@ from rich.text import Text
 
 from kvframework.api.options import ByteSize
 from kvframework.cli.numbers import short_number
-from kvframework.errors import KVFrameworkError
 from kvframework.logs.amounts import counted
 from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble
@@ -46,11 +45,6 @@ def problem_lines(encoded: bytes) -> list[str]:
     return [one_line(problem) for problem in _problems(msgspec.json.decode(encoded))]
 
 
-def unreachable(endpoint: str, error: KVFrameworkError) -> RenderableType:
-    """Render the state of a watch without an answer."""
-    return Text.assemble((f"waiting for a server at {endpoint}\n", "bold yellow"), str(error))
-
-
 def _head(document: Document) -> list[str]:
     server, l1, lookups = document["server"], document["l1"], document.get("lookups", {})
     tcp = f" and {server['tcp']}" if server.get("tcp") else ""
@@ -68,12 +62,24 @@ def _head(document: Document) -> list[str]:
             f"fragmentation {l1['fragmentation']:.0%}"
         ),
     ]
+    lines += _recovered(l1.get("recovered", {}))
     if l1.get("quarantined_bytes"):
         lines.append(f"L1 quarantine {ByteSize(l1['quarantined_bytes'])}: of writers that were late and still live")
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
         lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
     return lines
+
+
+def _recovered(found: Document) -> list[str]:
+    """What L1 began with. Nothing of a server without a keeper, and of a first start."""
+    if found.get("objects"):
+        size = ByteSize(found["bytes"])
+        damaged = f", {found['damaged']} of them damaged and dropped" if found.get("damaged") else ""
+        return [f"L1 recovered {counted(found['objects'], 'objects')} ({size}) in {found['seconds']:.2f} s{damaged}"]
+    if found.get("why_cold", "no_keeper") in ("", "no_keeper", "nothing_kept"):
+        return []
+    return [f"L1 began empty: {found['why_cold']}"]
 
 
 def _problems(document: Document) -> list[str]:

@@ -38,10 +38,11 @@ class BundleFile:
             self.place.unlink(missing_ok=True)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write texts by name. Raises `ConfigFileError`."""
+        """Write texts by name, once. Raises `ConfigFileError`."""
         try:
-            self._file.write(_packed(files))
-            self._file.flush()
+            # Closed here in any case: what a full disk has not taken would fail once more at the end.
+            with self._file:
+                self._file.write(_packed(files))
         except OSError as error:
             raise _refusal(self.place, error) from None
 

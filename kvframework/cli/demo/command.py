@@ -48,6 +48,13 @@ Settings = Annotated[
         autocompletion=_complete_setting,
     ),
 ]
+Kill = Annotated[
+    bool,
+    typer.Option(
+        "--kill",
+        help="Kill the server in between, without a tier: `kvframework hold` keeps L1 and starts it again.",
+    ),
+]
 RedisUrl = Annotated[str, typer.Option(help="With --l2 redis: use this one instead of starting one.")]
 L1Capacity = Annotated[str, typer.Option(help="Memory of the server's cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -58,7 +65,8 @@ _app = typer.Typer(
     invoke_without_command=True,
     epilog=examples(
         "kvframework demo                    a second process skips the prefill",
-        "kvframework demo --l2 redis         the server is killed in between",
+        "kvframework demo --kill             the server is killed, its L1 is kept",
+        "kvframework demo --l2 redis         the server is killed, a tier has all",
         "kvframework demo blend              documents in another order",
     ),
 )
@@ -76,6 +84,7 @@ def demo(
         typer.Option(help="The prompt: a UTF-8 text. Default: the Declaration of Independence.", show_default=False),
     ] = SHIPPED_TEXT,
     model: Model = None,
+    kill: Kill = False,
     l2: L2 = "",
     settings: Settings = None,
     redis_url: RedisUrl = "",
@@ -103,7 +112,7 @@ def demo(
     options = DemoOptions(
         text=text,
         model=model,
-        stage=StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity),
+        stage=StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity, held=kill),
         tokens=tokens,
         new_tokens=new_tokens,
         size=size,

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from kvframework.cli.demo.child import Child
 from kvframework.cli.demo.redis_server import redis_command
+from kvframework.cli.demo.result import Recovered
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 
 START_TIMEOUT_S = 30.0
+# The keeper gives its server 8 s.
+_END_S = 30.0
 _POLL_S = 0.02
 
 
@@ -45,10 +52,11 @@ class DemoChild(Child):
 class ServerProcess(DemoChild):
     """A real `kvframework serve`."""
 
+    command: ClassVar[Sequence[str]] = ("serve",)
+
     def __init__(self, config: Path, endpoint: str, directory: Path) -> None:
-        super().__init__(
-            "server", [sys.executable, "-m", "kvframework.cli.main", "serve", "--config", str(config)], directory
-        )
+        command = [sys.executable, "-m", "kvframework.cli.main", *self.command, "--config", str(config)]
+        super().__init__("server", command, directory)
         self._endpoint = endpoint
 
     def await_ready(self) -> None:
@@ -65,13 +73,50 @@ class ServerProcess(DemoChild):
         deadline = time.monotonic() + timeout_s
         with KVClient(self._endpoint, name="demo") as client:
             while True:
-                reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0) if client.hello else None
-                tiers = msgspec.json.decode(reply.document)["l2"] if reply else []
+                tiers = _status(client)["l2"] if client.hello else []
                 if tiers and not any(tier["write_pending"] for tier in tiers):
                     return int(sum(tier.get("stored", 0) for tier in tiers))
                 if time.monotonic() > deadline:
                     raise self.failure(f"had not written everything to L2 within {timeout_s:.0f} s: {tiers}")
                 time.sleep(_POLL_S)
+
+
+class HeldServerProcess(ServerProcess):
+    """A real `kvframework hold`, and the server that it starts and starts again."""
+
+    command = ("hold", "--")
+
+    def kill_server(self) -> tuple[int, float]:
+        """Kill the server, not its keeper, by SIGKILL, and wait for its end. Return its process id and when it was
+        killed, of the monotonic clock."""
+        with KVClient(self._endpoint, name="demo") as client:
+            client.wait_up(START_TIMEOUT_S)
+            pid = int(_status(client)["server"]["pid"])
+        process = os.pidfd_open(pid)
+        try:
+            killed = time.monotonic()
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            # Until then its socket takes connections that get no answer.
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            if not ended.poll(_END_S * 1000):
+                raise self.failure(f"did not end of SIGKILL within {_END_S:.0f} s")
+        finally:
+            os.close(process)
+        return pid, killed
+
+    def recovered(self) -> Recovered:
+        """Return what L1 of the server began with."""
+        with KVClient(self._endpoint, name="demo") as client:
+            client.wait_up(START_TIMEOUT_S)
+            return msgspec.convert(_status(client)["l1"]["recovered"], Recovered)
+
+    def kill(self) -> None:
+        """End the keeper, which ends its server and what it keeps. Idempotent."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        super().kill()
 
 
 class RedisProcess(DemoChild):
@@ -121,9 +166,22 @@ class EngineProcess(DemoChild):
         finally:
             watchdog.cancel()
 
+    def go_on(self) -> None:
+        """Send the line for which `--wait` waits."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `events` raises how it ended
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
     def _end_late(self) -> None:
         self._late = True
         self._process.kill()
+
+
+def _status(client: KVClient) -> dict[str, Any]:
+    reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0)
+    document: dict[str, Any] = msgspec.json.decode(reply.document)
+    return document
 
 
 def _accepts(path: Path) -> bool:

