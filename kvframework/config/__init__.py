@@ -1,6 +1,7 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
 from kvframework.config.changes import Change, changes, flat, when
+from kvframework.config.collector import collector_url
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
@@ -11,6 +12,7 @@ from kvframework.config.endpoint import (
     default_directory,
     default_endpoint,
     ipc_path,
+    keeper_path,
     parse_endpoint,
     parse_listen,
     prepare_private_directory,
@@ -31,7 +33,7 @@ from kvframework.config.schema import (
     ServerConfig,
     TenantConfig,
 )
-from kvframework.config.tenants import bytes_of_tenants, tenant_digest
+from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants, tenant_digest
 from kvframework.config.toml import toml_value
 
 __all__ = [
@@ -59,16 +61,19 @@ __all__ = [
     "check_directory",
     "check_private_directory",
     "closest",
+    "collector_url",
     "convert",
     "default_directory",
     "default_endpoint",
     "flat",
     "ipc_path",
+    "keeper_path",
     "load_config",
     "parse_endpoint",
     "parse_listen",
     "prepare_private_directory",
     "read_layers",
+    "shares_of_tenants",
     "tenant_digest",
     "toml_value",
     "trusted_server_uid",

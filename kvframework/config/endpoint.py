@@ -77,6 +77,14 @@ def ipc_path(endpoint: str) -> str:
     return path
 
 
+def keeper_path(endpoint: str) -> str:
+    """The path that the names of the sockets of `kvframework hold` begin with: one keeper for each endpoint, "" being
+    the default one. Raises `EndpointError`."""
+    endpoint = endpoint or default_endpoint()
+    parsed = parse_endpoint(endpoint)
+    return ipc_path(endpoint) if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
+
+
 def _parse_tcp(text: str, where: str) -> Endpoint:
     match = _ADDRESS.fullmatch(text.removeprefix(_TCP))
     if match is None or not 1 <= int(match["port"]) <= 65535:

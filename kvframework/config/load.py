@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvframework.config.collector import collector_url
 from kvframework.config.conversion import convert, unknown_key
 from kvframework.config.endpoint import parse_endpoint, parse_listen
 from kvframework.config.layers import CONFIG_VARIABLE, Layers, read_layers
@@ -113,6 +114,8 @@ def _observe(value: object, where: str) -> ObserveConfig:
     parse_listen(observe.listen, where=f"{where} listen")
     if bool(observe.tls_cert) != bool(observe.tls_key):
         raise ConfigFieldError("tls_cert and tls_key go together", where=where, hint="give both, or none")
+    if observe.traces:
+        collector_url(observe.traces, where=where)
     return observe
 
 
@@ -128,6 +131,7 @@ def _l1(table: dict[str, object], where: str) -> L1Config:
         high_watermark=own.high_watermark,
         low_watermark=own.low_watermark,
         ghosts=own.ghosts,
+        keep=own.keep,
     )
 
 

@@ -13,6 +13,7 @@ _YEAR_S = 365 * 24 * 3600.0
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
+Keep = Literal["off", "auto"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
 # The last id means "no change" to the kernel.
@@ -115,6 +116,12 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         msgspec.Meta(description="file of the token that callers give; read for each request; empty: none is asked"),
     ] = ""
+    traces: Annotated[
+        str,
+        msgspec.Meta(
+            description="URL of a collector that takes OTLP over HTTP, for spans of sampled requests; empty: none"
+        ),
+    ] = ""
 
 
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,7 +130,9 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high_watermark: Annotated[
         Fraction, msgspec.Meta(description="share of the capacity above which L1 evicts, before it is full")
     ] = 1.0
-    low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it evicts then")] = 0.9
+    low_watermark: Annotated[
+        Fraction, msgspec.Meta(description="share down to which it evicts then; never above `high_watermark`")
+    ] = 0.9
     ghosts: Annotated[
         int,
         msgspec.Meta(
@@ -132,6 +141,13 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="objects that left L1 and why, remembered in 32 bytes each; rounded up to a power of two",
         ),
     ] = 65536
+    keep: Annotated[
+        Keep,
+        msgspec.Meta(
+            description="`auto`: systemd or `kvframework hold`, where one started the server, keeps L1 over its end;"
+            " `off`: L1 ends with the server"
+        ),
+    ] = "auto"
 
 
 class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,7 +176,9 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high_watermark: Annotated[
         Fraction, msgspec.Meta(description="share of its capacity above which a tier that knows it is emptied")
     ] = 0.95
-    low_watermark: Annotated[Fraction, msgspec.Meta(description="share down to which it is emptied then")] = 0.85
+    low_watermark: Annotated[
+        Fraction, msgspec.Meta(description="share down to which it is emptied then; never above `high_watermark`")
+    ] = 0.85
 
 
 class TenantKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,13 +206,15 @@ class TenantConfig(msgspec.Struct, frozen=True):
 
 
 class L1Config(msgspec.Struct, frozen=True):
-    """`[l1]` and `[l1.eviction]`: above `high_watermark` of the capacity, L1 evicts down to `low_watermark`."""
+    """`[l1]` and `[l1.eviction]`: above `high_watermark` of the capacity, L1 evicts down to `low_watermark`. `keep`
+    "auto": a keeper, if there is one, has the arena over the server's end."""
 
     memory: PluginTable
     eviction: PluginTable
     high_watermark: float = 1.0
     low_watermark: float = 0.9
     ghosts: int = 65536
+    keep: Keep = "auto"
 
 
 class L2Config(msgspec.Struct, frozen=True):

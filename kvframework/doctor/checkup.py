@@ -64,6 +64,7 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     if config is None:
         return
     endpoint = sockets.endpoint_of(config)
+    yield "memory", partial(memory.kept, endpoint)
     running = running_server(config)
     yield "socket", partial(sockets.socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)

@@ -9,8 +9,13 @@ from pathlib import Path
 
 from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
+from kvframework.config import keeper_path
+from kvframework.errors import EndpointError
+from kvframework.keeper.control import ask
+from kvframework.keeper.place import CONTROL_SUFFIX
 
 _ALMOST = 0.9
+_ASK_S = 1.0
 
 
 def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
@@ -21,6 +26,21 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
         yield Finding("memory.machine", "ok", fact)
     yield _cgroup(proc / "self" / "cgroup", cgroups)
     yield _memfd()
+
+
+def kept(endpoint: str) -> Iterator[Finding]:
+    """The memory that `kvframework hold` keeps for the server at `endpoint`; nothing where none runs. Blocks for a
+    second at most."""
+    try:
+        keeper = ask(keeper_path(endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ASK_S)
+    except (EndpointError, OSError):
+        return
+    nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
+    fact = f"process {keeper['pid']} keeps {nbytes}, charged to the cgroup of the server that touched it first"
+    if keeper["server"] is None and nbytes:
+        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", "`kvframework hold --drop` frees it")
+    else:
+        yield Finding("memory.kept", "ok", fact)
 
 
 def _cgroup(membership: Path, cgroups: Path) -> Finding:

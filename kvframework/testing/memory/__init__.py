@@ -11,6 +11,12 @@ A memory that is no plugin yet, or whose size is not the option `capacity`, come
         def make_memory(self):
             return lambda capacity: MyMemory(capacity)
 
+Of a provider with `keeps` it tests memory that outlives its server, too; beside a fixture `make_memory` that needs
+
+        @pytest.fixture
+        def make_kept_memory(self):
+            return lambda capacity, kept: MyMemory(capacity, kept)
+
 Sizes are up to 40 MiB. Needs pytest alone.
 """
 
@@ -18,13 +24,14 @@ from __future__ import annotations
 
 from kvframework.testing.memory.content import ContentTests
 from kvframework.testing.memory.end import EndTests
-from kvframework.testing.memory.kit import MakeMemory, MemoryKit
+from kvframework.testing.memory.kept import KeptTests
+from kvframework.testing.memory.kit import MakeKeptMemory, MakeMemory, MemoryKit
 from kvframework.testing.memory.readiness import ReadinessTests
 
-__all__ = ["MakeMemory", "MemoryConformance", "MemoryKit"]
+__all__ = ["MakeKeptMemory", "MakeMemory", "MemoryConformance", "MemoryKit"]
 
 
-# pytest runs the tests of the last base first: bytes before readiness and the end.
-class MemoryConformance(EndTests, ReadinessTests, ContentTests):
+# pytest runs the tests of the last base first: bytes before readiness, the end, and what outlives it.
+class MemoryConformance(KeptTests, EndTests, ReadinessTests, ContentTests):
     """Base class of an author's test class, which gives `use`, and `options` if there are any; or a fixture
     `make_memory`, a factory that takes the size in bytes."""

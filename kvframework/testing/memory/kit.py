@@ -11,13 +11,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvframework.api.memory import Memory, MemoryProvider, TableContext
+from kvframework.api.memory import Memory, MemoryContext, MemoryProvider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework.testing.kit import Kit
 
 MakeMemory = Callable[[int], Memory]
+MakeKeptMemory = Callable[[int, int], Memory]
 
 MIB = 1 << 20
 PAGE = 4096
@@ -45,14 +46,28 @@ class MemoryKit(Kit):
             pytest.fail("give `use`, the plugin's name, or a fixture `make_memory`")
         return self._by_name
 
-    def _by_name(self, capacity: int) -> Memory:
+    @pytest.fixture
+    def make_kept_memory(self) -> MakeKeptMemory:
+        """Return a factory of memory by its size and a descriptor, as `MemoryContext.kept`. Skips the test for a
+        provider without `keeps`, and where a fixture `make_memory` is all that is given."""
+        if not self.use:
+            pytest.skip("there is no fixture `make_kept_memory`")
+        return self._kept_by_name
+
+    def _kept_by_name(self, capacity: int, kept: int) -> Memory:
+        return self._by_name(capacity, kept)
+
+    def _by_name(self, capacity: int, kept: int | None = None) -> Memory:
         """Return memory, made as a server does it. Skips the test if the plugin cannot run here."""
         table = PluginTable(self.use, {**self.options, "capacity": capacity}, "[l1]")
         try:
             provider, options = resolve_table(PluginRegistry(), table, MemoryProvider)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
-        memory: Memory = provider.create(options, TableContext(table.where))
+        if kept is not None and not provider.keeps:
+            os.close(kept)
+            pytest.skip("the provider has no `keeps`")
+        memory: Memory = provider.create(options, MemoryContext(table.where, kept=kept))
         return memory
 
     @pytest.fixture
