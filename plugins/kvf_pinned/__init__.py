@@ -6,11 +6,11 @@ from kvf_pinned.memory import MemfdArena, check_room
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
 from kvframework.api.findings import Finding
-from kvframework.api.memory import Memory, MemoryProvider, TableContext, hookimpl
+from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext, hookimpl
 
 
-def _create(options: PinnedOptions, context: TableContext) -> Memory:
-    return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa))
+def _create(options: PinnedOptions, context: MemoryContext) -> Memory:
+    return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa), kept=context.kept)
 
 
 def _check(options: PinnedOptions, context: TableContext) -> None:
@@ -32,6 +32,7 @@ def kvf_memories() -> list[MemoryProvider[PinnedOptions]]:
             summary="one shared memory segment without a name, made resident in the background",
             options=PinnedOptions,
             create=_create,
+            keeps=True,
             check=_check,
             diagnose=_diagnose,
         )

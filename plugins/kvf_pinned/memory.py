@@ -45,6 +45,18 @@ def check_room(capacity: int, *, where: str) -> None:
         )
 
 
+def _new_file(capacity: int) -> int:
+    """Raises `OSError`."""
+    fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, capacity)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 class MemfdArena(Memory):
     """One shared segment without a name: the kernel frees it when the last process that maps it ends.
 
@@ -52,19 +64,24 @@ class MemfdArena(Memory):
     background thread works.
     """
 
-    def __init__(self, capacity: int, *, where: str = "[l1]", choice: Choice = ANYWHERE) -> None:
-        """Does not touch the memory. Raises `ArenaError` if it does not fit, or cannot be created or mapped.
-        Unavailable NUMA nodes are no error, and logged."""
+    def __init__(
+        self, capacity: int, *, where: str = "[l1]", choice: Choice = ANYWHERE, kept: int | None = None
+    ) -> None:
+        """Does not touch the memory. `kept` is the descriptor of an arena of an earlier server, owned from here on: its
+        bytes stay. Raises `ArenaError` if the arena does not fit, or cannot be created or mapped. Unavailable NUMA
+        nodes are no error, and logged."""
         self._where = where
         self.capacity = capacity
-        check_room(capacity, where=where)
+        self._kept = kept is not None
+        if kept is None:
+            check_room(capacity, where=where)
         try:
-            self.fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = kept if kept is not None else _new_file(capacity)
         except OSError as error:
             raise self._refused(error) from error
         try:
-            os.ftruncate(self.fd, capacity)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            if os.fstat(self.fd).st_size != capacity or fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("the kept memory is none of these options")
             self._segment = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
@@ -131,7 +148,7 @@ class MemfdArena(Memory):
             _log.info("%s: the arena %s", self._where, choice)
 
     def _touch_all(self, on_ready: Callable[[int], None]) -> None:
-        toucher, done = Toucher(self._segment, self.fd), 0
+        toucher, done = Toucher(self._segment, self.fd, kept=self._kept), 0
         try:
             while done < self.capacity and not self._stop.is_set():
                 end = min(done + _STEP, self.capacity)

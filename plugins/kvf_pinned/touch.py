@@ -18,9 +18,10 @@ _madvise.restype = ctypes.c_int
 
 
 class Toucher:
-    """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither."""
+    """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither. `kept`: the bytes stay as they are."""
 
-    def __init__(self, segment: mmap.mmap, fd: int) -> None:
+    def __init__(self, segment: mmap.mmap, fd: int, *, kept: bool = False) -> None:
+        self._kept = kept
         self._segment = segment
         self._fd = fd
         anchor = ctypes.c_char.from_buffer(segment)
@@ -35,9 +36,10 @@ class Toucher:
         if not self._populates:
             # Reserves the pages first: a write to a page that cannot be allocated would be a SIGBUS.
             os.posix_fallocate(self._fd, start, end - start)
-            pages = len(range(start, end, mmap.PAGESIZE))
-            with memoryview(self._segment) as view:
-                view[start : end : mmap.PAGESIZE] = bytes(pages)
+            if not self._kept:
+                pages = len(range(start, end, mmap.PAGESIZE))
+                with memoryview(self._segment) as view:
+                    view[start : end : mmap.PAGESIZE] = bytes(pages)
 
     def _populate(self, start: int, end: int) -> bool:
         """False if the kernel does not know the advice."""

@@ -55,6 +55,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tokens", type=int, default=0, help="cut the prompt to so many tokens; 0: all")
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--wait", action="store_true", help="wait for a line of standard input before connecting")
     parser.add_argument("--corrupt-kv", action="store_true", help="spoil what was restored, to see the tokens change")
     return parser.parse_args()
 
@@ -65,17 +66,7 @@ def _run(arguments: argparse.Namespace, events: _Events) -> None:
     prompt = list(tokenizer.encode(arguments.text.read_text(encoding="utf-8")))
     if arguments.tokens:
         prompt = prompt[: arguments.tokens]
-    with (
-        torch.no_grad(),
-        TransformersKV(
-            model,
-            endpoint=arguments.endpoint,
-            model_name=name,
-            connect_timeout_s=20.0,
-            deadline_scale=_DEADLINE_SCALE,
-            transfer_timeout_s=60.0,
-        ) as kv,
-    ):
+    with torch.no_grad():
         # Thread pools and allocators start here, so that both engines are timed alike.
         model(input_ids=torch.tensor([prompt[:_WARM_UP_TOKENS]], device=model.device), use_cache=False)
         events.emit(
@@ -87,7 +78,17 @@ def _run(arguments: argparse.Namespace, events: _Events) -> None:
             prompt_tokens=len(prompt),
             seconds=time.perf_counter() - started,
         )
-        _serve(arguments, events, kv, prompt, tokenizer)
+        if arguments.wait:
+            sys.stdin.readline()
+        with TransformersKV(
+            model,
+            endpoint=arguments.endpoint,
+            model_name=name,
+            connect_timeout_s=20.0,
+            deadline_scale=_DEADLINE_SCALE,
+            transfer_timeout_s=60.0,
+        ) as kv:
+            _serve(arguments, events, kv, prompt, tokenizer)
 
 
 def _serve(

@@ -22,7 +22,7 @@ from kvf_transformers.view import CacheView
 from kvframework.api.futures import Future
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
 from kvframework.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ class CacheSession:
             request_id=uuid.uuid4().hex,
             cache_salt=self._salt,
             digests=digests,
+            trace=current_trace(),
         )
 
     @staticmethod

@@ -160,7 +160,12 @@ class AttachedInstance:
     def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
         chunk = self._registration().desc.chunk_tokens
         return RequestHashes(
-            self._client.hasher, chunk, request_id=op.request_id, cache_salt=op.salt, digests=op.digests
+            self._client.hasher,
+            chunk,
+            request_id=op.request_id,
+            cache_salt=op.salt,
+            digests=op.digests,
+            trace=op.trace,
         )
 
     def _by_layer_group(self, block_ids: GroupBlocks) -> list[Sequence[int]]:

@@ -18,8 +18,9 @@ class LookupService(Protocol):
     def serve(self, served: Served) -> None:
         """Sets the names of content that the workers use. Called before any other method."""
 
-    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
-        """A new empty digest list; None as long as the server has never been reached."""
+    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+        """A new empty digest list; `trace` is the request's traceparent. None as long as the server has never been
+        reached."""
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
 
@@ -49,7 +50,7 @@ class ServerLookups:
             world_size=served.world_size,
         )
 
-    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
+    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
         # Only `usable` guarantees that no call waits for a first handshake.
         if self._served is None or not self._client.usable:
             return None
@@ -57,7 +58,7 @@ class ServerLookups:
             hasher = self._client.hasher
         except KVFrameworkError:
             return None
-        return RequestHashes(hasher, self._served.chunk_tokens, request_id=request_id, cache_salt=salt)
+        return RequestHashes(hasher, self._served.chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
         return self._serving().lookup(request, start, end)

@@ -28,6 +28,7 @@ class EngineRequest(Protocol):
     pooling_params: object | None
     resumable: bool
     skip_reading_prefix_cache: bool
+    trace_headers: Mapping[str, str] | None
 
     @property
     def num_tokens(self) -> int: ...
@@ -66,6 +67,13 @@ def wish_of(request: EngineRequest) -> Wish:
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
     load = load and not request.skip_reading_prefix_cache
     return Wish(load, store, _joined(request.cache_salt or "", salt), own_salt=bool(salt))
+
+
+def traceparent(request: EngineRequest) -> str:
+    """The `traceparent` header of a request, which vLLM keeps if it traces; "" without."""
+    headers = request.trace_headers
+    given = headers.get("traceparent", "") if isinstance(headers, Mapping) else ""
+    return given if isinstance(given, str) else ""
 
 
 def salted(salt: str, generation: str) -> str:

@@ -17,7 +17,7 @@ from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import GroupFacts, blocks_between, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, wish_of
+from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
@@ -153,6 +153,7 @@ class SchedulerSide:
                 tracked.hashes.digests(end),
                 tracked.hashes.cache_salt,
                 blocks_between(self._groups, table, start, end),
+                tracked.hashes.trace,
             )
         )
         tracked.loading = self._workers
@@ -298,7 +299,7 @@ class SchedulerSide:
         assert self._served is not None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._generation)
-            tracked.hashes = self._service.hashes(tracked.request.request_id, salt)
+            tracked.hashes = self._service.hashes(tracked.request.request_id, salt, traceparent(tracked.request))
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
             extras = chunk_extras(tracked.request, self._served.chunk_tokens) if tracked.request.mm_features else None
@@ -330,7 +331,8 @@ class SchedulerSide:
         blocks = {block for ids in block_ids for block in ids}
         event = self.events.of(request, tracked.wish, start, end)
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
-        yield StoreOp(number, request.request_id, start, end, hashes.digests(end), hashes.cache_salt, block_ids)
+        digests, salt = hashes.digests(end), hashes.cache_salt
+        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace)
 
     def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
         tracked.search.give_up()

@@ -32,6 +32,7 @@ class LoadOp:
     digests: bytes
     salt: str
     block_ids: GroupBlocks
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class StoreOp:
     digests: bytes
     salt: str
     block_ids: GroupBlocks
+    trace: str = ""
 
 
 @dataclass
