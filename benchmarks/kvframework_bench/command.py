@@ -28,6 +28,8 @@ app = typer.Typer(
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
         "kvframework bench contention --part hit",
+        "kvframework bench restart --kills 20",
+        "kvframework bench observe --seconds 5",
         "kvframework bench cuda --sweep            fragments and copy engines",
     ),
     no_args_is_help=True,
@@ -196,6 +198,50 @@ def contention(
     parts = [each.value for each in part or list(ContentionPart)]
     sizes = QUICK if quick else FULL
     _run("contention", lambda stage: bench_contention(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("observe")
+def observe(
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Of each state in each round.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Each measures every state.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What it costs LOOKUP that a server is scraped and explained each second and has ghosts, and its memory.
+
+    Hits and misses of 1k and 8k tokens, of servers that are in each of these states in turn, next to none of them. A
+    second server without any shows the noise. Needs the extra observe.
+    """
+    import msgspec
+
+    from kvframework_bench.observe.run import FULL, QUICK, bench_observe
+
+    sizes = QUICK if quick else FULL
+    asked = {name: value for name, value in (("seconds", seconds), ("rounds", rounds)) if value is not None}
+    sizes = msgspec.structs.replace(sizes, **asked)
+    _run("observe", lambda stage: bench_observe(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("restart")
+def restart(
+    objects: Annotated[int | None, typer.Option(min=1, help="Of 4 KiB, in L1 at each kill.")] = None,
+    kills: Annotated[int | None, typer.Option(min=1, help="How often the server is killed.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """From kill -9 of a server that `kvframework hold` keeps to the first hit of the next one. 100,000 objects.
+
+    Next to memcached -e after a clean stop and after kill -9, where memcached is installed.
+    """
+    from kvframework_bench.restart import bench_restart
+
+    many, often = objects or (1000 if quick else 100_000), kills or (2 if quick else 100)
+    _run("restart", lambda stage: bench_restart(many, often, stage=stage), quick, as_json, markdown, plot)
 
 
 @app.command("cuda")

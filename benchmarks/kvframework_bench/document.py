@@ -8,6 +8,7 @@ from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
+from kvframework_bench.observe.figures import ObserveFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.server import Resident
@@ -110,7 +111,40 @@ class StoreFigures(msgspec.Struct, frozen=True):
     shapes: list[ShapeFigures]
 
 
-Figures = HostFigures | LookupFigures | StoreFigures | L2Figures | ScaleFigures | ContentionFigures | CudaFigures
+class MemcachedFigures(msgspec.Struct, frozen=True):
+    """memcached -e after an end: whether the last of the items is a hit, and the seconds from its start to its first
+    answer."""
+
+    end: str
+    items: int
+    hit: bool
+    answer_s: float
+
+
+class RestartFigures(msgspec.Struct, frozen=True):
+    """Kills of a kept server. `first_hit` is the time from kill -9 on, `read_s` that part of it in which the server
+    reads the journal and takes over its objects. `memcached` is empty where it is not installed."""
+
+    objects: int
+    object_bytes: int
+    first_hit: Latency
+    first_hit_s: Spread
+    read_s: Spread
+    target_s: float
+    memcached: list[MemcachedFigures]
+
+
+Figures = (
+    HostFigures
+    | LookupFigures
+    | StoreFigures
+    | L2Figures
+    | ScaleFigures
+    | ContentionFigures
+    | ObserveFigures
+    | CudaFigures
+    | RestartFigures
+)
 
 
 class Document(msgspec.Struct, frozen=True):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from kvframework.api.options import ByteSize
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
-from kvframework_bench.document import Figures, HostFigures, LookupFigures, StoreFigures
+from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
 from kvframework_bench.l2.figures import L2Figures
+from kvframework_bench.observe.figures import NONE, ObserveFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
 
@@ -72,8 +73,13 @@ def panels(figures: Figures) -> list[Panel]:
         return _store(figures)
     if isinstance(figures, ContentionFigures):
         return _contention(figures)
+    if isinstance(figures, ObserveFigures):
+        return _observe(figures)
     if isinstance(figures, CudaFigures):
         return _cuda(figures)
+    if isinstance(figures, RestartFigures):
+        rows = [("kill -9 to the first hit", figures.first_hit_s), ("of it, the journal", figures.read_s)]
+        return [Bars("restart", "s", [spread_bar(name, seconds) for name, seconds in rows])]
     return _l2(figures)
 
 
@@ -195,6 +201,14 @@ def _contention(figures: ContentionFigures) -> list[Panel]:
         costs = [spread_bar(row.shape, row.overhead_us, row.target_us) for row in figures.hit.rows]
         made.append(Bars("the engine's processor time for a hit, besides the copy", "µs", costs))
     return made
+
+
+def _observe(figures: ObserveFigures) -> list[Panel]:
+    rows = [row for row in figures.lookups if row.state != NONE]
+    return [
+        Bars("p50 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p50_ratio) for row in rows]),
+        Bars("p99 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p99_ratio) for row in rows]),
+    ]
 
 
 def _cuda(figures: CudaFigures) -> list[Panel]:

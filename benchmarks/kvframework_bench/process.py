@@ -70,6 +70,11 @@ class BenchChild(Child):
         assert self._process.stdout is not None
         return self._process.stdout
 
+    @property
+    def log(self) -> str:
+        """The text that it has written so far."""
+        return self._log.read_text(errors="replace")
+
     def stop(self) -> None:
         """Send SIGTERM, and SIGKILL if that is not enough. Idempotent."""
         self._process.terminate()

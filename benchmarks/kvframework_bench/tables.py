@@ -16,6 +16,7 @@ from kvframework_bench.document import (
     HostFigures,
     LookupFigures,
     RequestFigures,
+    RestartFigures,
     ServerAtRest,
     ShapeFigures,
     StoreFigures,
@@ -23,6 +24,7 @@ from kvframework_bench.document import (
 )
 from kvframework_bench.l2.figures import L2Figures, l2_tables
 from kvframework_bench.machine import Machine
+from kvframework_bench.observe.figures import ObserveFigures, observe_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
 
 
@@ -67,8 +69,12 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = scale_tables(figures)
     elif isinstance(figures, ContentionFigures):
         made = contention_tables(figures)
+    elif isinstance(figures, ObserveFigures):
+        made = observe_tables(figures)
     elif isinstance(figures, CudaFigures):
         made = cuda_tables(figures)
+    elif isinstance(figures, RestartFigures):
+        made = [_restart(figures)]
     else:
         made = [_store(figures)]
     for table in made:
@@ -105,6 +111,25 @@ def _server(server: ServerAtRest) -> Table:
     table.add_row("start to first answer", f"{server.start_s.median:.2f} s ({format_range(server.start_s)})", "0.3 s")
     table.add_row("processor", f"{server.idle_cores:.2%} of a core", "0.5 %")
     table.add_row("torch", "loaded" if server.torch_loaded else "not loaded", "not loaded")
+    return table
+
+
+def _restart(figures: RestartFigures) -> Table:
+    title = f"kill -9 to the first hit, {figures.objects:,} objects of {ByteSize(figures.object_bytes)}"
+    table = new_table(title, "p50", "p99", "min to max", "hit", "target")
+    hit, read = figures.first_hit, figures.read_s
+    table.add_row(
+        f"kvframework hold, {hit.samples} kills",
+        f"{hit.p50_us / 1e6:.2f} s",
+        f"{hit.p99_us / 1e6:.2f} s",
+        f"{format_range(figures.first_hit_s)} s",
+        "yes",
+        f"{short_number(figures.target_s)} s",
+    )
+    table.add_row("of it, the journal and its objects", f"{read.median:.2f} s", "", f"{format_range(read)} s", "", "")
+    for row in figures.memcached:
+        name = f"memcached -e, {row.items:,} items, {row.end}"
+        table.add_row(name, f"{row.answer_s:.2f} s", "", "", "yes" if row.hit else "no", "")
     return table
 
 

@@ -149,3 +149,10 @@ def test_a_wrong_answer_makes_no_figures(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(SchedulerAdapter, "lookup", failing)
     with pytest.raises(BenchFailed, match="a lookup found 0 tokens"):
         bench_lookup(quick=True)
+
+
+def test_restart() -> None:
+    figures = document("restart", "--objects", "500", "--kills", "1")
+    assert (figures["objects"], figures["first_hit"]["samples"]) == (500, 1)
+    assert set(figures["first_hit_s"]) == set(figures["read_s"]) == SPREAD
+    assert [row["hit"] for row in figures["memcached"]] in ([], [True, False])

@@ -46,6 +46,7 @@ from kvframework_bench.l2.figures import (
     StalledRow,
 )
 from kvframework_bench.machine import Load, describe_machine
+from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures, ServerMemory
 from kvframework_bench.panels import Bars, Lines, panels
 from kvframework_bench.plot import check_plot, write_plot
 from kvframework_bench.rounds import Latency, Spread
@@ -104,6 +105,12 @@ def contention() -> ContentionFigures:
     return ContentionFigures([spinning], storing, HitFigures([row], "1kb", 1, [HotSpot("len", 1.0, 1.0, 1.0)]), [])
 
 
+def observe() -> ObserveFigures:
+    lookups = [ObservedLookup(state, "1k tokens, hit", TIMES, ONE, ONE) for state in (NONE, "all of it")]
+    memory = [ServerMemory("with ghosts", 16, 512, Resident(1, 1, 1), Resident(1, 1, 1))]
+    return ObserveFigures(1, 1, 0.2, 1, 1, lookups, memory)
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -111,6 +118,7 @@ FIGURES = {
     "store": store(),
     "l2": l2(),
     "contention": contention(),
+    "observe": observe(),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_spinner_that_has_ended_is_named() -> None:
 
 
 def test_a_spinner_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework_bench.contention.spinners._SWITCH_S", 0.05)
+    monkeypatch.setattr("kvframework_bench.contention.spinners.SWITCH_S", 0.05)
     monkeypatch.setattr(Spinner, "spun_s", lambda _self: 1.0)
     with spinners(1) as (made, _), pytest.raises(BenchFailed, match="spinner 1 does not run"):
         made.begin()

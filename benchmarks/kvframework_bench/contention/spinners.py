@@ -11,14 +11,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 from kvframework.cli.demo.child import uninterrupted
 from kvframework_bench.machine import cores
-from kvframework_bench.process import BenchChild, LineChannel
+from kvframework_bench.pausable import SWITCH_S, PausableChild
+from kvframework_bench.process import LineChannel
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,26 +34,15 @@ def main(parent: int) -> None:
 
 
 _clock_of = ctypes.CDLL(None).clock_getcpuclockid
-_POLL_S = 0.0002
-_SWITCH_S = 10.0
 _SEEN_S = 0.0001
 
 
-class Spinner(BenchChild):
+class Spinner(PausableChild):
     """One spinner. `running_spinners` starts it, stopped."""
 
     def __init__(self, name: str, directory: Path) -> None:
         command = [sys.executable, "-m", "kvframework_bench.contention.spinners", str(os.getpid())]
         super().__init__(name, command, directory, piped=True)
-
-    def stop(self) -> None:
-        """Kill it at once: a stopped process reacts to no other signal."""
-        self.kill()
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal. Raises `BenchFailed` if the process has ended."""
-        self.check_alive()
-        self._process.send_signal(number)
 
     def spun_s(self) -> float:
         """Return the processor time so far, by the process's clock: `/proc` has that of a running process only up to
@@ -65,10 +55,6 @@ class Spinner(BenchChild):
 
     def has_spun(self, seconds: float) -> bool:
         return self.spun_s() >= seconds
-
-    def is_stopped(self) -> bool:
-        self.check_alive()
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 class Spinners:
@@ -87,9 +73,9 @@ class Spinners:
             return
         goals = [spinner.spun_s() + _SEEN_S for spinner in self._spinners]
         for spinner in self._spinners:
-            spinner.send(signal.SIGCONT)
+            spinner.resume()
         for spinner, goal in zip(self._spinners, goals, strict=True):
-            _await(partial(spinner.has_spun, goal), spinner, "does not run")
+            spinner.await_that(partial(spinner.has_spun, goal), "does not run", SWITCH_S)
         self._since = time.perf_counter(), self._spun_s()
 
     def end(self) -> None:
@@ -104,9 +90,9 @@ class Spinners:
     def halt(self) -> None:
         """Return once all are stopped."""
         for spinner in self._spinners:
-            spinner.send(signal.SIGSTOP)
+            spinner.pause()
         for spinner in self._spinners:
-            _await(spinner.is_stopped, spinner, "does not stop")
+            spinner.await_paused()
 
     def _spun_s(self) -> float:
         return sum(spinner.spun_s() for spinner in self._spinners)
@@ -126,15 +112,6 @@ def running_spinners(directory: Path, count: int | None = None) -> Iterator[Spin
         spinners = Spinners(made)
         spinners.halt()
         yield spinners
-
-
-def _await(condition: Callable[[], bool], spinner: Spinner, fact: str) -> None:
-    deadline = time.monotonic() + _SWITCH_S
-    while not condition():
-        spinner.check_alive()
-        if time.monotonic() > deadline:
-            raise spinner.failure(f"{fact} within {_SWITCH_S:.0f} s")
-        time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":
