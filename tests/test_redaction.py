@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
+from urllib.parse import quote, quote_plus
 
 import pytest
 
 from kvframework.redaction import Redaction
 
-SECRET = "hunter2+/=ü"
+SECRET = "hunter2+/=ü \"'\\"
 
 
 @pytest.mark.parametrize(
@@ -19,12 +21,25 @@ SECRET = "hunter2+/=ü"
         SECRET.encode().hex().upper(),
         base64.b64encode(SECRET.encode()).decode(),
         base64.urlsafe_b64encode(SECRET.encode()).decode(),
+        # as errors and documents quote it
+        repr(SECRET)[1:-1],
+        ascii(SECRET)[1:-1],
+        repr(SECRET.encode())[2:-1],
+        json.dumps(SECRET)[1:-1],
+        json.dumps(SECRET, ensure_ascii=False)[1:-1],
+        quote(SECRET),
+        quote(SECRET, safe="").lower(),
+        quote_plus(SECRET),
     ],
 )
 def test_a_secret_is_hidden_in_every_form(form: str) -> None:
     shown = Redaction([SECRET]).text(f"the value {form}, refused")
     assert form.rstrip("=") not in shown
     assert shown.startswith("the value ")
+
+
+def test_a_secret_may_be_no_text() -> None:
+    assert Redaction(["pass\udcffword"]).text("the value pass\udcffword") == "the value ***"
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,12 @@ class Course:
 
     def _note_footprint(self, world: World) -> None:
         """Record the footprint of each server once, when it is warm."""
-        process = world.server.process
-        if process is None or process.pid in self._warm:
+        if world.server.process is None or (not world.plan.held and world.server.pid in self._warm):
             return
         try:
-            if world.status()["server"]["uptime_s"] >= _WARM_S:
-                self._warm[process.pid] = Footprint(process.pid)
+            server = world.status()["server"]
+            if server["uptime_s"] >= _WARM_S and server["pid"] not in self._warm:
+                self._warm[server["pid"]] = Footprint(server["pid"])
         except (KVFrameworkError, OSError):  # the server is down at the moment
             return
 

@@ -37,12 +37,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--engines", type=int, default=ENGINES)
     parser.add_argument("--l2", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--held", action="store_true", help="a keeper has the server's L1")
     parser.add_argument("--bug", choices=sorted(BUGS), default="", help="plant it, to see it found")
     parser.add_argument("--lanes", nargs="*", default=[lane.name for lane in LANES])
     chosen = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if chosen.seed is None else chosen.seed
     lanes = [lane for lane in LANES if lane.name in chosen.lanes]
-    plan = Plan(seed, chosen.seconds, chosen.engines, chosen.l2, chosen.bug)
+    plan = Plan(seed, chosen.seconds, chosen.engines, chosen.l2, chosen.bug, chosen.held)
     console = Console()
     console.print(f"seed {seed}")
     began = time.monotonic()

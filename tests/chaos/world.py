@@ -21,6 +21,7 @@ from tests.chaos.footprint import Footprint
 from tests.chaos.ledger import Ledger
 from tests.chaos.process import EngineProcess, start_nursery
 from tests.chaos.witness import Witness
+from tests.support.held_server import HeldServer
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 
@@ -33,13 +34,14 @@ _REDIS = ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The parameters of a run. `bug` names one of `server_program.BUGS`."""
+    """The parameters of a run. `bug` names one of `server_program.BUGS`; with `held` a keeper has the server's L1."""
 
     seed: int
     seconds: float
     engines: int = ENGINES
     l2: bool = True
     bug: str = ""
+    held: bool = False
 
 
 class World:
@@ -61,7 +63,8 @@ class World:
             self._environment(MARK, self.mark)
             self._environment(server_program.SLOWNESS, str(self._slowness))
             self._environment(server_program.PLANT, self.plan.bug)
-            self.server = ServerProcess(*self._settings(), capacity=L1, program=("-m", server_program.__name__))
+            kind = HeldServer if self.plan.held else ServerProcess
+            self.server = kind(*self._settings(), capacity=L1, program=("-m", server_program.__name__))
             self._stack.enter_context(self.server)
             self.descriptors = Footprint(self.server.pid).descriptors  # before the first client
             start_nursery(MARK)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from rich.console import Console
 
 from kvframework.api.installing import install_command
 from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.processes import DemoChild, DemoFailed
+from kvframework.cli.demo.processes import DemoChild, DemoFailed, HeldServerProcess
 from kvframework.cli.demo.redis_server import redis_binary
-from kvframework.cli.demo.result import DemoResult, EngineRun
+from kvframework.cli.demo.result import DemoResult, EngineRun, Recovered
 from kvframework.cli.demo.view import DemoView
 from tests.cli.command import run
 from tests.support.demo import demo, left_behind
@@ -51,6 +52,7 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
         (["--model", "/nowhere"], "/nowhere"),
         (["--redis-url", "redis://localhost"], "--l2 redis"),
         (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
+        (["--kill", "--l2", "disk"], "give one of them"),
         (["--set", "path=/tmp/x"], "--l2"),
         (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
         (["--l2", "filesystm"], "did you mean 'filesystem'?"),
@@ -117,6 +119,35 @@ def test_the_verdict_is_shown(warm, text):
         shown = console.export_text()
     assert text in shown
     assert "4.0 times shorter" in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "hit", "text"),
+    [
+        (Recovered(31, 31 << 20, 0.012, hit_s=0.63), 8, "31 objects, 31.0 MiB, in 0.01 s; 0.63 s after the kill B had"),
+        (Recovered(31, 31 << 20, 0.012, hit_s=0.63), 0, "31 objects, 31.0 MiB, in 0.01 s.\n"),
+        (Recovered(0, 0, 0.0, "damaged: the journal's identity"), 0, "began with an empty L1: damaged: the journal's"),
+    ],
+)
+def test_what_the_new_server_had_is_shown(found, hit, text):
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        run = EngineRun(hit_tokens=hit, tokens=[1], prompt_tokens=9, ttft_s=1.0)
+        DemoView(console).show(DemoResult(run, run, recovered=found))
+        assert text in console.export_text()
+
+
+def test_a_held_server_has_its_l1_again_after_it_was_killed(temporary):
+    endpoint, config = f"ipc://{temporary}/s.sock", temporary / "kvf.toml"
+    config.write_text(f'[server]\nendpoint = "{endpoint}"\n[l1]\nuse = "pinned"\ncapacity = "4MiB"\n')
+    with HeldServerProcess(config, endpoint, temporary) as server:
+        server.await_ready()
+        assert server.recovered().why_cold.startswith("nothing_kept")
+        _, killed = server.kill_server()
+        assert time.monotonic() > killed
+        assert server.recovered().why_cold == ""
+    config.unlink()
+    assert [name for name in left_behind(temporary) if not name.endswith((".log", ".hold.lock"))] == []
 
 
 def test_a_step_that_fails_is_marked(tmp_path):

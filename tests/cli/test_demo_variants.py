@@ -77,6 +77,19 @@ def test_the_prefix_comes_from_the_disk_after_the_server_was_killed(temporary):
 
 
 @pytest.mark.transformers
+def test_the_prefix_comes_from_l1_after_the_server_was_killed(temporary):
+    done = demo(temporary, *SMALL, "--json", "--kill")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert (result["l2"], result["warm"]["hit_tokens"], result["ok"]) == ("", 512, True)
+    recovered = result["recovered"]
+    assert (recovered["objects"], recovered["why_cold"]) == (2, "")
+    assert recovered["hit_s"] == result["warm"]["asked_s"] > recovered["seconds"] > 0
+    assert "killing the server (SIGKILL)  process " in done.stderr
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.transformers
 def test_documents_in_another_order_come_back_from_the_tier_after_the_server_was_killed(temporary):
     """Another process asks than the one that computed them, of a server that has never heard of them."""
     done = demo(temporary, *BLEND, "--l2", TIER, "--json", COLUMNS="80")

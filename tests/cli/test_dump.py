@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import resource
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from unittest import mock
 import pytest
 
 from kvframework.cli.bundle.contents import OF_THE_SERVER
+from kvframework.cli.bundle.file import BundleFile
 from kvframework.doctor.checkup import Checkup
-from kvframework.errors import KVFrameworkError
+from kvframework.errors import ConfigFileError, KVFrameworkError
 from kvframework.messaging.curve import read_secret, write_pair
 from kvframework.wire import messages as m
 from tests.cli.command import run
@@ -155,3 +157,15 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
     done = run("dump", "--endpoint", f"ipc://{tmp_path}/s", "--out", str(bundle))
     assert done.returncode == 2
     assert bundle.read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    place = tmp_path / "report.tar.gz"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(ConfigFileError, match="cannot be written: File too large"), BundleFile(place) as bundle:
+            bundle.write({"log.txt": "a line\n"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not place.exists()

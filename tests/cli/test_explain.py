@@ -18,8 +18,7 @@ from kvframework.api.requests import Handler
 from kvframework.cli import explain_view
 from kvframework.cli.explain_view import ADVICE, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
-from kvframework.service.accounts.misses import REASONS
-from kvframework.wire.messages import Finished
+from kvframework.wire.messages import REASONS, Finished
 from tests.cli.command import run
 from tests.server.in_process import serving
 from tests.support.wire_client import WireClient, key_for
@@ -136,6 +135,13 @@ def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
 def test_an_eviction_has_its_time_its_idle_time_and_its_cause() -> None:
     record = msgspec.structs.replace(MISS, reason="evicted", cause_at=1e9, idle_s=40.04, by="other")
     assert why(record, 0.0) == f"evicted at {clock(1e9)} after 40 s without a use, for an object of model other"
+
+
+def test_the_tenant_and_the_trace_are_named() -> None:
+    record = msgspec.structs.replace(MISS, tenant="acme", trace=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    told = dict(sentences(record, 1e9))
+    assert (told["tenant"], told["trace"]) == ("acme", "ab" * 16)
+    assert not {"tenant", "trace"} & dict(sentences(MISS, 1e9)).keys()
 
 
 def test_a_time_of_today_has_no_date() -> None:

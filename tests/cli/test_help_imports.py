@@ -25,7 +25,19 @@ loaded = {name.split('.')[0] for name in sys.modules}
 own = {name for name in sys.modules if name.startswith(('kvframework.', 'kvframework_bench'))}
 print(*sorted(loaded & set(sys.argv.pop(0).split())), *sorted(own), file=sys.stderr)
 """
-COMMANDS = ["", "serve", "status", "clear", "config", "config check", "config show", "keys new", "keys add"]
+COMMANDS = [
+    "",
+    "serve",
+    "hold",
+    "status",
+    "top",
+    "clear",
+    "config",
+    "config check",
+    "config show",
+    "keys new",
+    "keys add",
+]
 COMMANDS += ["plugins", "plugins list", "plugins info", "plugins check", "new", "doctor", "demo", "demo blend"]
 
 

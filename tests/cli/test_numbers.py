@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.numbers import short_number
+from kvframework.cli.numbers import short_count, short_duration, short_number
 
 ROOT = Path(__file__).parents[2]
 # A format with `g` or `e`, which may write an exponent.
@@ -56,3 +56,26 @@ def test_commands_format_numbers_in_this_one_place() -> None:
         if EXPONENT.search(line)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9999, "9999"),
+        (12_345, "12.3k"),
+        (0.0333, "0.0333"),
+        (999.96, "1k"),
+        (4.56e6, "4.56M"),
+        (7.2e15, "7200T"),
+    ],
+)
+def test_amounts_have_three_digits_and_a_unit(value: float, text: str) -> None:
+    assert short_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (300, "5 min"), (9000, "2 h"), (864_000, "10 d")]
+)
+def test_times_have_their_largest_unit(seconds: float, text: str) -> None:
+    assert short_duration(seconds) == text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from kvframework.cli.status_view import view_status
@@ -93,6 +95,26 @@ def test_a_tier_that_tells_little() -> None:
 def test_without_l2_there_is_no_table() -> None:
     assert cells() == []
     assert not any("circuit" in line for line in shown())
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (
+            {"objects": 31, "bytes": 31 << 20, "seconds": 0.012, "damaged": 0},
+            "L1 recovered 31 objects (31.0 MiB) in 0.01 s",
+        ),
+        ({"objects": 1, "bytes": 1024, "seconds": 0.012, "damaged": 1}, "dropped"),
+        ({"objects": 0, "bytes": 0, "seconds": 0.0, "why_cold": "damaged: two"}, "L1 began empty: damaged: two"),
+        ({"objects": 0, "bytes": 0, "seconds": 0.0, "why_cold": "nothing_kept"}, ""),
+        ({"objects": 0, "bytes": 0, "seconds": 0.0, "why_cold": "no_keeper"}, ""),
+    ],
+)
+def test_what_l1_began_with(found: dict[str, object], line: str) -> None:
+    l1 = cast("dict[str, object]", DOCUMENT["l1"]) | {"recovered": found}
+    told = [text for text in shown(l1=l1) if text.startswith(("L1 recovered", "L1 began"))]
+    assert len(told) == bool(line)
+    assert line in "".join(told)
 
 
 def test_what_is_wrong_and_what_was_counted_is_told() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.wire import messages as m
 from tests.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -65,6 +66,28 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
             found = second.kv[name][:, target[0]].flatten(1, 2)
             assert torch.equal(found[:, 20:], stored[:, 20:])
             assert not torch.equal(found[:, :20], stored[:, :20])
+
+
+def test_the_trace_of_a_request_rides_in_each_of_its_requests(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    trace = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    request = RequestHashes(client.hasher, CHUNK, request_id="r", trace=trace)
+    request.extend(list(range(512)))
+    blocks = [list(range(32))]
+    assert engine.worker.submit_store(request, 0, 512, blocks).result(30).ok
+    engine.scheduler.free(engine.scheduler.lookup(request))
+    assert engine.worker.submit_retrieve(request, 0, 512, blocks).result(30).ok
+    untraced = engine.request(list(range(512)), "q")
+    engine.scheduler.free(engine.scheduler.lookup(untraced))
+    with server.client() as watcher:
+        records = watcher.call("RECENT", m.Recent()).records
+        assert [(each.request, each.trace) for each in records if each.request_id == "r"][-3:] == [
+            (name, trace) for name in ("STORE", "LOOKUP", "RETRIEVE")
+        ]
+        assert {each.trace for each in records if each.request_id == "q"} == {""}
+        sampled = watcher.call("RECENT", m.Recent(traced=True))
+        assert {each.trace for each in sampled.records} == {trace}
+        assert watcher.call("RECENT", m.Recent(sampled.last, traced=True)).records == ()
 
 
 def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,9 @@ def download_requirements(folder: Path) -> None:
     assert isinstance(project, dict)
     assert isinstance(build, dict)
     wanted = [*build["requires"], *project["dependencies"]]
-    wanted += [each for extra in ("redis", "zstd", "observe") for each in project["optional-dependencies"][extra]]
+    wanted += [
+        each for extra in ("redis", "zstd", "observe", "otel") for each in project["optional-dependencies"][extra]
+    ]
     wanted.append("async-timeout")  # redis needs it for Debian's 3.11.2
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "--only-binary", ":all:"]
     command += ["--python-version", PYTHON, "--constraint", str(ROOT / "constraints.txt"), *wanted]
@@ -72,8 +74,19 @@ def directory(podman: Podman) -> Path:
     assert security["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
     (entrypoint, *flags), mount = made["command"], f"{place}:/run/kvframework"
     for _ in range(2):  # and once more, after a restart of the pod
-        podman.run("--rm", "--cap-add", "CHOWN", "-v", mount, "--entrypoint", entrypoint, IMAGE, *flags, *made["args"],
-                   user=security["runAsUser"])  # fmt: skip
+        podman.run(
+            "--rm",
+            "--cap-add",
+            "CHOWN",
+            "-v",
+            mount,
+            "--entrypoint",
+            entrypoint,
+            IMAGE,
+            *flags,
+            *made["args"],
+            user=security["runAsUser"],
+        )
     status = place.stat()
     assert (status.st_uid, status.st_mode & 0o777) == (SERVER, 0o711)
     return place
@@ -108,16 +121,32 @@ def test_engines_of_other_users_share_the_cache_byte_for_byte(podman: Podman, se
     volumes = [word for mount in mounts for word in ("-v", mount)]
     for task, user in zip(("store", "load"), ENGINES, strict=True):
         printed = podman.run(
-            "--rm", "--env", f"KVFRAMEWORK_SERVER_UID={SERVER}", *volumes,
-            "--entrypoint", "/opt/kvframework/bin/python", IMAGE, "/engine.py", task, user=user,
-        )  # fmt: skip
+            "--rm",
+            "--env",
+            f"KVFRAMEWORK_SERVER_UID={SERVER}",
+            *volumes,
+            "--entrypoint",
+            "/opt/kvframework/bin/python",
+            IMAGE,
+            "/engine.py",
+            task,
+            user=user,
+        )
         assert f"{task} as uid {user}: 1024 tokens" in printed
 
 
 def test_a_user_that_is_not_admitted_gets_no_answer(podman: Podman, server: str, directory: Path) -> None:
     with pytest.raises(AssertionError, match="no server"):
-        podman.run("--rm", "--env", f"KVFRAMEWORK_SERVER_UID={SERVER}", "-v", f"{directory}:/run/kvframework:ro", IMAGE,
-                   "status", user=30003)  # fmt: skip
+        podman.run(
+            "--rm",
+            "--env",
+            f"KVFRAMEWORK_SERVER_UID={SERVER}",
+            "-v",
+            f"{directory}:/run/kvframework:ro",
+            IMAGE,
+            "status",
+            user=30003,
+        )
 
 
 def test_observe_runs_beside_it_with_the_same_rights(podman: Podman, server: str, directory: Path) -> None:

@@ -62,6 +62,11 @@ def refused(line: str) -> str:
         if name not in command.commands:
             return f"no command {name!r}"
         command = command.commands[name]
+    if "--" in words:  # what follows are options of `serve`
+        at = words.index("--")
+        if why := refused(shlex.join(["serve", *words[at + 1 :]])):
+            return why
+        words = words[:at]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     wrong = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known | {"--help"}]
     if wrong:

@@ -22,9 +22,9 @@ from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.observe.supervisor import ObserveSupervisor
-from kvframework.service.accounts.misses import REASONS
 from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
+from kvframework.wire.messages import REASONS
 from tests.cli.command import run
 from tests.support import doc_tables
 from tests.support.server_process import ServerProcess
@@ -33,6 +33,7 @@ from tests.support.wire_client import key_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
+RESTART = (ROOT / "docs" / "restart.md").read_text()
 STATUS = (ROOT / "docs" / "status.md").read_text()
 SOURCES = [file for top in ("kvframework", "plugins") for file in (ROOT / top).rglob("*.py")]
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
@@ -143,6 +144,11 @@ def test_every_reason_of_a_miss_has_its_row() -> None:
 
 
 # the status document
+
+
+def test_every_reason_of_an_empty_l1_has_its_row() -> None:
+    told = [reason.strip("`") for reason, *_ in doc_tables.rows(RESTART, "Why L1 began empty")]
+    assert told == list(m.COLD_REASONS)
 
 
 def fields(value: Any, path: str = "") -> Iterator[str]:

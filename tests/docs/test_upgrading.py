@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvframework.api.plugin import API_VERSION
 from kvframework.storage.envelope import FORMAT_VERSION
+from kvframework.storage.l1.journal.form import SCHEMA
 from kvframework.wire.messages import PROTOCOL_VERSION
 from tests.support.doc_tables import rows
 
@@ -17,9 +18,11 @@ def test_the_versions_are_those_of_this_release() -> None:
     said = {what: version for what, version, *_ in rows(PAGE, "The versions")}
     assert said["wire protocol"] == str(PROTOCOL_VERSION)
     assert said["plugin API"] == ".".join(map(str, API_VERSION))
+    assert said["journal of L1"] == str(SCHEMA)
     assert said["envelope of L2 values"] == str(FORMAT_VERSION)
 
 
 def test_what_is_read_names_the_same_versions() -> None:
     assert f"speaks protocol {PROTOCOL_VERSION} |" in PAGE
+    assert f"servers with journal {SCHEMA};" in PAGE
     assert f"releases with envelope {FORMAT_VERSION} |" in PAGE

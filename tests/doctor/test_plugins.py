@@ -91,7 +91,7 @@ def test_a_tier_tells_what_it_sees() -> None:
     [
         ("raises", {"plugin.diagnose": "fail"}, "acme: no disk"),
         ("breaks", {"acme.first": "ok", "plugin.diagnose": "fail"}, "ValueError: broken"),
-        ("dies", {"acme.first": "ok", "plugin.diagnose": "fail"}, "was ended by SIGABRT"),
+        ("dies", {"acme.first": "ok", "plugin.diagnose": "fail"}, "was ended by signal SIGABRT"),
         ("nonsense", {"plugin.diagnose": "fail"}, "is no finding"),
         ("text", {"plugin.diagnose": "fail"}, "text: diagnose returned list[str], expected Sequence[Finding]"),
         ("nothing", {"plugin.diagnose": "fail"}, "nothing: diagnose returned NoneType, expected Sequence[Finding]"),

@@ -53,8 +53,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(_INT64 if least is None else least, _UINT64 if most is None else most)
         case inspect.FloatType():
             return st.floats()
-        case inspect.StrType():
-            return st.text(max_size=20)
+        case inspect.StrType(min_length=least, max_length=most):
+            return st.text(min_size=least or 0, max_size=min(most or 20, 20))
         case inspect.BytesType():
             return st.binary(max_size=40)
     raise TypeError(f"no strategy for {kind}")

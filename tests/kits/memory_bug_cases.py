@@ -28,11 +28,15 @@ class Right(Memory):
     flags = os.MFD_CLOEXEC
     _thread: threading.Thread | None = None
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, kept: int = -1) -> None:
         self.capacity = capacity
-        self.fd = -1
+        self.fd = kept
+        self.kept = kept >= 0
         try:
-            self.fd = self.opened()
+            if not self.kept:
+                self.fd = self.opened()
+            elif os.fstat(kept).st_size != capacity:
+                raise ValueError("the kept memory has another size")
             self._map = self.mapped()
         except (OSError, ValueError, OverflowError) as error:
             if self.fd >= 0:
@@ -83,6 +87,10 @@ class Right(Memory):
 class TestRightMemory(MemoryConformance):
     @pytest.fixture
     def make_memory(self) -> type[Right]:
+        return Right
+
+    @pytest.fixture
+    def make_kept_memory(self) -> type[Right]:
         return Right
 
 
@@ -150,6 +158,46 @@ class OneView(Right):
         if self.one is not None:
             self.one.release()
         super().close()
+
+
+class IgnoresKept(Right):
+    def __init__(self, capacity: int, kept: int = -1) -> None:
+        super().__init__(capacity)
+        if kept >= 0:
+            os.close(kept)
+
+
+class CopiesKept(Right):
+    def __init__(self, capacity: int, kept: int = -1) -> None:
+        super().__init__(capacity)
+        if kept >= 0:
+            with mmap.mmap(kept, capacity) as old:
+                self._map[:] = old[:]
+            os.close(kept)
+
+
+class TakesAPrivateCopy(Right):
+    def mapped(self) -> mmap.mmap:
+        return mmap.mmap(self.fd, self.capacity, flags=mmap.MAP_PRIVATE if self.kept else mmap.MAP_SHARED)
+
+
+class DuplicatesKept(Right):
+    def __init__(self, capacity: int, kept: int = -1) -> None:
+        super().__init__(capacity, os.dup(kept) if kept >= 0 else -1)
+
+
+class LeaksKeptAfterAnError(Right):
+    def __init__(self, capacity: int, kept: int = -1) -> None:
+        if kept >= 0 and os.fstat(kept).st_size != capacity:
+            raise ArenaError("the kept memory has another size")
+        super().__init__(capacity, kept)
+
+
+class GrowsKept(Right):
+    def __init__(self, capacity: int, kept: int = -1) -> None:
+        if kept >= 0:
+            os.ftruncate(kept, capacity)
+        super().__init__(capacity, kept)
 
 
 class TwoWorkers(Right):
@@ -291,6 +339,17 @@ def _slow(self: Right) -> None:
     Right.close(self)
 
 
+def _kept_cleared(self: Right, on_ready: Callable[[int], None]) -> None:
+    if self.kept:
+        self._map[: self.capacity // 2] = bytes(self.capacity // 2)
+    Right.work(self, on_ready)
+
+
+def _kept_inherited(self: Right, capacity: int, kept: int = -1) -> None:
+    Right.__init__(self, capacity, kept)
+    os.set_inheritable(self.fd, self.kept)
+
+
 def _unmapped(self: Right) -> None:
     raise RuntimeError("views are there")
 
@@ -308,6 +367,11 @@ MIDST = "test_closing_while_it_becomes_usable_ends_the_work"
 DONE = "test_closing_after_all_is_usable_releases_all"
 TWICE = "test_closing_twice_closes_nothing_of_others"
 LEAVING = "test_leaving_is_quick_while_views_are_there"
+
+KEPT_BYTES = "test_kept_memory_shows_the_same_bytes"
+KEPT_FILE = "test_kept_memory_is_the_same_file"
+KEPT_END = "test_closing_kept_memory_releases_all"
+KEPT_SIZE = "test_kept_memory_of_another_size_is_refused"
 
 # The planted bug, the test that must fail for it, and what the failure says.
 BUGS: dict[str, tuple[type[Memory], str, str]] = {
@@ -379,6 +443,19 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "closes slowly": (memory(close=_slow), UNSTARTED, "close() takes longer than"),
     "does not leave": (memory(leave=_unmapped), LEAVING, "leave() raises RuntimeError"),
     "leaves its name": (Named, LEAVING, "outlives leave() and close()"),
+    "ignores what is kept": (IgnoresKept, KEPT_BYTES, "shows other bytes before the start"),
+    "clears what is kept": (memory(work=_kept_cleared), KEPT_BYTES, "has changed while it became usable"),
+    "never ready again": (memory(ends=lambda self: [] if self.kept else Right.ends(self)), KEPT_BYTES, "on_ready(1048"),
+    "a private mapping of what is kept": (TakesAPrivateCopy, KEPT_BYTES, "is not what view() shows"),
+    "a copy of what is kept": (CopiesKept, KEPT_FILE, "is another file"),
+    "what is kept is inherited": (memory(__init__=_kept_inherited), KEPT_FILE, "inheritable"),
+    "keeps the descriptor that is kept": (DuplicatesKept, KEPT_END, "of kept memory leaves behind: descriptor"),
+    "leaks what is kept after an error": (
+        LeaksKeptAfterAnError,
+        KEPT_SIZE,
+        "for kept memory leaves behind: descriptor",
+    ),
+    "makes what is kept larger": (GrowsKept, KEPT_SIZE, "is taken for 40 MiB"),
 }
 
 
@@ -387,7 +464,12 @@ def _tests_of(bug: type[Memory]) -> type:
     def make_memory(self: object) -> type[Memory]:
         return bug
 
-    return type("Planted", (MemoryConformance,), {"make_memory": make_memory, "patience_s": 1.5})
+    @pytest.fixture
+    def make_kept_memory(self: object) -> type[Memory]:
+        return bug
+
+    fixtures = {"make_memory": make_memory, "make_kept_memory": make_kept_memory}
+    return type("Planted", (MemoryConformance,), {**fixtures, "patience_s": 1.5})
 
 
 for name, (bug, _, _) in BUGS.items():

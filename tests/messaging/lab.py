@@ -131,7 +131,7 @@ def make_server(endpoint: str, work: Work, **options: Any) -> MessageServer:
         handlers=options.pop("handlers", work.handlers()),
         welcome=options.pop("welcome", None) or (lambda *_: welcome),
         hasher_fingerprint=HASHER,
-        arena_fd=options.pop("arena_fd", None),
+        arena_for=options.pop("arena_for", None),
         on_session_end=work.ended.append,
         on_tick=work.tick,
     )

@@ -117,7 +117,7 @@ def test_who_is_heard_beside_an_end_is_not_taken_for_who_ended(tmp_path: Path) -
     sessions = {name * 16: SimpleNamespace(local=False, liveness=None) for name in (b"a", b"b")}
     counters = dict.fromkeys(["liveness_refused"], 0)
     path = str(tmp_path / "live")
-    server = LivenessServer(path, arena_fd=None, find=sessions.get, clock=time.monotonic, counters=counters)  # type: ignore[arg-type]
+    server = LivenessServer(path, arena_for=None, find=sessions.get, clock=time.monotonic, counters=counters)  # type: ignore[arg-type]
     command = f"import socket; s = socket.socket(1); s.connect({path!r}); s.send(b'a' * 16); input()"
     hole = os.open(os.devnull, os.O_RDONLY)  # so that the process's descriptor comes before its socket's
     with subprocess.Popen([sys.executable, "-S", "-c", command], stdin=subprocess.PIPE) as process:

@@ -73,7 +73,7 @@ def test_a_clean_end_ends_the_session_once(lab: Lab) -> None:
 def test_the_arena_is_mapped_by_the_client(endpoint: str, start: Start) -> None:
     arena = os.memfd_create("arena")
     os.ftruncate(arena, 4096)
-    lab = Lab(endpoint, arena_fd=arena)
+    lab = Lab(endpoint, arena_for=lambda _: os.dup(arena))
     try:
         said(start("client_program", "write"))
         assert os.pread(arena, 5, 100) == b"hello"

@@ -11,9 +11,8 @@ from kvframework.messaging.client.short_prompts import ShortPrompts as Untold
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.accounts.lookup_counts import LookupCounts
-from kvframework.service.accounts.misses import REASONS
 from kvframework.service.accounts.short_prompts import ShortPrompts
-from kvframework.wire.messages import MAX_SHORT, Hello, Ping, ShortPrompt
+from kvframework.wire.messages import MAX_SHORT, REASONS, Hello, Ping, ShortPrompt
 
 
 class Session(ClientInfo):

@@ -13,9 +13,16 @@ REFUSED = {"client": "new", "pid": 7, "client_version": "", "versions": [], "cou
 HELLO = {**REFUSED, "what": "HELLO", "code": "protocol.version", "reason": "no common version"}
 THEIRS = {**REFUSED, "what": "server", "code": "protocol.version", "reason": "another chunk size"}
 LOST = {
-    "session_id": 3, "client": "engine", "pid": 7, "lookups": 5, "loads": 0, "stores": 0, "bytes": 0,
-    "codes": {"run.deadline": 5}, "ago_s": 2.0,
-}  # fmt: skip
+    "session_id": 3,
+    "client": "engine",
+    "pid": 7,
+    "lookups": 5,
+    "loads": 0,
+    "stores": 0,
+    "bytes": 0,
+    "codes": {"run.deadline": 5},
+    "ago_s": 2.0,
+}
 
 
 def _doc(**places: Any) -> tuple[Observed, ...]:

@@ -24,10 +24,10 @@ _NAMES = {name for alert in ALERTS for name in re.findall(r"kvframework_\w+", al
 
 
 class Timeline(NamedTuple):
-    """The poll of each minute up to `minutes`, and the alerts that fire then."""
+    """The poll of each minute up to `minutes`, None where Prometheus gets no answer, and the alerts that fire then."""
 
     title: str
-    at: Callable[[int], Observed]
+    at: Callable[[int], Observed | None]
     minutes: int
     fire: Collection[str]
     every: int = 1
@@ -64,8 +64,11 @@ def _group(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _samples(observed: Observed) -> Iterator[tuple[str, str]]:
+def _samples(observed: Observed | None) -> Iterator[tuple[str, str]]:
     """The samples that alerts look at, by name and labels."""
+    yield 'up{job="kvframework"}', "0" if observed is None else "1"
+    if observed is None:
+        return
     own = own_document(observed, NOW)
     for metric in METRICS:
         document = own if metric in OWN else observed.document

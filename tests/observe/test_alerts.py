@@ -20,7 +20,7 @@ BEGIN, END = 20, 60
 HOURS = 27
 
 
-def lasting(observed: Observed) -> Callable[[int], Observed]:
+def lasting(observed: Observed | None) -> Callable[[int], Observed | None]:
     """All is well until the fault begins, which then stays."""
     return lambda minute: observed if minute >= BEGIN else answered()
 
@@ -57,8 +57,9 @@ def copier_restarting(minute: int) -> Observed:
     return answered(status)
 
 
-FAULTS: dict[str, Callable[[int], Observed]] = {
+FAULTS: dict[str, Callable[[int], Observed | None]] = {
     "KvframeworkDown": lasting(AWAY),
+    "KvframeworkNotScraped": lasting(None),
     "KvframeworkRestarts": restarting,
     "KvframeworkArenaNotResident": lasting(*ROWS["arena-not-resident"]),
     "KvframeworkDescriptorsLow": lasting(*ROWS["descriptors-low"]),

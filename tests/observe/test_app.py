@@ -51,9 +51,24 @@ def test_a_server_that_is_away_is_no_error_of_ours(path: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["/none", "", "//", "/metrics/", "/../etc/passwd", "/%2e%2e/x", "/page/../index.html", "/index.html", "/METRICS",
-     "http://127.0.0.1/metrics", "*", "/\x00", "/metrics;x", "/__init__.py", "/ü"],
-)  # fmt: skip
+    [
+        "/none",
+        "",
+        "//",
+        "/metrics/",
+        "/../etc/passwd",
+        "/%2e%2e/x",
+        "/page/../index.html",
+        "/index.html",
+        "/METRICS",
+        "http://127.0.0.1/metrics",
+        "*",
+        "/\x00",
+        "/metrics;x",
+        "/__init__.py",
+        "/ü",
+    ],
+)
 def test_other_paths_are_not_found(target: str) -> None:
     assert get(target).status == 404
 
@@ -132,9 +147,24 @@ def test_a_token_that_cannot_be_read_lets_no_caller_in() -> None:
 
 def test_on_loopback_the_name_of_another_host_is_refused() -> None:
     made = app(loopback=True)
-    for host in ("localhost", "localhost:9309", "127.0.0.1:9309", "[::1]:9309", "[::1]", "LOCALHOST:1"):
+    for host in (
+        "localhost",
+        "localhost:9309",
+        "127.0.0.1:9309",
+        "[::1]:9309",
+        "[::1]",
+        "LOCALHOST:1",
+        "127.0.0.2:9309",
+    ):
         assert get("/status", made, host=host).status == 200
-    for host in ("", "evil.example", "evil.example:9309", "localhost.evil.example", "127.0.0.1.evil.example:80"):
+    for host in (
+        "",
+        "evil.example",
+        "evil.example:9309",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:80",
+        "10.0.0.1",
+    ):
         assert get("/status", made, host=host).status == 421
 
 

@@ -12,8 +12,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed_text
 
 from kvframework.observe.exposition import exposition
-from kvframework.observe.metrics import METRICS, OWN, PREFIX, REASONS
+from kvframework.observe.metrics import METRICS, OWN, PREFIX
 from kvframework.observe.poller import Observed
+from kvframework.wire.messages import REASONS
 from kvframework.wire.table import REQUESTS
 from tests.observe.documents import NOW, answered, document, unanswered
 

@@ -154,8 +154,10 @@ def growing(first: Observed, last: Observed) -> Callable[[int], Observed]:
 
     def grown(before: Any, after: Any, times: int) -> Any:
         if isinstance(after, dict):
-            return {key: grown(before.get(key, 0) if isinstance(before, dict) else 0, value, times)
-                    for key, value in after.items()}  # fmt: skip
+            return {
+                key: grown(before.get(key, 0) if isinstance(before, dict) else 0, value, times)
+                for key, value in after.items()
+            }
         if isinstance(after, int) and not isinstance(after, bool):
             start = before if isinstance(before, int) else 0
             return start + (after - start) * times
@@ -239,8 +241,9 @@ def test_a_handler_that_raises(tmp_path: Path) -> None:
             lambda observed: found(observed, "messaging", "counters", "errors.run.handler"), "the error"
         )
         assert is_answered_as_promised("handler-raised")(faulty)
-        timeline = Timeline("handler", lambda minute: faulty if minute > END - 5 else watch.healthy, END,
-                            {"KvframeworkHandlerFails"})  # fmt: skip
+        timeline = Timeline(
+            "handler", lambda minute: faulty if minute > END - 5 else watch.healthy, END, {"KvframeworkHandlerFails"}
+        )
         assert complaints([timeline], tmp_path) == ""
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 from kvframework.observe.history import FIELDS, MINUTES, SECONDS, History
+from kvframework.observe.poller import Poller
 from tests.observe.documents import answered, document, unanswered
+from tests.support.waiting import wait_until
 
 
 def points(history: History, what: str = "seconds", after: float = 0.0) -> list[dict[str, Any]]:
@@ -46,3 +49,12 @@ def test_a_longer_time_takes_no_more_than_a_day() -> None:
     assert (len(points(history)), len(minutes)) == (SECONDS, MINUTES)
     assert minutes[-1]["time"] == minute * 60.0 + 59  # the last one of its minute
     assert minutes[-2]["time"] == (minute - 1) * 60.0
+
+
+def test_a_document_that_makes_no_point_does_not_end_the_polls() -> None:
+    history, source = History(), mock.Mock(ask=lambda: b'{"l2": [{"name": "of another release"}]}', round_trip_s=0.1)
+    poller = Poller(source, history.add, every_s=0.01)
+    poller.start()
+    wait_until(lambda: poller.latest.polls > 2, what="polls")
+    poller.stop()
+    assert points(history) == []

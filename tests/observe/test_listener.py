@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import ssl
 import threading
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvframework.config import ObserveConfig
 from kvframework.observe import listener as module
 from kvframework.observe.app import PLAIN, Reply, Request
 from kvframework.observe.listener import MOST_CONNECTIONS, Listener
+from kvframework.observe.settings import tls_context
+from tests.support.certificates import Certificate, make_certificate
 from tests.support.observe_process import Got, get
 from tests.support.waiting import wait_until
 
@@ -26,10 +33,13 @@ def answer(request: Request) -> Reply:
 
 
 class Running:
-    """A listener in a thread of its own."""
+    """A listener in a thread of its own, with TLS if there is a certificate."""
 
-    def __init__(self) -> None:
-        self.listener = Listener(answer)
+    def __init__(self, certificate: Certificate | None = None) -> None:
+        config = ObserveConfig()
+        if certificate is not None:
+            config = ObserveConfig(tls_cert=str(certificate.certificate), tls_key=str(certificate.key))
+        self.listener = Listener(answer, tls=tls_context(config))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -158,11 +168,43 @@ def test_a_client_that_does_not_read_is_closed(running: Running, monkeypatch: py
     assert running.get("/after").status == 200
 
 
-def test_a_crowd_shuts_no_one_out(running: Running) -> None:
-    """Twice as many silent connections as there may be: the oldest end, and a new one is served at once."""
-    with contextlib.ExitStack() as crowd:
-        for _ in range(2 * MOST_CONNECTIONS):
-            crowd.enter_context(running.connect())
-            assert running.connections <= MOST_CONNECTIONS
-        assert running.get("/a").text == "GET /a"
-        wait_until(lambda: running.connections <= MOST_CONNECTIONS, 60)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_crowd_shuts_no_one_out(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many silent connections as there may be: the oldest end, also those that begin no TLS, and a new one is
+    served at once."""
+    monkeypatch.setattr(module, "HEAD_S", 600.0)
+    certificate = make_certificate(tmp_path) if scheme == "https" else None
+    tls = ssl.create_default_context(cafile=certificate.certificate) if certificate else None
+    with contextlib.closing(Running(certificate)) as running, contextlib.ExitStack() as crowd:
+        silent = [crowd.enter_context(running.connect()) for _ in range(2 * MOST_CONNECTIONS)]
+        assert get(f"{scheme}://127.0.0.1:{running.place[1]}", "/a", tls=tls).text == "GET /a"
+        wait_until(lambda: sum(map(is_open, silent)) < MOST_CONNECTIONS, 60, "the end of the oldest")
+        assert is_open(silent[-1])
+        assert running.connections <= MOST_CONNECTIONS
+
+
+def test_connections_that_end_leave_no_buffers_of_tls(tmp_path: Path) -> None:
+    """256 KiB each, until a collection of circles that comes late."""
+    certificate = make_certificate(tmp_path)
+    tls = ssl.create_default_context(cafile=certificate.certificate)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.closing(Running(certificate)) as running:
+            for _ in range(20):
+                running.connect().close()
+                assert get(f"https://127.0.0.1:{running.place[1]}", "/a", tls=tls).status == 200
+            wait_until(lambda: not running.connections, 60, "the end of the connections")
+            wait_until(lambda: not any(type(each) is SSLProtocol for each in gc.get_objects()), 60, "no buffers")
+    finally:
+        gc.enable()
+
+
+def is_open(sock: socket.socket) -> bool:
+    try:
+        sock.setblocking(False)
+        return sock.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False

@@ -27,10 +27,20 @@ HOSTILE = (
     "__proto__",
 )
 PANELS = [
-    "Hit rate", "Tokens of lookups, a second", "L1", "Evictions from L1, a second", "What more memory would give",
-    "How long evicted objects were idle", "Why lookups missed", "Tiers", "By model", "By tenant", "By engine",
+    "Hit rate",
+    "Tokens of lookups, a second",
+    "L1",
+    "Evictions from L1, a second",
+    "What more memory would give",
+    "How long evicted objects were idle",
+    "Why lookups missed",
+    "Tiers",
+    "By model",
+    "By tenant",
+    "By engine",
+    "Hot prefixes",
     "Instances",
-]  # fmt: skip
+]
 SEEN = "[...document.querySelectorAll('section:not([hidden]) > h2')].map((each) => each.textContent)"
 # How many stretches the chart of the hit rate shows of L1.
 DRAWN = "document.querySelector('#hit-rate path.l1').getAttribute('d').split('Z').length - 1"
@@ -96,6 +106,7 @@ def test_every_panel_shows_what_the_server_says(browser: Browser, fleet: Fleet) 
     assert "down for reads and writes" in tiers
     assert "assistant" in browser.text("#tenants")
     assert "never stored\t8,120" in browser.text("#misses")
+    assert "5c2e9a04\tQwen3-32B\t9,520 to 9,600\t" in browser.text("#prefixes").replace("\n", "")
 
 
 def test_a_problem_leads_to_what_to_do(browser: Browser, fleet: Fleet) -> None:
@@ -159,6 +170,8 @@ def test_names_from_clients_are_text(browser: Browser, width: int) -> None:
         made = past(age, models=HOSTILE, down=False)
         row = {**made["use"]["tenants"]["search"], "bytes": 2**30}
         made["use"] = {kind: dict.fromkeys(HOSTILE, row) for kind in ("models", "tenants", "engines")}
+        hot = {"hit_tokens": 5, "count": 3, "error": 0}
+        made["use"]["hot_prefixes"] = [{"model": name, "prefix": name, **hot} for name in HOSTILE]
         made["instances"][0]["lost"] = HOSTILE[0]
         made["l2"][0].update(name=HOSTILE[1], state="open", last_error=HOSTILE[0] * 9)
         made["lookups"]["misses"] = dict.fromkeys(HOSTILE, 1)

@@ -93,13 +93,15 @@ def test_a_server_starts_it_in_a_process_of_its_own(server: ServerProcess) -> No
     assert "h11" not in Path(f"/proc/{server.pid}/maps").read_text()
 
 
-def test_its_end_is_a_problem_and_a_line_and_it_is_started_again(server: ServerProcess) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 6, "40")])
+def test_its_end_is_a_problem_and_a_line_and_it_is_started_again(server: ServerProcess, number: int, name: str) -> None:
+    wait_until(lambda: child(server), SLOW_S, "the process")
     before, seen = child(server), server.log.count("metrics, health and the page")
     assert before is not None
-    os.kill(before, signal.SIGKILL)
-    problem = {"where": "observe", "fact": "`kvframework observe` ended by signal SIGKILL"}
+    os.kill(before, number)
+    problem = {"where": "observe", "fact": f"`kvframework observe` ended by signal {name}"}
     wait_until(lambda: problem in server.status()["problems"], SLOW_S, "the problem")
-    assert "ended by signal SIGKILL: there are no metrics until it runs again" in server.log
+    assert f"ended by signal {name}: there are no metrics until it runs again" in server.log
     wait_until(lambda: server.log.count("metrics, health and the page") > seen, SLOW_S, "the next process")
     assert child(server) != before
     wait_until(lambda: ask(server, "/readyz").status == 200, SLOW_S, "readiness")
@@ -113,6 +115,18 @@ def test_it_ends_with_the_server(how: str) -> None:
         assert pid is not None
         status = server.stop() if how == "stop" else server.kill9()
         assert not status
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), SLOW_S, "the end of the child")
+
+
+def test_it_ends_also_if_the_server_was_killed_before_it_began() -> None:
+    with ServerProcess("observe.listen=127.0.0.1:0") as server:
+        wait_until(lambda: listening_url(server.log), SLOW_S, "the address")
+        before = child(server)
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: child(server) not in (None, before), SLOW_S, "the next process, which still imports")
+        pid = child(server)
+        server.kill9()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), SLOW_S, "the end of the child")
 
 

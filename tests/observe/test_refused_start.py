@@ -61,6 +61,8 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
         config = ObserveConfig(f"127.0.0.1:{taken.getsockname()[1]}")
         (refusal,) = settings.refusals(config, "[observe]")
         assert isinstance(refusal, EndpointError)
+        (bare,) = settings.refusals(config, "")
+        assert config.listen in str(bare)
         assert list(settings.refusals(config, "[observe]", running=True)) == []
         done = run("config", "check", "--set", f"observe.listen={config.listen}", "--set", "l1.capacity=1MiB")
         assert done.returncode == 2

@@ -19,7 +19,7 @@ from kvf_pinned import kvf_memories, touch
 from kvf_pinned.available import available_memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
-from kvframework.api.memory import MemoryProvider, TableContext
+from kvframework.api.memory import MemoryContext, MemoryProvider
 from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError
 from kvframework.testing import MemoryConformance
@@ -59,7 +59,7 @@ def test_the_provider_makes_an_arena_of_the_configured_size() -> None:
     (provider,) = kvf_memories()
     assert isinstance(provider, MemoryProvider)
     assert provider.name == "pinned"
-    arena = provider.create(options({"capacity": "3MiB"}), TableContext(where="[l1]"))
+    arena = provider.create(options({"capacity": "3MiB"}), MemoryContext(where="[l1]"))
     assert arena.capacity == 3 * MIB == os.fstat(arena.fd).st_size
     arena.close()
 

@@ -24,8 +24,8 @@ from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import place
 from kvframework.api.findings import Finding
+from kvframework.api.memory import MemoryContext
 from kvframework.api.options import ByteSize
-from kvframework.api.plugin import TableContext
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 
@@ -108,7 +108,7 @@ def policies(numa_maps: str) -> list[str]:
 def made(numa: Numa) -> Iterator[MemfdArena]:
     """By the provider, as the server does it."""
     (provider,) = kvf_memories()
-    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa), TableContext(where="[l1]"))
+    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa), MemoryContext(where="[l1]"))
     assert isinstance(arena, MemfdArena)
     with closing(arena):
         yield arena

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from kvframework.client import named_identity
 from kvframework.errors import BadLayout, RequestError
+from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -192,6 +194,19 @@ def test_models_with_other_weights_or_salt_share_nothing(server):
         assert kv.restore(ids).hit_tokens == 0
     with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name", cache_salt="tenant") as kv:
         assert kv.restore(ids).hit_tokens == 0
+
+
+def test_requests_belong_to_the_trace_of_their_thread(server):
+    ids, trace = prompt(seed=17), f"00-{'ab' * 16}-{'cd' * 8}-01"
+    span = NonRecordingSpan(SpanContext(int("ab" * 16, 16), int("cd" * 8, 16), False, TraceFlags(1)))
+    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "traced") as kv, server.client() as client:
+        before = client.call("RECENT", m.Recent(traced=True)).last
+        kv.generate(ids, 1)
+        with use_span(span):
+            kv.generate(ids, 1)
+        records = client.call("RECENT", m.Recent(before, traced=True)).records
+    assert {each.trace for each in records} == {trace}
+    assert {"LOOKUP", "RETRIEVE"} <= {each.request for each in records}
 
 
 def test_nothing_stays_pinned(server):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,44 @@ def test_a_refused_client_forges_nothing_either(server: ServerProcess) -> None:
     shown = run("status", "--endpoint", server.endpoint)
     assert shown.returncode in (0, 1), shown.stderr
     assert_harmless(shown.stdout)
+
+
+def test_codes_of_clients_forge_nothing_in_the_document_nor_in_a_bug_report(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    code = FORGED[-20:]
+    with server.client() as client:
+        client.call("PING", m.Ping((m.Lost(code, lookups=1),)))
+        document = client.call("REPORT_STATUS", m.Empty()).document.decode()
+        client.call("GOODBYE", m.Goodbye(code, FORGED))
+    assert "owned" in document
+    assert_harmless(document)
+    with server.client(hello=False) as client, pytest.raises(errors.VersionMismatch):
+        client.call("HELLO", m.Hello("engine", 1, hasher=FORGED))
+    with server.client() as client:
+        assert_harmless(client.call("REPORT_STATUS", m.Empty()).document.decode())
+    bundle = tmp_path / "report.tar.gz"
+    assert run("dump", "--endpoint", server.endpoint, "--out", str(bundle)).returncode == 0
+    with tarfile.open(bundle) as archive:
+        log = archive.extractfile("kvframework-dump/log.txt")
+        assert log is not None
+        text = log.read().decode()
+    assert "owned" in text
+    assert_harmless(text)
+
+
+def test_long_names_of_models_do_not_fill_the_document(server: ServerProcess, tmp_path: Path) -> None:
+    with server.client() as client:
+        before = len(client.call("REPORT_STATUS", m.Empty()).document)
+        for number in range(64):
+            client.register(number, model_name="\N{SKULL}" * 1000 + str(number))
+        assert len(client.call("REPORT_STATUS", m.Empty()).document) - before < 64 * 2048
+        bundle = tmp_path / "report.tar.gz"
+        assert run("dump", "--endpoint", server.endpoint, "--out", str(bundle)).returncode == 0
+        with tarfile.open(bundle) as archive:
+            status = archive.extractfile("kvframework-dump/status.json")
+            assert status is not None
+            assert "\N{SKULL}" not in status.read().decode()
 
 
 @pytest.mark.parametrize("name", [FORGED, "a\nb", "a\x1b[2J", "a\x9bm", "a\u2028b", "a\x00"])

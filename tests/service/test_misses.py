@@ -12,9 +12,11 @@ from kvframework.api.keys import ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.service.accounts.finished import MOST, FinishedRequests, Subject
 from kvframework.service.accounts.lookup_counts import MAX_MODELS, OTHER_MODELS, LookupCounts
-from kvframework.service.accounts.misses import REASONS, START_EXPLAINS_S, Facts, Row, Why, decide, elsewhere
+from kvframework.service.accounts.misses import START_EXPLAINS_S, Facts, Row, Why, decide, elsewhere
 from kvframework.storage.l1.ghosts import CAUSES, Ghost
+from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.wire.messages import REASONS
 
 HERE, THERE = b"h" * 16, b"t" * 16
 DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))
@@ -138,7 +140,7 @@ def test_no_reason_tells_a_salt() -> None:
 
 
 def subject(request_id: str = "r") -> Subject:
-    return Subject(1.0, "engine", 7, 3, request_id, "m", "abcd0123", 0, 512)
+    return Subject(1.0, "engine", 7, 3, request_id, "m", bytes.fromhex("abcd0123"), 0, 512)
 
 
 def ring() -> FinishedRequests:
@@ -173,6 +175,23 @@ def test_a_record_has_its_duration_and_the_wall_clock_of_its_cause() -> None:
     (record,) = finished.after(0).records
     assert (record.seconds, record.monotonic, record.at - record.cause_at) == (2.0, 3.0, pytest.approx(0.5))
     assert (record.reason, record.idle_s, record.by) == ("evicted", 1.5, "other")
+
+
+def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() -> None:
+    finished, calls = ring(), [TierCall("redis", "get", 1.5, 0.5, 4, 4, True)]
+    sampled = subject("sampled")._replace(trace=f"00-{'ab' * 16}-{'cd' * 8}-01")
+    for each in (sampled, *[subject()] * (MOST + 1)):
+        finished.add("LOOKUP", each, "hit", tier_calls=calls)
+    calls.clear()  # the load of a lookup that was given up goes on
+    reply = finished.after(0, traced=True)
+    assert [(each.number, each.request_id, each.trace) for each in reply.records] == [(1, "sampled", sampled.trace)]
+    assert [(call.tier, call.found) for call in reply.records[0].tier_calls] == [("redis", 4)]
+    assert (reply.last, reply.forgotten) == (1, 0)
+    assert not any(each.trace or each.tier_calls for each in finished.after(0).records)
+    for _ in range(MOST + 1):
+        finished.add("LOOKUP", sampled, "hit")
+    flooded = finished.after(reply.last, traced=True)
+    assert (len(flooded.records), flooded.last, flooded.forgotten) == (MOST, MOST + 2, 1)
 
 
 # the counters

@@ -22,6 +22,12 @@ def counted(numbers: list[int]) -> HotPrefixes:
     return sketch
 
 
+def count_of(sketch: HotPrefixes, number: int) -> int:
+    """As many as it can have been; of one that is forgotten, too."""
+    now = sketch._now
+    return now.sums.get(prefix_of(number), now.floor * hot_prefixes._LOOKUP) // hot_prefixes._LOOKUP
+
+
 def test_few_prefixes_are_counted_exactly() -> None:
     rows = counted([1] * 5 + [2] * 3 + [3]).status()
     assert [(row["count"], row["error"], row["hit_tokens"]) for row in rows] == [(5, 0, 1280), (3, 0, 0), (1, 0, 256)]
@@ -32,13 +38,19 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
     true = Counter(numbers)
     sketch = counted(numbers)
-    assert len(sketch._entries) <= hot_prefixes.MOST
-    for number in range(10):
-        entry = sketch._entries[prefix_of(number)]
-        assert entry.count - entry.error <= true[number] <= entry.count
+    now = sketch._now
+    assert 0 < now.floor <= len(numbers) / hot_prefixes.ENTRIES
+    assert len(now.sums) <= hot_prefixes.MOST
+    assert len(now.errors) < hot_prefixes.ENTRIES
+    for number in true:
+        prefix = prefix_of(number)
+        count = count_of(sketch, number)
+        assert count - now.error(prefix) <= true[number] <= count
     shown = sketch.status()
     assert len(shown) == hot_prefixes.SHOWN
-    assert {row["count"] for row in shown[:10]} == {sketch._entries[prefix_of(number)].count for number in range(10)}
+    assert {row["count"] for row in shown[:10]} == {
+        now.sums[prefix_of(number)] // hot_prefixes._LOOKUP for number in range(10)
+    }
 
 
 def test_the_names_of_a_prefix_differ_between_starts() -> None:

@@ -209,6 +209,15 @@ def test_a_tenant_whose_objects_are_all_in_use_is_dropped_at_its_most() -> None:
     assert (result.lease, result.over_share, of.evicted()) == (None, True, [])
 
 
+def test_a_tenant_that_may_have_all_of_l1_is_bounded_by_l1() -> None:
+    of = Table()
+    of.fill(2, UNITS + 1)
+    assert of.evicted() == [(2, 0, "ROOM")]
+    assert of.table.pin([key_of(2, n + 1) for n in range(UNITS)], owner=1, request_id="", deadline=NO_DEADLINE)
+    result = of.store(2, UNITS + 1)
+    assert (result.lease, result.over_share, of.evicted()) == (None, False, [])
+
+
 def test_across_tenants_the_object_unused_longest_leaves_first() -> None:
     of = Table()
     of.fill(0, 2)
@@ -246,7 +255,7 @@ def test_the_watermark_leaves_what_is_guaranteed() -> None:
 
 def test_without_named_tenants_there_is_one_policy_and_no_rule() -> None:
     alone = Tenants(OrderedLru())
-    assert (alone.spare(0), alone.spare(), alone.room(0)) == (None, None, float("inf"))
+    assert (alone.spare(0), alone.spare(), alone.room(0, 1)) == (None, None, float("inf"))
     assert not alone.any_named
 
 

@@ -53,9 +53,13 @@ class Browser:
         command = ["bash", "-c", joined, str(BROWSER), *_OPTIONS, f"--user-data-dir={self._folder.name}"]
         log = Path(self._folder.name, "log").open("wb")
         self._process = subprocess.Popen(
-            command, pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            command,
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
         for each in (theirs_in, theirs_out):
             os.close(each)
         log.close()

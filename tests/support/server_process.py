@@ -65,13 +65,28 @@ class ServerProcess:
         self._settings = (*self._settings, *settings)
 
     def start(self) -> None:
-        command = [sys.executable, *self._program, "serve"]
+        self.process = self._begun()
+        wait_until(self._answers, 60, "the server")
+
+    def take_over(self) -> int:
+        """Start a server that takes over from the running one, and return the exit status of that."""
+        assert self.process is not None
+        before, self.process = self.process, self._begun("--takeover")
+        try:
+            status = before.wait(60)
+        except subprocess.TimeoutExpired:
+            before.kill()
+            raise
+        wait_until(self._answers, 60, "the next server")
+        return status
+
+    def _begun(self, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, *self._program, "serve", *options]
         for setting in self._settings:
             command += ["--set", setting]
         with self.log_file.open("ab") as log_file:
             log = log_file if self._output is None else self._output
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
-        wait_until(self._answers, 60, "the server")
+            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
 
     def emptied(self) -> ServerProcess:
         """Return this server, running, once it holds nothing and nobody: for tests that share it."""

@@ -36,6 +36,7 @@ class FakeRequest:
     pooling_params: object | None = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,10 +76,10 @@ class FakeServer:
     def serve(self, served: Served) -> None:
         self.served = served
 
-    def hashes(self, request_id: str, salt: str) -> RequestHashes | None:
+    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
         if not self.reachable:
             return None
-        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt)
+        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace)
 
     def too_short(self, request: RequestHashes) -> None:
         self.short.append(request.request_id)

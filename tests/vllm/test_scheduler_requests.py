@@ -23,6 +23,8 @@ from tests.vllm.stand_ins import (
     table,
 )
 
+TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -94,6 +96,30 @@ def test_salts_keep_requests_apart() -> None:
         for name, fields in {"none": {}, "same": same, "by parameter": by_parameter, "both": both}.items()
     }
     assert found == {"none": 0, "same": 16, "by parameter": 16, "both": 0}
+
+
+@pytest.mark.parametrize(
+    ("headers", "carried"),
+    [
+        ({"traceparent": TRACE, "tracestate": "a=b"}, TRACE),
+        ({"traceparent": TRACE[:-2] + "00"}, ""),
+        ({"traceparent": "x"}, ""),
+        ({"traceparent": 7}, ""),
+        ({}, ""),
+        (None, ""),
+        ("traceparent", ""),
+    ],
+)
+def test_the_trace_of_a_sampled_request_goes_to_the_workers(headers: Any, carried: str) -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(24)), trace_headers=headers)
+    assert side.matched_tokens(request, 0) == (16, True)
+    side.allocated(request, table(24), 16)
+    request.num_computed_tokens = 16
+    plan = computed(side, request, 8, table(24))
+    assert [op.trace for op in (*plan.loads, *plan.stores)] == [carried, carried]
 
 
 def test_images_are_part_of_what_a_chunk_is_called() -> None:
