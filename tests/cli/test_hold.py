@@ -62,10 +62,12 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
     status = json.loads(run("hold", "--status", "--endpoint", endpoint, "--json").stdout)
     assert status["starts"] == 2
     assert "by signal SIGKILL" in status["last_end"]
+    log = (folder / "log").read_text()
+    assert log.index("L1 began empty: nothing_kept") < log.index("L1 recovered 0 objects (0 B) in ")
 
     refused = run("hold", "--drop", "--endpoint", endpoint)
     assert refused.returncode == 1
-    assert "uses what is kept" in refused.stderr
+    assert "uses what is kept; --drop --restart ends it first" in refused.stderr
     assert run("hold", "--drop", "--restart", "--endpoint", endpoint).returncode == 0
 
     second = run_process("hold", "--", "--set", f"server.endpoint={endpoint}")
@@ -92,6 +94,8 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
         (["--restart"], "goes with --drop"),
         (["--json"], "come after"),
         (["--endpoint", "ipc:///x/s.sock"], "come after"),
+        (["--set", "l1.capacity=1GiB"], "kvframework hold -- --config kvf.toml"),
+        (["--drop", "--set", "l1.capacity=1GiB"], "for its start"),
         (["--status", "--", "--set", "a.b=1"], "for its start"),
     ],
 )
