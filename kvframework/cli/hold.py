@@ -113,12 +113,16 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
             where=base,
             hint="start one, or name its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
         ) from None
-    except OSError as error:
+    except PermissionError:
+        raise EndpointError("the keeper answers its own user, and root, alone", where=base) from None
+    except TimeoutError:
         raise EndpointError(
-            f"the keeper does not answer: {error}",
+            f"the keeper does not answer within {timeout:g} s",
             where=base,
             hint="it may still do what it was asked: `kvframework hold --status`",
-        ) from error
+        ) from None
+    except OSError as error:
+        raise EndpointError(f"the keeper does not answer: {error.strerror or error}", where=base) from error
     if as_json:
         print_document(reply)
     elif "held" in reply:

@@ -184,7 +184,7 @@ def test_a_keeper_that_has_ended(keeper: DictKeeper, caplog: pytest.LogCaptureFi
     keeper.full = True
     memory, kept = start(keeper)
     assert (kept.journal, kept.why_cold) == (None, "keeper_failed: [Errno 111] Connection refused")
-    assert "L1 ends with this server, as the keeper cannot hold it" in caplog.text
+    assert "L1 began empty, and ends with this server: keeper_failed: " in caplog.text
     memory.close()
 
 

@@ -120,8 +120,9 @@ def _new(
             journal.close()
             raise
     except (OSError, ValueError) as error:
-        log.error("L1 ends with this server, as the keeper cannot hold it: %s", error)
-        return memory, Kept(why_cold=f"keeper_failed: {error}")
+        why_cold = f"keeper_failed: {error}"
+        log.error("L1 began empty, and ends with this server: %s", why_cold)
+        return memory, Kept(why_cold=why_cold)
     return memory, Kept(journal, why_cold=why_cold)
 
 
