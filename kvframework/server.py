@@ -41,7 +41,7 @@ from kvframework.service.hand_over import HandOver
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.journal.form import Identity
-from kvframework.storage.l1.journal.kept import Keeper, Kept, open_kept, this_machine
+from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks
@@ -222,7 +222,7 @@ class Server:
         if self._keeper is None:
             return create(None), Kept(why_cold="no_keeper")
         if not provider.keeps:
-            self._keeper.kept(())  # there is never memory for two arenas
+            free_kept(self._keeper)  # there is never memory for two arenas
             return create(None), Kept(why_cold="memory_cannot")
         return open_kept(self._keeper, identity(), self._tenant_names, create)
 

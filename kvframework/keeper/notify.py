@@ -50,6 +50,10 @@ class Keeper:
             os.close(fd)
         return None
 
+    def has(self, name: str) -> bool:
+        """Whether `kept` has yet to return a descriptor of this name."""
+        return any(name == each for each, _ in self._found)
+
     def kept(self, names: Collection[str]) -> dict[str, int]:
         """Return what the keeper has had of `names`; the caller owns the descriptors. Any other, and all of a name that
         came more than once, are closed, and the keeper is asked to remove them. Once: empty from the second time on."""
