@@ -143,6 +143,7 @@ class Server:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
+            self.service.storage.served()
         finally:
             self.close(process_ends=process_ends)
             log.info("stopped")

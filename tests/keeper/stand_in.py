@@ -89,5 +89,8 @@ def main(folder: Path, takeover: bool) -> int:
     while True:
         number = signal.sigwait(watched)
         say(event=signal.Signals(number).name)
-        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) and fails not in ("ignores its end", "is ready after its end begins"):
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) and fails not in (
+            "ignores its end",
+            "is ready after its end begins",
+        ):
             return 0
