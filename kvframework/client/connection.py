@@ -7,6 +7,7 @@ of transports in `engine_driven.py` and `server_driven.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -188,8 +189,10 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def _mapped(self, arena_fd: int) -> MappedArena:
         try:
             alive_fd = self._connection.liveness_fd()
-        except OSError:
+        except OSError as error:
             os.close(arena_fd)
+            if error.errno == errno.EBADF:  # closed, as the server has ended just now
+                raise ServerGone("the server has ended") from None
             raise
         return MappedArena(arena_fd, alive_fd)
 

@@ -26,6 +26,8 @@ MOST_TURNS = 20
 MOST_SHORT = 2
 START_CPU_S = 0.8
 KEEPSAKE = [1] * 512
+# A range of 2 MiB, into which objects of the engines fit.
+LATE_TOKENS = 64 * 256
 
 
 class Kills(Course):
@@ -125,7 +127,7 @@ class Kills(Course):
         are too short for a kill to come between."""
         with self._server.client() as client:
             registered = client.register(1002, model_name="late")
-            key = key_for(registered, [self.ledger.tally["late_writes"]] * 512, model_name="late")
+            key = key_for(registered, [self.ledger.tally["late_writes"]] * LATE_TOKENS, model_name="late")
             plan = client.prepare_store(key, 1002)
             yield
             self._server.serving(0)
