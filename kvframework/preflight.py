@@ -27,16 +27,18 @@ from kvframework.wire import messages as m
 _ANSWER_S = 1.0
 
 
-def refusals(config: Config, registry: PluginRegistry, *, replaces: int | None = None) -> Iterator[KVFrameworkError]:
+def refusals(
+    config: Config, registry: PluginRegistry, *, replaces: int | None = None, kept: bool = False
+) -> Iterator[KVFrameworkError]:
     """Yield every error with which a server of this configuration would refuse to start: of all tables together, then
     of each, so that a second server of one file is refused for its endpoint and not for its folder. What process
-    `replaces` holds, this user's server at the endpoint, does not count: see `running_server`. Blocking: imports
-    plugins."""
+    `replaces` holds, this user's server at the endpoint, does not count: see `running_server`; nor does the
+    memory of an earlier one that its keeper holds, if `kept`. Blocking: imports plugins."""
     yield from common_refusals(config, registry, running=replaces is not None)
     for table, descriptor in named_tables(config):
         try:
             provider, options = resolve_table(registry, table, descriptor)
-            check_table(registry, table, provider, options, replaces=replaces)
+            check_table(registry, table, provider, options, replaces=replaces, kept=kept)
         except KVFrameworkError as error:
             yield error
 

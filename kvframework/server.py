@@ -41,7 +41,7 @@ from kvframework.service.hand_over import HandOver
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.journal.form import Identity
-from kvframework.storage.l1.journal.kept import Keeper, Kept, open_kept, this_machine
+from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks
@@ -143,6 +143,7 @@ class Server:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
+            self.service.storage.served()
         finally:
             self.close(process_ends=process_ends)
             log.info("stopped")
@@ -222,7 +223,7 @@ class Server:
         if self._keeper is None:
             return create(None), Kept(why_cold="no_keeper")
         if not provider.keeps:
-            self._keeper.kept(())  # there is never memory for two arenas
+            free_kept(self._keeper)  # there is never memory for two arenas
             log.info("L1 began empty: memory_cannot")
             return create(None), Kept(why_cold="memory_cannot")
         return open_kept(self._keeper, identity(), self._tenant_names, create)

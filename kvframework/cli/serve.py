@@ -125,15 +125,17 @@ def _run(
     from kvframework.preflight import refusals, running_server
     from kvframework.registry import PluginRegistry
     from kvframework.server import Server
+    from kvframework.storage.l1.journal.kept import ARENA, free_kept
 
     _raise_descriptor_limit()
     registry = PluginRegistry()
     running = running_server(settings) if takeover else None
-    for refusal in refusals(settings, registry, replaces=running.pid if running else None):
+    kept = keeper is not None and keeper.has(ARENA)
+    for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
         raise refusal
     holding: L1Keeper | None = keeper
     if keeper is not None and settings.l1.keep == "off":
-        keeper.kept(())  # what an earlier configuration gave it is freed
+        free_kept(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
         from kvframework.cli.takeover import take_over

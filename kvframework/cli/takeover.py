@@ -63,8 +63,14 @@ def take_over(endpoint: str, pid: int, keeper: Keeper | None) -> HandedOver:
     Raises `EndpointError` if it does not end, and its refusal: nothing has changed then."""
     from kvframework.client import KVClient
 
-    process = os.pidfd_open(pid)
-    path = f"{endpoint.removeprefix('ipc://')}.next"
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise EndpointError(
+            f"the server, process {pid}, has ended meanwhile", where=endpoint, hint="start without --takeover"
+        ) from None
+    # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
+    path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{os.getpid():x}"
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

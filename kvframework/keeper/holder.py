@@ -154,8 +154,10 @@ class Holder:
 
     def _is_ready(self, server: Server) -> None:
         now = time.monotonic()
-        server.ready, server.kill_at, took_over = now, math.inf, server.takeover
+        server.ready, took_over = now, server.takeover
         server.takeover = False
+        if took_over and not self._stopping:
+            server.kill_at = math.inf
         self._log.info(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
@@ -295,6 +297,10 @@ class Holder:
         now = time.monotonic()
         if self._main is None:
             self._refuse(caller, "no server runs: the next start has the new version")
+            return
+        if self._main.ready is None:
+            # It may not have stored anything yet: the two would each make an arena.
+            self._refuse(caller, f"the server, process {self._main.pid}, has only just started: it is not ready yet")
             return
         server = self._start(now, TAKEOVER)
         if server is None:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 from collections.abc import Collection, MutableMapping
 
 from kvframework.keeper.words import (
@@ -20,17 +21,21 @@ from kvframework.keeper.words import (
     store_note,
 )
 
+SEND_S = 1
+
 
 class Keeper:
-    """The keeper of this process. Sends never block: each raises `OSError` when the keeper has ended
-    (`ConnectionRefusedError`, `FileNotFoundError`) or reads too slowly (`BlockingIOError`), and a sent message has no
-    answer. Thread-safe."""
+    """The keeper of this process. Each send blocks for `SEND_S` seconds at most, and raises `OSError` when the keeper
+    has ended (`ConnectionRefusedError`, `FileNotFoundError`) or does not read (`BlockingIOError`); a sent message has
+    no answer. Thread-safe."""
 
     def __init__(self, address: str, found: list[tuple[str, int]]) -> None:
         """`found` are the descriptors from the keeper by name, owned from here on."""
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._found = found
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # The kernel holds as few as 10 messages for a keeper, of all its services.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_S, 0))
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Keeper | None:
@@ -49,6 +54,10 @@ class Keeper:
         for _, fd in found:
             os.close(fd)
         return None
+
+    def has(self, name: str) -> bool:
+        """Whether `kept` has yet to return a descriptor of this name."""
+        return any(name == each for each, _ in self._found)
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
         """Return what the keeper has had of `names`; the caller owns the descriptors. Any other, and all of a name that

@@ -125,11 +125,13 @@ def check_table(
     options: Options,
     *,
     replaces: int | None = None,
+    kept: bool = False,
 ) -> None:
-    """Calls the provider's own check. The server of process `replaces` holds memory that the new one will have, so the
-    memory plugin is not asked for as much again. Raises the plugin's `KVFrameworkError`, or `PluginBroken`.
-    Blocking."""
-    if provider.check is None or (replaces is not None and isinstance(provider, MemoryProvider)):
+    """Calls the provider's own check. The server of process `replaces`, or a keeper (`kept`), holds memory that the new
+    one will have or free, so the memory plugin is not asked for as much again. Raises the plugin's `KVFrameworkError`,
+    or `PluginBroken`. Blocking."""
+    held = kept or replaces is not None
+    if provider.check is None or (held and isinstance(provider, MemoryProvider)):
         return
     context = TableContext(table.where, replaces)
     Creator(registry).call(provider.kind, table, provider.check, options, context, name="check")

@@ -656,6 +656,12 @@ class StorageManager:
             self._serves_at = math.inf
             journal.served()
 
+    @_locked
+    def served(self) -> None:
+        """Record for the next server that this one's start has not failed: it has been asked to end."""
+        if self._journal is not None:
+            self._journal.served()
+
     def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         self._departures.back([stored.key for stored in objects])

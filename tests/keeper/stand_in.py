@@ -53,6 +53,8 @@ def main(folder: Path, takeover: bool) -> int:
         os._exit(0 if os.fork() else bool(time.sleep(0.05)))
     if fails == "refused":
         return 2
+    if fails == "starts slowly":
+        time.sleep(600)
     if takeover and fails == "hangs":
         time.sleep(600)
     signals: list[int] = []
@@ -79,10 +81,16 @@ def main(folder: Path, takeover: bool) -> int:
                 break
             except BlockingIOError:
                 time.sleep(0.005)
+    if fails == "is ready after its end begins":
+        say(event="waits")
+        signal.sigwait(watched)
     keeper.ready()
     say(event="ready")
     while True:
         number = signal.sigwait(watched)
         say(event=signal.Signals(number).name)
-        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) and fails != "ignores its end":
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2) and fails not in (
+            "ignores its end",
+            "is ready after its end begins",
+        ):
             return 0

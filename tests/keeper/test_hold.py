@@ -80,6 +80,18 @@ def test_a_server_that_ignores_its_end_is_killed(held: Held) -> None:
     assert has_ended(server)
 
 
+def test_a_server_that_gets_ready_at_its_end_and_ignores_it_is_killed(held: Held) -> None:
+    first = held.ready(1)["pid"]
+    held.fail("is ready after its end begins")
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: held.reports()[-1]["event"] == "waits", TIMEOUT, "the next server")
+    server = held.reports()[-1]["pid"]
+    held.process.send_signal(signal.SIGTERM)
+    held.ready(2)
+    assert held.process.wait(TIMEOUT) == 128 + signal.SIGKILL
+    assert has_ended(server)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_passes_on_to_the_server(held: Held, number: signal.Signals) -> None:
     held.ready(1)
@@ -201,6 +213,17 @@ class TestReload:
         third = held.ready(3)
         assert not third["takeover"]
         assert len(third["found"]) == 2
+
+    def test_a_server_that_is_not_ready_is_not_replaced(self, held: Held) -> None:
+        """Both would make an arena, and the keeper would have that of the wrong one."""
+        held.ready(1)
+        held.fail("starts slowly")
+        os.kill(held.ready(1)["pid"], signal.SIGKILL)
+        wait_until(lambda: held.ask("status")["starts"] == 2, TIMEOUT, "the next start")
+        reply = held.ask("reload")
+        assert not reply["done"]
+        assert "it is not ready yet" in reply["text"]
+        assert held.ask("status")["starts"] == 2
 
     def test_a_new_server_that_fails_first_leaves_the_old_one(self, held: Held) -> None:
         old = held.ready(1)["pid"]

@@ -11,11 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kvframework.keeper import notify
 from kvframework.keeper.notify import Keeper
+from kvframework.keeper.words import parse_note
 
 PROGRAM = """
 import fcntl, json, os, sys
@@ -130,13 +133,29 @@ def test_a_path_is_an_address_too(tmp_path: Path) -> None:
             keeper.ready()
 
 
-def test_a_keeper_that_does_not_read_blocks_no_server(keeper: Keeper) -> None:
-    def fill() -> None:
-        for _ in range(1 << 16):
-            keeper.ready()
+def fill(keeper: Keeper) -> None:
+    for _ in range(1 << 16):
+        keeper.ready()
 
+
+def test_a_keeper_that_does_not_read_blocks_no_server(keeper: Keeper) -> None:
     with pytest.raises(BlockingIOError):
-        fill()
+        fill(keeper)
+
+
+def test_a_keeper_that_is_busy_for_a_moment_hears_all(
+    keeper: Keeper, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd's socket is that of all its services, and the kernel may hold as few as 10 messages for it."""
+    with pytest.raises(BlockingIOError):
+        fill(keeper)
+    monkeypatch.setattr(notify, "SEND_S", 60)
+    with keeper_at("@" + listener.getsockname()[1:].decode()) as other, ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(other.store, "late", listener.fileno())
+        names: set[str] = set()
+        while "late" not in names:
+            names.add(parse_note(listener.recv(100)).name)
+        sending.result()
 
 
 def test_an_address_that_is_too_long_is_an_error_of_the_send() -> None:

@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from kvframework.errors import KVFrameworkError
 from tests.chaos.course import Course
@@ -26,6 +26,8 @@ MOST_TURNS = 20
 MOST_SHORT = 2
 START_CPU_S = 0.8
 KEEPSAKE = [1] * 512
+# A range of 2 MiB, into which objects of the engines fit.
+LATE_TOKENS = 64 * 256
 
 
 class Kills(Course):
@@ -76,7 +78,9 @@ class Kills(Course):
         else:
             least = self._chance.uniform(0.0, START_CPU_S)
             wait_until(lambda: busy_s(pid) >= least or self._serves(pid), PATIENCE_S, "the start")
-        with self._engines(world), self.ledger.work("kill_server"):
+        serves = moment in ("working", "stopped", "reloaded")
+        late = self._late_writer() if serves and self._chance.random() < 0.3 else nullcontext()
+        with late, self._engines(world), self.ledger.work("kill_server"):
             if moment == "reloaded":
                 reply = self._server.keeper("reload")
                 assert reply["done"], f"{reply}\n{self._server.log[-3000:]}"
@@ -116,6 +120,20 @@ class Kills(Course):
                 finally:
                     for engine in stopped:
                         engine.signal(signal.SIGCONT)
+
+    @contextmanager
+    def _late_writer(self) -> Iterator[None]:
+        """A client that writes what it has reserved after the kill, when others have stored: the copies of the engines
+        are too short for a kill to come between."""
+        with self._server.client() as client:
+            registered = client.register(1002, model_name="late")
+            key = key_for(registered, [self.ledger.tally["late_writes"]] * LATE_TOKENS, model_name="late")
+            plan = client.prepare_store(key, 1002)
+            yield
+            self._server.serving(0)
+            self._progress(MOST_TURNS)
+            client.write(plan, b"late")
+            self.ledger.count(late_writes=1)
 
     def _progress(self, turns: int) -> None:
         """Wait for turns of the engines."""

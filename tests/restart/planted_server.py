@@ -1,6 +1,7 @@
 """`kvframework serve` as the child of a keeper, with the trouble that the file of the variable `PLANT` asks for:
 
 * "never-served": no start ever counts as one that served;
+* "no-room": there is no memory for an arena beside the kept one;
 * "eats": it takes memory until it is killed;
 * a kind of `STRANGERS`: it has its keeper hold something else in the place of a name, and ends; the file is removed.
 """
@@ -69,6 +70,10 @@ def main() -> None:
         from kvframework.storage import manager
 
         manager.SERVED_S = math.inf
+    elif asked == "no-room":
+        from kvf_pinned import memory
+
+        memory.available_memory = lambda: 0
     elif asked and asked != "eats":
         kind, name = asked.split()
         plant.unlink()

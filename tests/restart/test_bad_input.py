@@ -186,6 +186,19 @@ def test_three_starts_in_a_row_that_did_not_serve(server: HeldServer, folder: Pa
     assert why_cold(server).startswith("failed_starts: 3 in a row")
 
 
+def test_no_memory_for_a_second_arena(server: HeldServer, folder: Path) -> None:
+    """What is kept needs no room beside itself: the node's memory may be L1 and little more."""
+    plant = folder / "plant"
+    with between(server):
+        plant.write_text("no-room")
+    try:
+        assert server.recovered()["why_cold"] == ""
+        with server.client() as client:
+            assert hits(client, 1, KNOWN) == len(KNOWN)
+    finally:
+        plant.unlink()
+
+
 def test_no_memory_for_the_journal() -> None:
     """It serves on, without a journal."""
     with HeldServer(capacity=CAPACITY) as server:

@@ -65,6 +65,15 @@ def test_with_a_keeper(server: HeldServer, change: Callable[[HeldServer], None])
         assert client.status()["l1"]["recovered"]["why_cold"] == ""
 
 
+def test_ends_in_order_are_no_failed_starts(server: HeldServer) -> None:
+    """However soon they come."""
+    with server.client() as client:
+        store(client, 1, KNOWN)
+    for _ in range(4):
+        stopped(server)
+    assert server.recovered()["objects"] == len(KNOWN)
+
+
 def test_a_configuration_that_keeps_nothing_frees_what_was_kept(tmp_path: Path) -> None:
     file = tmp_path / "kvf.toml"
     file.write_text('[l1]\nkeep = "auto"\n')

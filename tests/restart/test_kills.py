@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.chaos.course import Broken
 from tests.restart.kills import SEED, Kills
 
 pytestmark = [pytest.mark.torch]
@@ -33,3 +34,11 @@ def test_kills() -> None:
 @pytest.mark.timeout(SLOW * 30)
 def test_kills_for_long() -> None:
     run(SLOW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(KILLS * 30)
+def test_a_server_that_forgets_who_may_still_write_is_found() -> None:
+    """Proof that a broken quarantine shows in this workload, as wrong bytes."""
+    with pytest.raises(Broken, match="WRONG BYTES"):
+        Kills(SEED, KILLS, bug="ignored_writers").run()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvframework.errors import KVFrameworkError, RequestError
+from kvframework.cli import takeover
+from kvframework.client import KVClient
+from kvframework.errors import EndpointError, KVFrameworkError, RequestError
 from kvframework.server import Server
 from kvframework.service.hand_over import HandOver
 from kvframework.storage.l1.journal.form import PREFIX, SCHEMA
@@ -168,6 +172,42 @@ def test_twice_at_once_ends_the_server_once_with_one_arena(server: Server, folde
         for pair in handed:
             for fd in pair:
                 os.close(fd)
+
+
+def test_a_takeover_in_the_middle_of_another_disturbs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each listens at a path of its own."""
+    handed_over = takeover._handed_over
+
+    def after_another(client: KVClient, path: str, listener: socket.socket) -> list[int]:
+        other = subprocess.run(
+            [sys.executable, "-c", ANOTHER, server.endpoint, str(server.pid)], capture_output=True, check=False
+        )
+        assert other.returncode == 0, other.stderr
+        return handed_over(client, path, listener)
+
+    monkeypatch.setattr(takeover, "_handed_over", after_another)
+    with ServerProcess() as server:
+        # The listener alone: the other one does not ask.
+        kept = takeover.take_over(server.endpoint, server.pid, None).kept(("arena", "journal"))
+        assert len(kept) == 2
+        for fd in kept.values():
+            os.close(fd)
+
+
+ANOTHER = """
+import sys
+from kvframework.cli import takeover
+takeover._handed_over = lambda client, path, listener: sys.exit(0)
+takeover.take_over(sys.argv[1], int(sys.argv[2]), None)
+"""
+
+
+def test_a_server_that_has_ended_meanwhile() -> None:
+    with ServerProcess() as server:
+        pid = server.pid
+        server.stop()
+    with pytest.raises(EndpointError, match=f"process {pid}, has ended meanwhile"):
+        takeover.take_over(server.endpoint, pid, None)
 
 
 def is_bound(server: Server) -> bool:

@@ -16,7 +16,7 @@ from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.journal import kept as kept_module
 from kvframework.storage.l1.journal.arena_locks import description_for, lock_for_server, may_write, own_description
 from kvframework.storage.l1.journal.form import SLOTS_AT, Identity
-from kvframework.storage.l1.journal.kept import ARENA, JOURNAL, Kept, open_kept
+from kvframework.storage.l1.journal.kept import ARENA, JOURNAL, Kept, free_kept, open_kept
 from tests.storage.memory import packed_key
 
 CAPACITY = 1 << 20
@@ -207,6 +207,25 @@ def test_a_memory_that_cannot_be_had(filled: DictKeeper) -> None:
         open_kept(filled, IDENTITY, [], refuse)
     memory, kept = start(filled)
     assert kept.found is not None
+    end(memory, kept)
+
+
+def test_what_is_not_to_be_kept_is_free_at_once(filled: DictKeeper) -> None:
+    """Also of a client that maps it: the next arena may need the room."""
+    watched = os.dup(filled.held[ARENA])
+    with mmap.mmap(watched, CAPACITY) as client:
+        free_kept(filled)
+        assert not filled.held
+        assert os.fstat(watched).st_blocks == 0
+        assert client[:4] == bytes(4)
+    os.close(watched)
+
+
+def test_what_a_server_still_uses_is_left_to_it(filled: DictKeeper) -> None:
+    memory, kept = start(filled)
+    free_kept(filled)
+    assert not filled.held
+    assert first(memory) == b"kept"
     end(memory, kept)
 
 

@@ -94,6 +94,20 @@ def open_kept(
         raise
 
 
+def free_kept(keeper: Keeper) -> None:
+    """Free what the keeper holds, for a server that keeps nothing. What another server still uses ends with that."""
+    held = keeper.kept((ARENA, JOURNAL))
+    if ARENA in held:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # no file of a server
+            own = own_description(held[ARENA])
+            stack.callback(os.close, own)
+            if lock_for_server(own):
+                for fd in held.values():
+                    _free(fd)
+    for name, fd in held.items():
+        _drop(keeper, name, fd)
+
+
 def this_machine() -> str:
     """Return the id of the machine's boot. Raises `OSError`."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
