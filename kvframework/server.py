@@ -216,7 +216,7 @@ class Server:
         provider, options = resolve_table(self._registry, table, MemoryProvider)
 
         def create(kept: int | None) -> Memory:
-            context = MemoryContext(table.where, kept=kept)
+            context = MemoryContext(table.where, kept=kept, outlives=provider.keeps and self._keeper is not None)
             made: Memory = self._creator.one("memory", table, Memory, provider.create, options, context)
             return made
 

@@ -20,8 +20,9 @@ from kvframework.cli.demo.child import Child, uninterrupted
 from kvframework_bench.errors import BenchFailed
 
 _STOP_S = 5.0
-# A bench is independent of the caller's own configuration.
-_FOREIGN = ("KVFRAMEWORK_CONFIG", "KVFRAMEWORK_ENDPOINT")
+# A bench is independent of the caller's own configuration. Without the last one a second start finds its modules
+# compiled, as those of an installed package are: to compile them is half of a start.
+_FOREIGN = ("KVFRAMEWORK_CONFIG", "KVFRAMEWORK_ENDPOINT", "PYTHONDONTWRITEBYTECODE")
 
 
 @contextmanager

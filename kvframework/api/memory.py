@@ -48,9 +48,11 @@ class Memory(ABC):
 class MemoryContext(TableContext):
     """The table, and the memory of an earlier server to go on with. `kept` is a descriptor of the segment that `create`
     made there, with the same options, whose bytes have to stay as they are: the plugin owns it, also when it raises.
-    None: a new segment. Only a provider with `keeps` gets one."""
+    None: a new segment. Only a provider with `keeps` gets one. `outlives`: a next server goes on with this one, and
+    waits until the kernel has unmapped it at the end of this process."""
 
     kept: int | None = None
+    outlives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

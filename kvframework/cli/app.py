@@ -7,7 +7,7 @@ Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -83,17 +83,22 @@ def run() -> None:
     try:
         app(obj=settings, prog_name=NAME)
     except Exception as error:  # noqa: BLE001 - the last handler: the user gets one line for any error
-        from kvframework.cli.console import print_error, print_unforeseen
+        end_with(error, debug=settings.debug)
 
-        if settings.debug:
-            import traceback
 
-            traceback.print_exc()
-        elif isinstance(error, KVFrameworkError):
-            print_error(error)
-        else:
-            print_unforeseen(error)
-        sys.exit(EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN)
+def end_with(error: Exception, *, debug: bool = False) -> NoReturn:
+    """End by `SystemExit` after one line for an error, or its traceback."""
+    from kvframework.cli.console import print_error, print_unforeseen
+
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    elif isinstance(error, KVFrameworkError):
+        print_error(error)
+    else:
+        print_unforeseen(error)
+    sys.exit(EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN)
 
 
 def _print_version(wanted: bool) -> None:

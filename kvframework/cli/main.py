@@ -1,4 +1,4 @@
-"""The `kvframework` console script, which only calls `kvframework.cli.app`.
+"""The `kvframework` console script, which only calls `kvframework.cli.app`, or the server at once.
 
 Imports nothing heavy, so that even a Ctrl-C during the imports ends without a traceback.
 """
@@ -8,18 +8,35 @@ from __future__ import annotations
 import os
 import sys
 
+from kvframework.cli.serve_options import ServeOptions, plain_options
+
 EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command and exit with its status."""
     _open_standard_streams()
+    options = plain_options(sys.argv[1:])
     try:
-        from kvframework.cli.app import run
+        if options is not None:
+            _serve(options)
+        else:
+            from kvframework.cli.app import run
 
-        run()
+            run()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _serve(options: ServeOptions) -> None:
+    from kvframework.cli.serving import run_server
+
+    try:
+        run_server(options)
+    except Exception as error:  # noqa: BLE001 - the last handler, as in `app`
+        from kvframework.cli.app import end_with
+
+        end_with(error)
 
 
 def _open_standard_streams() -> None:

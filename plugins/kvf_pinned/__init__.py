@@ -10,7 +10,13 @@ from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableC
 
 
 def _create(options: PinnedOptions, context: MemoryContext) -> Memory:
-    return MemfdArena(options.capacity, where=context.where, choice=choose(options.numa), kept=context.kept)
+    return MemfdArena(
+        options.capacity,
+        where=context.where,
+        choice=choose(options.numa),
+        kept=context.kept,
+        outlives=context.outlives,
+    )
 
 
 def _check(options: PinnedOptions, context: TableContext) -> None:

@@ -65,14 +65,21 @@ class MemfdArena(Memory):
     """
 
     def __init__(
-        self, capacity: int, *, where: str = "[l1]", choice: Choice = ANYWHERE, kept: int | None = None
+        self,
+        capacity: int,
+        *,
+        where: str = "[l1]",
+        choice: Choice = ANYWHERE,
+        kept: int | None = None,
+        outlives: bool = False,
     ) -> None:
         """Does not touch the memory. `kept` is the descriptor of an arena of an earlier server, owned from here on: its
-        bytes stay. Raises `ArenaError` if the arena does not fit, or cannot be created or mapped. Unavailable NUMA
-        nodes are no error, and logged."""
+        bytes stay. `outlives`: a next server goes on with this one. Raises `ArenaError` if the arena does not fit, or
+        cannot be created or mapped. Unavailable NUMA nodes are no error, and logged."""
         self._where = where
         self.capacity = capacity
         self._kept = kept is not None
+        self._outlives = outlives
         if kept is None:
             check_room(capacity, where=where)
         try:
@@ -148,7 +155,7 @@ class MemfdArena(Memory):
             _log.info("%s: the arena %s", self._where, choice)
 
     def _touch_all(self, on_ready: Callable[[int], None]) -> None:
-        toucher, done = Toucher(self._segment, self.fd, kept=self._kept), 0
+        toucher, done = Toucher(self._segment, self.fd, kept=self._kept, outlives=self._outlives), 0
         try:
             while done < self.capacity and not self._stop.is_set():
                 end = min(done + _STEP, self.capacity)

@@ -18,10 +18,12 @@ _madvise.restype = ctypes.c_int
 
 
 class Toucher:
-    """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither. `kept`: the bytes stay as they are."""
+    """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither. `kept`: the bytes stay as they are.
+    `outlives`: a next server waits until the segment is unmapped at the end of this process."""
 
-    def __init__(self, segment: mmap.mmap, fd: int, *, kept: bool = False) -> None:
+    def __init__(self, segment: mmap.mmap, fd: int, *, kept: bool = False, outlives: bool = False) -> None:
         self._kept = kept
+        self._outlives = outlives
         self._segment = segment
         self._fd = fd
         anchor = ctypes.c_char.from_buffer(segment)
@@ -31,15 +33,21 @@ class Toucher:
     def touch(self, start: int, end: int) -> None:
         """Makes bytes `[start, end)` resident; `start` is a multiple of the page size. Blocks while the kernel clears
         the pages, without the interpreter lock. Raises `OSError` (ENOMEM, ENOSPC) if there is no memory."""
+        if self._kept:
+            os.posix_fallocate(self._fd, start, end - start)
+            return
         if self._populates:
             self._populates = self._populate(start, end)
         if not self._populates:
             # Reserves the pages first: a write to a page that cannot be allocated would be a SIGBUS.
             os.posix_fallocate(self._fd, start, end - start)
-            if not self._kept:
-                pages = len(range(start, end, mmap.PAGESIZE))
-                with memoryview(self._segment) as view:
-                    view[start : end : mmap.PAGESIZE] = bytes(pages)
+            pages = len(range(start, end, mmap.PAGESIZE))
+            with memoryview(self._segment) as view:
+                view[start : end : mmap.PAGESIZE] = bytes(pages)
+        if self._outlives:
+            # The pages stay in the file, but out of the page tables of this process: at its end the kernel would clear
+            # them, 0.1 s a GiB, and only then tells the keeper of it.
+            _madvise(self._address + start, end - start, mmap.MADV_DONTNEED)
 
     def _populate(self, start: int, end: int) -> bool:
         """False if the kernel does not know the advice."""

@@ -109,10 +109,13 @@ def test_a_stream_that_is_closed_is_no_error(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_an_interrupt_while_modules_are_imported_is_silent(site: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "command"), [("typer", "status"), ("resource", "serve")])
+def test_an_interrupt_while_modules_are_imported_is_silent(
+    site: Path, tmp_path: Path, module: str, command: str
+) -> None:
     marker = tmp_path / "importing"
-    (site / "typer.py").write_text(f"import time\nopen({str(marker)!r}, 'w').close()\ntime.sleep(60)\n")
-    process = subprocess.Popen([*COMMAND, "serve"], env=environment(site), stderr=subprocess.PIPE)
+    (site / f"{module}.py").write_text(f"import time\nopen({str(marker)!r}, 'w').close()\ntime.sleep(60)\n")
+    process = subprocess.Popen([*COMMAND, command], env=environment(site), stderr=subprocess.PIPE)
     try:
         wait_until(marker.exists)
         process.send_signal(signal.SIGINT)

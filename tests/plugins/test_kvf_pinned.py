@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -81,6 +82,37 @@ def test_ready_grows_to_the_end_and_is_resident_by_then(arena: MemfdArena) -> No
     assert len(seen) == 3
     assert all(ready <= resident for ready, resident, _ in seen)
     assert {name for _, _, name in seen} == {"kvf-pinned"}
+
+
+def mapped_bytes(arena: MemfdArena) -> list[int]:
+    """What the page tables of this process have of the arena, for each time that it is mapped."""
+    parts = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    own = [part for part in parts if f" {os.fstat(arena.fd).st_ino} " in part]
+    return [int(kib) * 1024 for part in own for kib in re.findall(r"^Rss: +(\d+) kB$", part, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_what_is_resident_is_not_to_be_unmapped_at_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, populates: bool
+) -> None:
+    """A next server of this arena waits for that, a tenth of a second a GiB."""
+    if not populates:
+        monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
+    arena = MemfdArena(40 * MIB + 12_345, outlives=True)
+    kept = MemfdArena(arena.capacity, kept=os.dup(arena.fd))
+    try:
+        with arena.view() as view:
+            view[5] = 7
+            for each in (arena, kept):
+                ready: list[int] = []
+                each.start(ready.append)
+                wait_until(lambda ready=ready: ready and ready[-1] == arena.capacity)
+            assert resident_bytes(arena.fd) >= arena.capacity
+            assert mapped_bytes(arena) == [0, 0]
+            assert view[5] == 7
+    finally:
+        kept.close()
+        arena.close()
 
 
 def test_untouched_bytes_are_zero(arena: MemfdArena) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.journal import journal as journal_module
+from kvframework.storage.l1.journal import reading as reading_module
 from kvframework.storage.l1.journal.form import (
     HEADS_AT,
     IDENTITY_AT,
@@ -112,6 +113,62 @@ def test_uses_are_kept(journal: Journal) -> None:
     table.pin([KEYS[0]], owner=1, request_id="", deadline=NO_DEADLINE)
     journal.write_uses()
     assert [each.key for each in slots_of(journal).objects] == [KEYS[1], KEYS[0]]
+
+
+PLACES = st.tuples(st.integers(0, UNITS - 1), st.sampled_from(SIZES), st.sampled_from([1.0, 2.0, 3.0]), st.booleans())
+
+
+@settings(max_examples=50)
+@given(places=st.lists(PLACES, max_size=UNITS), removed=st.sets(st.integers(0, UNITS - 1)), at_once=st.integers(1, 5))
+def test_what_is_read_is_what_was_written_however_many_slots_are_read_at_once(
+    places: list[tuple[int, int, float, bool]], removed: set[int], at_once: int
+) -> None:
+    journal = Journal.create(IDENTITY)
+    try:
+        free, written, reserved = set(range(UNITS)), [], []
+        for number, (unit, nbytes, now, commit) in enumerate(places):
+            units = set(range(unit, unit + rounded(nbytes) // ALIGNMENT))
+            if not units <= free:
+                continue
+            free -= units
+            key, offset = packed_key(number), unit * ALIGNMENT
+            (slot,) = journal.reserve([(key, offset, nbytes)], owner=number + 1, tenant=0)
+            if commit:
+                journal.commit([slot], now)
+                journal.sealed(slot, number)
+            if number in removed:
+                journal.release([slot])
+                free |= units
+            elif commit:
+                written.append((now, -number, slot, key, offset, nbytes, number))
+            else:
+                reserved.append((slot, offset, nbytes, 1 << 32 | number + 1, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reading_module, "_AT_ONCE", at_once)
+            found = slots_of(journal)
+        assert [
+            (each.used, each.slot, each.key, each.offset, each.length, each.checksum) for each in found.objects
+        ] == [(used, *rest) for used, _, *rest in sorted(written)]
+        assert found.reservations == sorted(reserved)
+        slots = journal.memory[SLOTS_AT:].nbytes // SLOT_BYTES
+        taken = {each.slot for each in (*found.objects, *found.reservations)}
+        assert found.free == sorted(set(range(slots)) - taken, reverse=True)
+        gaps = {offset // ALIGNMENT + at for offset, length in found.gaps for at in range(length // ALIGNMENT)}
+        assert gaps | set(range(found.end // ALIGNMENT, UNITS)) == free
+    finally:
+        journal.close()
+
+
+def test_a_damaged_slot_is_named(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_module, "_AT_ONCE", 2)
+    slots = journal.reserve([(key, 0, 1) for key in KEYS[:8]], owner=INTERNAL_OWNER, tenant=0)
+    journal.release([slots[4]])
+    for at, named in ((8, "slot 5 of the journal"), (0, "slot 5 of the journal")):
+        place = SLOTS_AT + 5 * SLOT_BYTES + at
+        journal.memory[place] ^= 1
+        with pytest.raises(Cold, match=named):
+            slots_of(journal)
+        journal.memory[place] ^= 1
 
 
 def test_a_range_that_an_earlier_client_may_write_is_quarantined_until_it_ends(journal: Journal) -> None:

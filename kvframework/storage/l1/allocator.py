@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 ALIGNMENT = 4096
 
@@ -29,20 +29,14 @@ class RangeAllocator:
             start, self.limit = self.limit, limit
             self.free(start, limit - start)
 
-    def restore(self, taken: Iterable[tuple[int, int]]) -> None:
-        """Take ranges, (offset, rounded length), that an earlier server allocated, in the order of their offsets; none
-        overlaps another, and the allocator is empty before. What lies between them is free."""
-        end = 0
-        gaps = []
-        for offset, length in taken:
-            if offset > end:
-                gaps.append((offset - end, end))
-            end = offset + length
+    def restore(self, gaps: Sequence[tuple[int, int]], end: int) -> None:
+        """Begin with what an earlier server has allocated: all bytes up to `end` except `gaps`, (offset, length), of
+        which none touches another. The allocator is empty before."""
         self.limit = end
-        self.free_bytes = sum(length for length, _ in gaps)
-        self._by_size = sorted(gaps)
-        self._length_at = {offset: length for length, offset in gaps}
-        self._start_of_end = {offset + length: offset for length, offset in gaps}
+        self.free_bytes = sum(length for _, length in gaps)
+        self._by_size = sorted((length, offset) for offset, length in gaps)
+        self._length_at = dict(gaps)
+        self._start_of_end = {offset + length: offset for offset, length in gaps}
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a free range of at least `nbytes`, or None. The smallest sufficient range is split."""

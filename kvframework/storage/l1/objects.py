@@ -15,15 +15,16 @@ An object's last use has the latest time that a call has passed: that of the las
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
-from kvframework.storage.l1.accounts import NO_CLIENT, Account, Accounts
+from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
 from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.reading import Found, FoundReservation
+from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
@@ -359,22 +360,25 @@ class ObjectTable:
         tenant of that server, from 1. All its reservations are quarantined, until `writer_ended`."""
         number = (0, *tenants)
         self._now = now
-        account, tenant, neighbour = Account(), 0, (b"", 0)
-        objects = []
-        for used, _, slot, key, offset, length, old, _ in found.slots.objects:
-            # Neighbours are mostly of one request.
-            group = key[: SALT.stop], old
-            if group != neighbour:
-                neighbour, tenant = group, number[old] if old < len(number) else 0
-                account = self.accounts.of(NO_CLIENT, key, tenant)
-                on_insert = self.tenants.policies[tenant].on_insert
-                if tenant:
-                    self.tenants.learn(key[SALT], tenant)
-            objects.append(StoredObject(key, offset, length, 0, used if used < now else now, tenant, account, slot))
-            on_insert(key, length)
-            nbytes = rounded(length)
+        objects: list[StoredObject] = []
+        for run in _runs(found.slots.objects):
+            key, old = run[0].key, run[0].tenant
+            tenant = number[old] if old < len(number) else 0
+            if tenant:
+                self.tenants.learn(key[SALT], tenant)
+            account = self.accounts.of(NO_CLIENT, key, tenant)
+            made = [
+                StoredObject(key, offset, length, 0, used if used < now else now, tenant, account, slot)
+                for used, _, slot, key, offset, length, _, _ in run
+            ]
+            objects += made
+            on_insert = self.tenants.policies[tenant].on_insert
+            for stored in made:
+                on_insert(stored.key, stored.length)
+            lengths = Counter([stored.length for stored in made])
+            nbytes = sum(rounded(length) * count for length, count in lengths.items())
+            account.objects += len(made)
             account.nbytes += nbytes
-            account.objects += 1
             self.tenants.used[tenant] += nbytes
         self._objects.add_all(objects)
         for range_ in found.slots.reservations:
@@ -384,7 +388,7 @@ class ObjectTable:
             self.tenants.used[tenant] += nbytes
             self.quarantined_bytes += nbytes
         self.used_bytes = sum(self.tenants.used)
-        self.allocator.restore(found.slots.taken)
+        self.allocator.restore(found.slots.gaps, found.slots.end)
 
     @property
     def earlier_writers(self) -> list[int]:
@@ -537,3 +541,15 @@ class ObjectTable:
             for lease in self._leases.of(owner):
                 if isinstance(lease, PinLease) and not lease.held:
                     self._drop_pin_lease(lease)
+
+
+def _runs(objects: Sequence[FoundObject]) -> Iterator[Sequence[FoundObject]]:
+    """Yield neighbours of one namespace, salt and tenant together: mostly those of one request."""
+    first, of = 0, (b"", -1)
+    for index, (_, _, _, key, _, _, tenant, _) in enumerate(objects):
+        if of != (owner := (key[: SALT.stop], tenant)):
+            if index:
+                yield objects[first:index]
+            first, of = index, owner
+    if objects:
+        yield objects[first:]

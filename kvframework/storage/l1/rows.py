@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
 from kvframework.storage.l1.leases import StoredObject
 
 PREFIX_BYTES = PACKED_KEY_BYTES - DIGEST_BYTES
+
+_offset_of = attrgetter("offset")
 
 
 class ObjectRows:
@@ -71,7 +74,7 @@ class ObjectRows:
             if prefix != of:
                 of, row = prefix, self._rows.setdefault(prefix, {})
             row[key[PREFIX_BYTES:]] = stored
-        self._at.update([(stored.offset, stored) for stored in objects])
+        self._at.update(zip(map(_offset_of, objects), objects, strict=True))
 
     def remove(self, stored: StoredObject) -> None:
         key = stored.key

@@ -45,10 +45,9 @@ SLOT_WORDS = SLOT_BYTES // 8
 # offset, length, key, writer; last use, checksum of these, checksum of the object.
 SLOT = struct.Struct("<QQ72sQ")
 SLOT_TAIL = struct.Struct("<dQQ")
-# Of the whole slot, to read all of them at once.
-WHOLE_SLOT = struct.Struct("<QQQ72sQdQQ")
+OFFSET_AT, LENGTH_AT = 8, 16
 USE_AT = 8 + SLOT.size
-CONTENT_AT = USE_AT + 16
+CHECKSUM_AT, CONTENT_AT = USE_AT + 8, USE_AT + 16
 
 FREE = 0
 # Eight bits apart.

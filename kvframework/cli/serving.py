@@ -1,0 +1,146 @@
+"""The process of `kvframework serve`, from its options to its end. Imports nothing of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvframework.cli.serve_options import ServeOptions
+from kvframework.errors import ConfigFileError, KVFrameworkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvframework.cli.shutdown import StopSignals
+    from kvframework.config import Config
+    from kvframework.keeper.notify import Keeper
+    from kvframework.server import Server
+    from kvframework.storage.l1.journal.kept import Keeper as L1Keeper
+
+log = logging.getLogger(__name__)
+
+
+class _Logged(Exception):
+    """The log has the error, which is the argument."""
+
+
+def run_server(options: ServeOptions) -> None:
+    """Serve until a signal, which ends the process. In the main thread. Raises the error that keeps it from serving;
+    where the log is read as JSON it has the error, and `SystemExit` is raised."""
+    # Until there is a server: its modules and the objects of an earlier one all stay, and to look through them for
+    # garbage again and again is a third of what the objects cost.
+    gc.disable()
+    try:
+        _serve(options)
+    except _Logged as logged:
+        from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
+
+        sys.exit(EXIT_ERROR if isinstance(logged.args[0], KVFrameworkError) else EXIT_UNFORESEEN)
+
+
+def _serve(options: ServeOptions) -> None:
+    from kvframework.cli.reload import ReloadSignal
+    from kvframework.cli.shutdown import StopRequested, StopSignals
+    from kvframework.keeper.notify import Keeper
+    from kvframework.logs.form import configure_logging, end_logging
+
+    # Before any other process starts.
+    keeper = Keeper.from_environment()
+
+    def read() -> Config:
+        from kvframework.config import load_config
+
+        return _with_log(load_config(options.config, options.overrides), options)
+
+    def read_again() -> Config:
+        if Path(settings.source).is_fifo():  # it would wait for a writer, and with it each later SIGHUP
+            raise ConfigFileError("a pipe cannot be read again", where=settings.source, hint="write a file")
+        return read()
+
+    def serve_reloads(server: Server) -> None:
+        reloads.serve(lambda: server.running.apply(read_again()))
+
+    with StopSignals() as signals, ReloadSignal() as reloads:
+        json_log = False
+        try:
+            settings = read()
+            json_log = settings.log.format == "json"
+            configure_logging(settings.log.level, settings.log.format)
+            _run(settings, signals, serve_reloads, keeper, options.takeover)
+        except StopRequested:
+            log.info("stopped before it served")
+        except Exception as error:
+            if not json_log:
+                raise
+            # A reader of JSON logs gets the reason as JSON.
+            foreseen = isinstance(error, KVFrameworkError)
+            log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
+            raise _Logged(error) from None
+        finally:
+            end_logging()
+
+
+def _with_log(config: Config, options: ServeOptions) -> Config:
+    import msgspec
+
+    chosen = {"level": options.log_level, "format": options.log_format}
+    changed = {name: each.value for name, each in chosen.items() if each}
+    return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
+
+
+def _run(
+    settings: Config, signals: StopSignals, bound: Callable[[Server], None], keeper: Keeper | None, takeover: bool
+) -> None:
+    # Imported only after signals can be handled: the import is most of the start.
+    from kvframework.config import default_endpoint
+    from kvframework.preflight import refusals, running_server
+    from kvframework.registry import PluginRegistry
+    from kvframework.server import Server
+    from kvframework.storage.l1.journal.kept import ARENA, free_kept
+
+    _raise_descriptor_limit()
+    registry = PluginRegistry()
+    running = running_server(settings) if takeover else None
+    kept = keeper is not None and keeper.has(ARENA)
+    for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
+        raise refusal
+    holding: L1Keeper | None = keeper
+    if keeper is not None and settings.l1.keep == "off":
+        free_kept(keeper)  # what an earlier configuration gave it
+        holding = None
+    if running is not None:
+        from kvframework.cli.takeover import take_over
+
+        holding = take_over(settings.server.endpoint or default_endpoint(), running.pid, holding)
+    server = Server(settings, registry, holding)
+    gc.freeze()
+    gc.enable()
+    signals.serve(server.stop, server.abandon)
+    try:
+        server.bind()
+    except BaseException:
+        server.close()
+        raise
+    if keeper is not None:
+        _say_ready(keeper)
+    bound(server)
+    server.serve_forever(process_ends=True)
+
+
+def _say_ready(keeper: Keeper) -> None:
+    try:
+        keeper.ready()
+    except OSError as error:
+        log.warning("the keeper does not hear that this server is ready: %s", error)
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit, which is often 1024: ZMQ ends the process when it runs out of descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
