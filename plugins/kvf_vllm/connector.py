@@ -28,12 +28,15 @@ try:
 except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
+from kvf_vllm.adapter_names import AdapterNames
+from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks
 from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
+from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
@@ -43,7 +46,7 @@ from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.supported import check_version
+from kvf_vllm.supported import caches_adapters_by_path, check_version
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient
 from kvframework.errors import ConfigFieldError, KVFrameworkError
@@ -126,6 +129,11 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             event_block_size=_event_block_size(config, self._kv_cache_config),
+            adapters=AdapterNames(
+                config.parallel_config.world_size,
+                settings=settings_of(config.lora_config),
+                by_path=caches_adapters_by_path(vllm.__version__),
+            ),
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
@@ -175,6 +183,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             is_async=self._options.load == "async",
             stores=stores,
             block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
+            adapters=_adapters(config.lora_config),
         )
         self._instance.attach(kv_caches)
         self._worker = worker
@@ -335,6 +344,19 @@ def _connect(options: VllmOptions, name: str) -> KVClient:
         connect_timeout_s=options.connect_timeout_s,
         deadline_scale=options.deadline_scale,
     )
+
+
+def _adapters(lora_config: Any) -> LoadedAdapters | None:
+    """The adapters of this engine, whose loads are watched from now on."""
+    if lora_config is None:
+        return None
+    # Where there are no adapters this takes seconds of imports, in vain.
+    from vllm.lora.utils import get_adapter_absolute_path
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    adapters = LoadedAdapters(lora_config, resolve=get_adapter_absolute_path)
+    adapters.watch(WorkerLoRAManager)
+    return adapters
 
 
 def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]:

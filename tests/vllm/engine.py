@@ -21,7 +21,8 @@ SERVER_PID = "KVF_TEST_SERVER_PID"
 @dataclass
 class Ask:
     """One request, answered before the next. `reset`: drops vLLM's own prefix cache first. `wait_file`: waits until it
-    is there, after announcing on stdout that it waits."""
+    is there, after announcing on stdout that it waits. `adapters`: the prompt is asked once for each of them in one
+    batch, [name, number, path] or [] for none, and the answers stand one behind the other."""
 
     prompt: list[int]
     tokens: int = 32
@@ -29,6 +30,7 @@ class Ask:
     params: dict[str, Any] = field(default_factory=dict)
     salt: str = ""
     wait_file: str = ""
+    adapters: list[list[Any]] = field(default_factory=lambda: [[]])
 
 
 @dataclass
@@ -54,6 +56,7 @@ def main() -> None:
     started = time.perf_counter()
     llm = make_engine(order)
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     tell(event="ready", seconds=time.perf_counter() - started)
     for ask in order.asks:
@@ -70,13 +73,19 @@ def main() -> None:
         prompt = {"prompt_token_ids": ask.prompt, **({"cache_salt": ask.salt} if ask.salt else {})}
         before, steps = _counters(), _steps()
         begun = time.perf_counter()
-        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        outputs = llm.generate(
+            [prompt] * len(ask.adapters),
+            params,
+            use_tqdm=False,
+            lora_request=[LoRARequest(*each) if each else None for each in ask.adapters],
+        )
+        output = outputs[0]
         wall = time.perf_counter() - begun
         after = _counters()
         tell(
             event="answer",
-            tokens=list(output.outputs[0].token_ids),
-            cached=output.num_cached_tokens,
+            tokens=[token for each in outputs for token in each.outputs[0].token_ids],
+            cached=sum(each.num_cached_tokens or 0 for each in outputs),
             ttft=output.metrics.first_token_latency if output.metrics else None,
             wall=wall,
             computed=sum(_steps()[len(steps) :]) - (ask.tokens - 1),
