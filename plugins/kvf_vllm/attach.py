@@ -44,8 +44,10 @@ class AttachedInstance:
         rank: int,
         world_size: int,
         num_blocks: int,
+        stage: int = 0,
     ) -> None:
         self._client = client
+        self._stage = stage
         self._form = form
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
@@ -125,7 +127,11 @@ class AttachedInstance:
         self._group_of_each = group_of_each(registration.layout, self._groups)
         identity = self._adapter.identity
         self._served = Served(
-            identity.model_name, registration.namespace, registration.desc.chunk_tokens, identity.world_size
+            identity.model_name,
+            registration.namespace,
+            registration.desc.chunk_tokens,
+            identity.world_size,
+            self._stage,
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",

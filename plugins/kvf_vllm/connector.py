@@ -32,7 +32,7 @@ from kvf_vllm.adapter_names import AdapterNames
 from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, place_of, stage_of_model
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
@@ -165,23 +165,26 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
-        rank, world_size, stores = rank_of(config.parallel_config, caches)
-        self._client = _connect(self._options, f"vllm worker {rank}")
+        parallel = config.parallel_config
+        place = place_of(parallel, caches)
+        model = identify(model_of(config), model=self._options.model, weights=self._options.weights)
+        self._client = _connect(self._options, f"vllm worker {parallel.rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
-            identity=identify(model_of(config), model=self._options.model, weights=self._options.weights),
+            identity=stage_of_model(model, parallel, self._groups),
             groups=self._groups,
             form=self._form_of(kv_caches),
-            rank=rank,
-            world_size=world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             num_blocks=caches.num_blocks,
+            stage=place.stage,
         )
         worker = WorkerSide(
             self._instance,
-            worker=config.parallel_config.rank,
+            worker=parallel.rank,
             is_async=self._options.load == "async",
-            stores=stores,
+            stores=place.stores,
             block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
             adapters=_adapters(config.lora_config),
         )

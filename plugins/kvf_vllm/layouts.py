@@ -77,7 +77,7 @@ def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Map
 
 
 def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, object]]:
-    """The option `groups` of a layout plugin."""
+    """The option `groups` of a layout plugin. A pipeline stage may have no layer of a group."""
     return [
         {
             "layers": [glob.escape(layer) for layer in group.layers],
@@ -86,6 +86,7 @@ def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, 
             **more,
         }
         for group in groups
+        if group.layers
     ]
 
 

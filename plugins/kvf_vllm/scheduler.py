@@ -295,16 +295,13 @@ class SchedulerSide:
     def _learn(self, answers: Mapping[int, Served | None]) -> None:
         self._heard.update(answers)
         known = {each for each in self._heard.values() if each is not None}
-        if (
-            self._served is None
-            and len(known) == 1
-            and len(self._heard) == self._workers
-            and None not in self._heard.values()
-        ):
-            self._served = known.pop()
-            self._service.serve(self._served)
-        elif len(known) > 1:
+        stages = {each.stage: each for each in known}
+        if len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1:
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
+        elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
+            served = [stages[stage] for stage in sorted(stages)]
+            self._served = served[0]
+            self._service.serve(served)
 
     def _awaits_workers(self) -> bool:
         """True if not all workers have reported, in their first step, whether a server runs."""
@@ -361,7 +358,9 @@ class SchedulerSide:
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
         # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
-        if end <= tracked.stored or is_foreign:
+        # So may another worker's part of a load within this step, which spoils what all of them compute.
+        is_open = tracked.in_step and tracked.loading > 0 and self._workers > 1
+        if end <= tracked.stored or is_foreign or is_open:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)
         if hashes is None or table is None:

@@ -14,12 +14,14 @@ GroupBlocks = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content."""
+    """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content.
+    Workers of different pipeline stages hold different layers, under different names."""
 
     model_name: str
     namespace: bytes
     chunk_tokens: int
     world_size: int
+    stage: int = 0
 
 
 class AdapterUse(NamedTuple):

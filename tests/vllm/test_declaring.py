@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, place_of, stage_of_model
 from kvf_vllm.identity import ModelFacts, files_of, fingerprint, identify
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import check_version
-from kvframework.client import named_identity
+from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -365,14 +365,29 @@ def test_layer_forms_name_the_layer_without_a_backend() -> None:
 # splitting a model
 
 
+def parallel(rank: int, **fields: int) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, **{"world_size": 4, "pipeline_parallel_size": 1, **fields})
+
+
 def test_ranks_with_the_same_kv_are_one_and_its_first_stores() -> None:
-    found = [rank_of(SimpleNamespace(rank=rank, world_size=4), SimpleNamespace(kv_tp_replicas=2)) for rank in range(4)]
-    assert found == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
-    assert rank_of(SimpleNamespace(rank=3, world_size=4), SimpleNamespace(kv_tp_replicas=1)) == (3, 4, True)
+    found = [place_of(parallel(rank), SimpleNamespace(kv_tp_replicas=2)) for rank in range(4)]
+    assert found == [(0, 2, True, 0), (0, 2, False, 0), (1, 2, True, 0), (1, 2, False, 0)]
+    assert place_of(parallel(3), SimpleNamespace(kv_tp_replicas=1)) == (3, 4, True, 0)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_ranks_count_within_their_pipeline_stage_whose_name_holds_its_layers() -> None:
+    split = [parallel(rank, pipeline_parallel_size=2) for rank in range(4)]
+    found = [place_of(each, SimpleNamespace(kv_tp_replicas=1)) for each in split]
+    assert found == [(0, 2, True, 0), (1, 2, True, 0), (0, 2, True, 1), (1, 2, True, 1)]
+    whole, stages = KvIdentity("m", "r"), [(GroupFacts((f"layers.{index}",), 16),) for index in range(2)]
+    names = {stage_of_model(whole, split[0], groups) for groups in stages}
+    names |= {stage_of_model(whole, parallel(0, pipeline_parallel_size=4), stages[0])}
+    assert len({whole, *names}) == 4
+    assert stage_of_model(whole, parallel(0), stages[0]) == whole
+
+
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
 def test_splits_that_cannot_be_served_are_refused(name: str) -> None:
-    check_parallel(SimpleNamespace(tensor_parallel_size=4))
+    check_parallel(SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2))
     with pytest.raises(KVFrameworkError, match=name):
         check_parallel(SimpleNamespace(**{name: 2}))

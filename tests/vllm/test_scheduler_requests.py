@@ -29,7 +29,6 @@ TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"lora_request": object()}, "lora"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"pooling_params": object()}, "pooling"),
         ({"resumable": True}, "streaming_input"),
