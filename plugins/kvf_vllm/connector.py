@@ -7,6 +7,7 @@ would end the engine, so every call is guarded by `harmless`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,16 @@ from kvf_vllm.adapter_names import AdapterNames
 from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, place_of, stage_of_model
+from kvf_vllm.facts import (
+    check_parallel,
+    check_sleep,
+    forms_of,
+    groups_of,
+    model_of,
+    packing_of,
+    place_of,
+    stage_of_model,
+)
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
@@ -53,6 +63,8 @@ from kvframework.errors import ConfigFieldError, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 # For an engine that names this module and whose VLLM_PLUGINS leaves the entry point out.
 register()
@@ -82,8 +94,13 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
+        self._tried = check_version(vllm.__version__)
         join_log("vllm")
+        if self._tried:
+            log.warning(
+                "vLLM %s is tried: its interface is known to equal that of a supported release, but it was never run",
+                vllm.__version__,
+            )
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)
@@ -163,8 +180,22 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._start("the worker's side", lambda: self._start_worker(kv_caches))
 
+    # vLLM since 0.33 calls these two around the sleep of an engine, whose blocks lose their memory.
+
+    @harmless()
+    def unregister_kv_caches(self) -> None:
+        if self._instance is not None:
+            self._instance.detach()
+
+    @harmless()
+    def restore_kv_caches(self) -> None:
+        if self._instance is not None:
+            self._instance.attach_again()
+
     def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
+        tells = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        check_sleep(config.model_config, tells=tells, transport=self._options.transport)
         parallel = config.parallel_config
         place = place_of(parallel, caches)
         model = identify(model_of(config), model=self._options.model, weights=self._options.weights)
@@ -197,7 +228,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         config, caches = self._vllm_config, self._kv_cache_config
         if self._options.layout == "opaque":
             first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
-            return OpaqueBlocks(packing_of(config, caches, first_axis))
+            return OpaqueBlocks(packing_of(config, caches, first_axis, release=self._tried))
         form = CanonicalBlocks(forms_of(config, caches))
         layers = config.compilation_config.static_forward_context
         prove_planes(layers, kv_caches, form.planes(self._groups, kv_caches, caches.num_blocks))

@@ -19,7 +19,7 @@ from kvf_vllm.canonical import LayerForm
 from kvf_vllm.identity import ModelFacts, files_of
 from kvf_vllm.layouts import GroupFacts, packing_name
 from kvframework.client import KvIdentity
-from kvframework.errors import BadLayout, TransportMismatch
+from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -81,6 +81,18 @@ def check_parallel(parallel: Any) -> None:
             )
 
 
+def check_sleep(model: Any, *, tells: bool, transport: str) -> None:
+    """Raises `ConfigFieldError` for an engine that may sleep without telling its connector (`tells` False), if somebody
+    else might go on using its memory: it lies elsewhere after that."""
+    if getattr(model, "enable_sleep_mode", False) and not tells and transport != "cpu_gather":
+        raise ConfigFieldError(
+            "this engine may sleep, and this vLLM does not tell its connector when",
+            where="kvframework.transport",
+            available="cpu_gather, whose copies the engine makes by itself",
+            hint='set "kvframework.transport": "cpu_gather", or use vLLM 0.33',
+        )
+
+
 class Place(NamedTuple):
     """A worker's place among those with KV of their own. `rank` and `world_size` count within its pipeline `stage`;
     `stores`: it is the one that stores what several hold alike."""
@@ -111,8 +123,11 @@ def stage_of_model(identity: KvIdentity, parallel: Any, groups: Sequence[GroupFa
     return identity._replace(revision=f"{identity.revision}+pp{stages}-{layers}")
 
 
-def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int]) -> str:
-    """The packing of a worker's blocks, according to its attention layers. Raises `BadLayout` if they are missing."""
+def packing_of(
+    vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int], *, release: str = ""
+) -> str:
+    """The packing of a worker's blocks, according to its attention layers; `release` as in `packing_name`. Raises
+    `BadLayout` if they are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
     backends, isas, dtypes, sizes = set(), set(), set(), set()
@@ -131,7 +146,14 @@ def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis:
             isas.add(str(getattr(layer, "isa", "")))
             dtypes.add(str(spec.dtype).removeprefix("torch."))
             sizes.add(int(spec.block_size))
-    return packing_name("+".join(sorted(backends)), "+".join(sorted(isas)), "+".join(sorted(dtypes)), min(sizes), facts)
+    return packing_name(
+        "+".join(sorted(backends)),
+        "+".join(sorted(isas)),
+        "+".join(sorted(dtypes)),
+        min(sizes),
+        facts,
+        release=release,
+    )
 
 
 def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:

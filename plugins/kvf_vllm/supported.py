@@ -1,25 +1,40 @@
-"""The releases of vLLM that the connector supports. Pure."""
+"""The releases of vLLM that the connector supports, and later ones that it tries. Reads vLLM's source of a release that
+is not supported."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+from kvf_vllm.interface import installed_fingerprint
 from kvframework.errors import VersionMismatch
 
 FIRST = (0, 30)
 BEYOND = (0, 33)
+# Fingerprints of interfaces, see `interface`, that are equal in all that the connector does: that of the last supported
+# release, and those of later ones whose differences were read, but which could not be run.
+EQUAL = frozenset(
+    {
+        "9c67cdc227912f48aa2d906947901bef",  # 0.32.0
+        "601842e28ff8043e4be87a8ebcb7ea8c",  # 0.33.0: new optional fields of BlockStored and MLAAttentionSpec
+    }
+)
 
 
-def check_version(version: str) -> None:
-    """Raises `VersionMismatch` for a release outside the supported range, or one whose number cannot be read."""
+def check_version(version: str, fingerprint: Callable[[], str] = installed_fingerprint) -> str:
+    """Returns "" for a supported release, and for a later one whose interface is known to be equal its number, as
+    "0.33": it is tried, with a warning. Raises `VersionMismatch` for any other, or one whose number cannot be read."""
     number = _number(version)
-    if number is None or not FIRST <= number < BEYOND:
-        raise VersionMismatch(
-            f"this is vLLM {version}, whose connector interface is not the one that this connector follows",
-            where="kvf_vllm",
-            available=f"vLLM from {_text(FIRST)} up to, but not including, {_text(BEYOND)}",
-            hint="install such a vLLM, or the kvframework release that follows this one",
-        )
+    if number is not None and FIRST <= number < BEYOND:
+        return ""
+    if number is not None and number >= BEYOND and fingerprint() in EQUAL:
+        return _text(number)
+    raise VersionMismatch(
+        f"this is vLLM {version}, whose connector interface is not the one that this connector follows",
+        where="kvf_vllm",
+        available=f"vLLM from {_text(FIRST)} up to, but not including, {_text(BEYOND)}",
+        hint="install such a vLLM, or the kvframework release that follows this one",
+    )
 
 
 def caches_adapters_by_path(version: str) -> bool:
