@@ -387,8 +387,11 @@ def _adapters(lora_config: Any) -> LoadedAdapters | None:
     # Where there are no adapters this takes seconds of imports, in vain.
     from vllm.lora.utils import get_adapter_absolute_path
     from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.platforms import current_platform
 
-    adapters = LoadedAdapters(lora_config, resolve=get_adapter_absolute_path)
+    adapters = LoadedAdapters(
+        lora_config, resolve=get_adapter_absolute_path, base_uses_last_slot=current_platform.is_cpu()
+    )
     adapters.watch(WorkerLoRAManager)
     return adapters
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,18 +23,27 @@ log = logging.getLogger(__name__)
 
 class LoadedAdapters:
     """The adapters of the engine with this `LoRAConfig`, None: it has none. `resolve` gives the folder for a path, as
-    vLLM finds it."""
+    vLLM finds it. `base_uses_last_slot`: vLLM computes requests without an adapter by whatever lies in the last slot
+    for adapters, as its code for CPUs does (index -1)."""
 
     def __init__(
-        self, lora_config: Any = None, *, resolve: Callable[[str], str] = str, reader: AdapterReader | None = None
+        self,
+        lora_config: Any = None,
+        *,
+        resolve: Callable[[str], str] = str,
+        base_uses_last_slot: bool = False,
+        reader: AdapterReader | None = None,
     ) -> None:
         self._config = lora_config
+        self._base_uses_last_slot = base_uses_last_slot
+        self._is_base_spoiled = False
         self._settings = settings_of(lora_config)
         self._resolve = resolve
         self._reader = reader or AdapterReader()
         self._content: dict[int, str] = {}
         self._news: dict[int, AdapterNews] = {}
         self._held: Callable[[], set[int]] = set
+        self._slots: Callable[[], Sequence[int | None]] = tuple
 
     def watch(self, manager_class: Any) -> None:
         """Follows the loads of vLLM's class from now on. Never raises."""
@@ -53,7 +62,7 @@ class LoadedAdapters:
         return self._named(adapter_of(request, self._settings))
 
     def loaded(self, manager: Any, request: Any, before: str) -> None:
-        """Vllm has loaded the adapter; `before` is its name from before that."""
+        """A load by vLLM has succeeded; `before` is the adapter's name from before that."""
         adapter = adapter_of(request, self._settings)
         content = self._named(adapter)
         if content != before:
@@ -62,10 +71,21 @@ class LoadedAdapters:
         self._content[adapter.number] = content
         self._news[adapter.number] = AdapterNews(adapter.name, adapter.path, content)
         self._held = manager.list_adapters
+        # In doubt the last slot is taken.
+        slots = getattr(manager, "_adapter_manager", None)
+        self._slots = lambda: getattr(slots, "lora_index_to_id", [adapter.number])
 
     def holds(self, use: AdapterUse) -> bool:
         """True if vLLM holds the adapter with just this content."""
         return bool(use.content) and self._content.get(use.number) == use.content and use.number in self._held()
+
+    def spoils_base(self) -> bool:
+        """True once requests without an adapter may have been computed by one, and lie so in vLLM's own prefix cache.
+        To be asked after each step."""
+        if self._base_uses_last_slot and not self._is_base_spoiled and self._slots()[-1:] not in ([], (), [None]):
+            self._is_base_spoiled = True
+            log.warning("on a CPU vLLM gives requests without an adapter the one in its last slot: they are not stored")
+        return self._is_base_spoiled
 
     def take_news(self) -> dict[int, AdapterNews | None]:
         """What was loaded since the last call, by number; None for what vLLM has dropped."""

@@ -107,6 +107,7 @@ class WorkerSide:
     def store(self, plan: StepPlan) -> None:
         """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
         KV may be wrong: nothing is stored then."""
+        is_base_spoiled = self._adapters.spoils_base()
         for op in plan.stores:
             if self._is_spoiled or self._instance.served is None:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
@@ -115,7 +116,7 @@ class WorkerSide:
             started = self._clock()
             future = (
                 self._submitted(partial(self._instance.store, op), _not_stored)
-                if self._stores and self._has(op.adapter)
+                if self._stores and self._has(op.adapter) and (op.adapter is not None or not is_base_spoiled)
                 else Future.resolved(StoreOutcome(dropped=int(self._stores)))
             )
             self._storing[op.number] = (op, future, started)

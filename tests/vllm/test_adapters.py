@@ -227,6 +227,32 @@ def test_a_vllm_that_loads_otherwise_leaves_adapters_without_names(caplog: pytes
     assert not engine.holds(AdapterUse(1, "0" * 64))
 
 
+@pytest.mark.parametrize(
+    ("on_cpu", "slots", "is_stored"), [(True, [1], False), (True, [1, None], True), (False, [1], True)]
+)
+def test_what_a_cpu_may_have_computed_with_an_adapter_is_not_stored_as_without(
+    tmp_path: Path, manager_class: Any, on_cpu: bool, slots: list[int | None], is_stored: bool
+) -> None:
+    config = LoraConfig()
+    engine = LoadedAdapters(config, base_uses_last_slot=on_cpu)
+    engine.watch(manager_class)
+    instance = FakeInstance()
+    worker = WorkerSide(instance, block_size=BLOCK, adapters=engine)
+
+    def step(number: int) -> int:
+        worker.before_step(StepPlan())
+        worker.store(StepPlan(stores=[StoreOp(number, "a", 0, 8, b"", "", [[5, 6]])]))
+        return len(instance.stores)
+
+    assert step(0) == 1
+    manager = manager_class(config)
+    manager._adapter_manager = SimpleNamespace(lora_index_to_id=slots)
+    manager._load_adapter(Lora(str(written(tmp_path / "one"))))
+    assert step(1) == (2 if is_stored else 1)
+    slots[:] = [None]
+    assert step(2) == (3 if is_stored else 1), "vLLM's own cache may still hold it"
+
+
 # names in the scheduler
 
 

@@ -85,6 +85,8 @@ def test_an_adapter_that_was_trained_again_in_place_has_no_hit(bench: Bench, fol
 def test_two_adapters_and_the_base_model_in_one_batch(bench: Bench, folder: Path, tmp_path: Path) -> None:
     other = make_adapter(tmp_path / "other", bench.model, seed=2)
     batch = [adapter(folder), [], adapter(other, "other", 2)]
+    # On a CPU vLLM takes the adapter of the last slot for requests without one.
+    bench = replace(bench, engine={**bench.engine, "max_loras": 3})
     wanted = cold(bench, *batch)
     assert len({tuple(wanted[at : at + NEW]) for at in range(0, 3 * NEW, NEW)}) == 3
     with rows.server_for() as server:
@@ -150,3 +152,14 @@ def test_an_adapter_that_changes_while_it_is_loaded_has_no_name(bench: Bench, fo
         assert "changed while it was loaded" in answer.log
         assert "kvframework:stored_tokens" not in answer.counters
         assert answers(bench, server, adapter(folder)).cached == 0
+
+
+def test_what_a_cpu_computes_without_an_adapter_beside_one_in_the_last_slot_is_not_stored(
+    bench: Bench, folder: Path
+) -> None:
+    """vLLM's own mistake stays in its engine."""
+    one_slot = replace(bench, engine={**bench.engine, "max_loras": 1})
+    with rows.server_for() as server:
+        _, base = one_slot.run(server, bench.ask(adapters=[adapter(folder)]), bench.ask(adapters=[[]]))
+        assert "they are not stored" in base.log
+        assert answers(replace(bench, engine={}), server, []).cached == 0
