@@ -116,10 +116,12 @@ class SchedulerSide:
         if tracked.failed:
             return self._no_hit(tracked, "load_failed")
         if self._served is None:
-            return (None, False) if self._awaits_workers() else self._no_hit(tracked, "no_server")
+            awaits = self._is_early() and len(self._heard) < self._workers
+            return (None, False) if awaits else self._no_hit(tracked, "no_server")
         hashes = self._hashed(tracked)
         if hashes is None:
-            return self._no_hit(tracked, "no_server")
+            # The workers have a server: this side's connection may still be under way.
+            return (None, False) if self._is_early() else self._no_hit(tracked, "no_server")
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
@@ -303,12 +305,12 @@ class SchedulerSide:
             self._served = served[0]
             self._service.serve(served)
 
-    def _awaits_workers(self) -> bool:
-        """True if not all workers have reported, in their first step, whether a server runs."""
+    def _is_early(self) -> bool:
+        """True for a moment from the first question on: workers tell in their first step whether a server runs."""
         now = self._clock()
         if self._first_asked is None:
             self._first_asked = now
-        return len(self._heard) < self._workers and now - self._first_asked < self._options.lookup_deadline_s
+        return now - self._first_asked < self._options.lookup_deadline_s
 
     def _awaits_adapter(self, tracked: _Tracked) -> bool:
         """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or
