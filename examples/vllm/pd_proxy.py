@@ -37,7 +37,7 @@ def main() -> None:
 def proxy(
     prefill: str, decode: str, host: str = "127.0.0.1", port: int = 0, timeout: float = 600.0
 ) -> ThreadingHTTPServer:
-    """A server that listens. Each request has a thread; whoever calls runs and closes it."""
+    """A server that listens. Each request has a thread; the caller runs it and closes it."""
 
     class Relay(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,7 +1,7 @@
 """The name of an adapter (LoRA) by its content: every byte of its files, its scaling and its rank.
 
 A name and a path do not name an adapter: it may be trained again in place. Adapters may come from several tenants, so
-the digest is one that nobody can forge. It is remembered for as long as the files stay the same by path, inode, size,
+the digest is a cryptographic one. It is remembered for as long as the files stay the same by path, inode, size,
 mtime and ctime.
 """
 

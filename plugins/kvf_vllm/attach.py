@@ -95,7 +95,7 @@ class AttachedInstance:
         self._thread.start()
 
     def detach(self) -> None:
-        """Unregisters while the engine sleeps: afterwards nobody has its memory mapped. Waits for copies under way.
+        """Unregisters while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
         Idempotent."""
         self._stop_trying()
         self._served = None

@@ -82,8 +82,8 @@ def check_parallel(parallel: Any) -> None:
 
 
 def check_sleep(model: Any, *, tells: bool, transport: str) -> None:
-    """Raises `ConfigFieldError` for an engine that may sleep without telling its connector (`tells` False), if somebody
-    else might go on using its memory: it lies elsewhere after that."""
+    """Raises `ConfigFieldError` for an engine that may sleep without a call of its connector (`tells` False), if the
+    server might go on using its memory, which lies elsewhere afterwards."""
     if getattr(model, "enable_sleep_mode", False) and not tells and transport != "cpu_gather":
         raise ConfigFieldError(
             "this engine may sleep, and this vLLM does not tell its connector when",

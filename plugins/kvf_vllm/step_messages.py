@@ -32,7 +32,7 @@ class AdapterUse(NamedTuple):
 
 
 class AdapterNews(NamedTuple):
-    """An adapter that a worker's vLLM has loaded, and the name of its content, "" if nobody knows it."""
+    """An adapter that a worker's vLLM has loaded, and the name of its content, "" if it is unknown."""
 
     name: str
     path: str

@@ -99,7 +99,10 @@ def test_of_two_stores_one_that_was_emptied_is_made_up_for_by_the_other(bench: B
             assert (found.tokens, found.cached) == (cold.tokens, TOKENS - 1)
 
 
-def test_beside_vllms_own_either_store_is_enough(bench: Bench, cold: Answer, tmp_path: Path) -> None:
+def test_beside_vllms_own_either_store_is_enough(bench: Bench, tmp_path: Path) -> None:
+    # Of a prompt that ends one token after a block, vLLM's own does not find what it has stored.
+    bench = replace(bench, prompt=[*bench.prompt, 500])
+    cold = rows.cold(bench)
     with rows.server_for() as server:
         both = several(kvframework(server), example(tmp_path / "files"))
         assert answers(bench, both)[0].tokens == cold.tokens
@@ -107,11 +110,11 @@ def test_beside_vllms_own_either_store_is_enough(bench: Bench, cold: Answer, tmp
         server.start()
         # vLLM's own has whole blocks of the prompt, all or none.
         found = answers(bench, both)[0]
-        assert (found.tokens, found.cached) == (cold.tokens, TOKENS - 1)
+        assert (found.tokens, found.cached) == (cold.tokens, 5 * CHUNK)
         elsewhere = several(kvframework(server), example(tmp_path / "empty"))
         # What the other has loaded within a step is stored a step later.
         found = answers(bench, elsewhere)[0]
-        assert (found.tokens, found.cached) == (cold.tokens, TOKENS - 1)
+        assert (found.tokens, found.cached) == (cold.tokens, 5 * CHUNK)
 
 
 # speculation and chunked prefill
@@ -138,6 +141,18 @@ def test_speculation_and_chunked_prefill_beside_loads(bench: Bench) -> None:
         loaded = answers(third, kvframework(server), third.ask(3 * 128), third.ask())
         assert loaded[1].cached == TOKENS // CHUNK * CHUNK + 2 * CHUNK
         assert loaded[1].tokens == rows.cold(third).tokens
+
+
+@pytest.mark.parametrize("block", [96])
+def test_a_block_that_is_no_divisor_of_the_servers_chunk(bench: Bench, cold: Answer, block: int) -> None:
+    odd = replace(bench, engine={"block_size": block})
+    with rows.server_for() as server:
+        assert answers(odd, kvframework(server))[0].tokens == cold.tokens
+        found = answers(odd, kvframework(server))[0]
+        # Three blocks are the first multiple that has a chunk of 256.
+        assert (found.tokens, found.cached) == (cold.tokens, TOKENS // (3 * block) * 3 * block)
+        # Other blocks are other objects.
+        assert answers(bench, kvframework(server))[0].cached == 0
 
 
 # what makes an engine forget
