@@ -1,9 +1,9 @@
 """The worker's knowledge of its engine's adapters: the content that vLLM has loaded under each number, and whether it
 still holds it.
 
-vLLM reports neither to a connector, so one call of vLLM's is watched: the load of an adapter. The files are named before
-and after it; if they differ, what was loaded is unknown, and the adapter has no name. Without such a call in this vLLM no
-adapter has one. For the worker's thread.
+vLLM reports neither to a connector, so one call of vLLM's is watched: the load of an adapter. The files are named
+before and after it; if they differ, what was loaded is unknown, and the adapter has no name. Without such a call in this
+vLLM no adapter has one. For the worker's thread.
 """
 
 from __future__ import annotations
