@@ -2,8 +2,8 @@
 still holds it.
 
 vLLM reports neither to a connector, so one call of vLLM's is watched: the load of an adapter. The files are named
-before and after it; if they differ, what was loaded is unknown, and the adapter has no name. Without such a call in this
-vLLM no adapter has one. For the worker's thread.
+before and after it; if they differ, what was loaded is unknown, and the adapter has no name. Without such a call in
+this vLLM no adapter has one. For the worker's thread.
 """
 
 from __future__ import annotations
