@@ -223,6 +223,7 @@ class Server:
             return create(None), Kept(why_cold="no_keeper")
         if not provider.keeps:
             self._keeper.kept(())  # there is never memory for two arenas
+            log.info("L1 began empty: memory_cannot")
             return create(None), Kept(why_cold="memory_cannot")
         return open_kept(self._keeper, identity(), self._tenant_names, create)
 

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -87,6 +87,15 @@ class BenchChild(Child):
 
 
 _ANSWER_S = 120.0
+
+
+def await_end(child: BenchChild) -> None:
+    """Return when the child has ended, after two minutes at most."""
+    deadline = time.monotonic() + _ANSWER_S
+    with suppress(BenchFailed):
+        while time.monotonic() < deadline:
+            child.check_alive()
+            time.sleep(0.001)
 
 
 class LineChannel:

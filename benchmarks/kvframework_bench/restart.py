@@ -25,7 +25,7 @@ from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.document import MemcachedFigures, RestartFigures
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.prefix import MODEL, Prefixes
-from kvframework_bench.process import BenchChild, running, scratch
+from kvframework_bench.process import BenchChild, await_end, running, scratch
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.server import PATIENT, status
 
@@ -156,7 +156,7 @@ def _memcached(directory: Path, items: int) -> list[MemcachedFigures]:
                         line.sendall(b"set k%d 0 0 %d noreply\r\n%s\r\n" % (item, OBJECT_BYTES, b"x" * OBJECT_BYTES))
                 _await_value(child, address, f"k{items - 1}", hit=True)
                 os.kill(child.pid, number)
-                _await_end(child)
+                await_end(child)
             # It refuses what was written in the second in which it starts.
             time.sleep(2.0)
             began = time.perf_counter()
@@ -167,14 +167,6 @@ def _memcached(directory: Path, items: int) -> list[MemcachedFigures]:
         for file in memory.parent.glob(memory.name + "*"):
             file.unlink()
     return figures
-
-
-def _await_end(child: BenchChild) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    with suppress(BenchFailed):
-        while time.monotonic() < deadline:
-            child.check_alive()
-            time.sleep(_POLL_S)
 
 
 def _await_value(child: BenchChild, address: str, key: str, *, hit: bool = False) -> bool:

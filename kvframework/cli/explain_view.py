@@ -33,7 +33,7 @@ ADVICE = {
     "timed_out": "raise the lookup's deadline in the engine, or take a faster tier",
     "damaged": "find who else writes to the tier, or check its disk",
     "cleared": "nothing: an operator cleared the cache",
-    "server_started": "nothing: L1 begins empty; a tier keeps it over restarts",
+    "server_started": "nothing: L1 began empty; `kvframework hold`, systemd or a tier keeps it over restarts",
     "unknown_namespace": "look whether the engine's worker is registered: `kvframework status`",
 }
 

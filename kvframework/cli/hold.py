@@ -38,6 +38,7 @@ def hold(
     config: EndpointConfig = None,
     timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the keeper.")] = 300.0,
     as_json: AsJson = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
 ) -> None:
     """Run the server of this node in a child process, and keep its L1 over the server's end.
 
@@ -51,10 +52,10 @@ def hold(
     if len(asked) > 1 or (restart and not drop):
         raise typer.BadParameter("--status, --reload and --drop are three commands; --restart goes with --drop")
     if not asked:
-        if endpoint or config or as_json:
-            raise typer.BadParameter("options of the server come after `--`")
+        if endpoint or config or as_json or overrides:
+            raise typer.BadParameter("options of the server come after `--`: kvframework hold -- --config kvf.toml")
         _become(context, serve or [])
-    if serve:
+    if serve or overrides:
         raise typer.BadParameter("options of the server are for its start")
     from kvframework.cli.status_source import server_endpoint
     from kvframework.config import keeper_path
@@ -108,10 +109,20 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
         reply = ask(base + CONTROL_SUFFIX, request, timeout)
     except (FileNotFoundError, ConnectionRefusedError):
         raise EndpointError(
-            "no `kvframework hold` runs here", where=base, hint="systemd keeps what a server of systemd has"
+            "no `kvframework hold` runs here",
+            where=base,
+            hint="start one, or name its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
+        ) from None
+    except PermissionError:
+        raise EndpointError("the keeper answers its own user, and root, alone", where=base) from None
+    except TimeoutError:
+        raise EndpointError(
+            f"the keeper does not answer within {timeout:g} s",
+            where=base,
+            hint="it may still do what it was asked: `kvframework hold --status`",
         ) from None
     except OSError as error:
-        raise EndpointError(f"the keeper does not answer: {error}", where=base) from error
+        raise EndpointError(f"the keeper does not answer: {error.strerror or error}", where=base) from error
     if as_json:
         print_document(reply)
     elif "held" in reply:

@@ -188,7 +188,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def _mapped(self, arena_fd: int) -> MappedArena:
         try:
             alive_fd = self._connection.liveness_fd()
-        except OSError:
+        except BaseException:
             os.close(arena_fd)
             raise
         return MappedArena(arena_fd, alive_fd)

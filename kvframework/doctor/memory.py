@@ -36,9 +36,14 @@ def kept(endpoint: str) -> Iterator[Finding]:
     except (EndpointError, OSError):
         return
     nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
-    fact = f"process {keeper['pid']} keeps {nbytes}, charged to the cgroup of the server that touched it first"
+    fact = (
+        f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, "
+        "charged to the cgroup of the server that touched it first"
+    )
     if keeper["server"] is None and nbytes:
-        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", "`kvframework hold --drop` frees it")
+        yield Finding(
+            "memory.kept", "warn", f"{fact}, and no server runs", "its log says why; `kvframework hold --drop` frees it"
+        )
     else:
         yield Finding("memory.kept", "ok", fact)
 

@@ -224,7 +224,9 @@ class Holder:
             beside = server.takeover and self._main is not None
             self._log.info(f"{how}{' before it was ready: the old one stays' if beside else ''}")
             if beside:
-                self._reply("reload", False, f"{how} before it was ready: the old one stays")
+                self._reply(
+                    "reload", False, f"{how} before it was ready: the old one stays; the log of the keeper says why"
+                )
         if self._stopping and not self._servers:
             self._status = exit_status(status)
 
@@ -271,7 +273,9 @@ class Holder:
 
     def _begin_drop(self, caller: Caller, *, restart: bool) -> None:
         if self._main is not None and not restart:
-            self._refuse(caller, f"the server, process {self._main.pid}, uses what is kept")
+            self._refuse(
+                caller, f"the server, process {self._main.pid}, uses what is kept; --drop --restart ends it first"
+            )
             return
         self._waiting["drop"].append(caller)
         if self._main is None:

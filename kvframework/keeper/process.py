@@ -31,7 +31,7 @@ def main(argument: str) -> int:
     try:
         return Holder(options["command"], options["base"], lines).run()
     except AlreadyHeldError as error:
-        lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint")
+        lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it")
     except OSError as error:
         lines.error(f"{options['base']}: {error}")
     return EXIT_REFUSED

@@ -22,6 +22,7 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
+from kvframework.api.options import ByteSize
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys, closest
@@ -636,11 +637,13 @@ class StorageManager:
             self._tend(journal)
         if journal is not None:
             self.records.keep_in(journal)
-        table = self._table
+        table, seconds = self._table, kept.seconds + time.monotonic() - began
+        if found is not None:
+            log.info("L1 recovered %d objects (%s) in %.2f s", len(table), ByteSize(table.used_bytes), seconds)
         return {
             "objects": len(table),
             "bytes": table.used_bytes,
-            "seconds": round(kept.seconds + time.monotonic() - began, 4),
+            "seconds": round(seconds, 4),
             "why_cold": kept.why_cold,
         }
 

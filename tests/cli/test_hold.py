@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvframework.keeper.place import CONTROL_SUFFIX
 from tests.cli.command import COMMAND, environment, run, run_process
 from tests.support.processes import children, own_bytes
 from tests.support.waiting import wait_until
@@ -62,10 +64,12 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
     status = json.loads(run("hold", "--status", "--endpoint", endpoint, "--json").stdout)
     assert status["starts"] == 2
     assert "by signal SIGKILL" in status["last_end"]
+    log = (folder / "log").read_text()
+    assert log.index("L1 began empty: nothing_kept") < log.index("L1 recovered 0 objects (0 B) in ")
 
     refused = run("hold", "--drop", "--endpoint", endpoint)
     assert refused.returncode == 1
-    assert "uses what is kept" in refused.stderr
+    assert "uses what is kept; --drop --restart ends it first" in refused.stderr
     assert run("hold", "--drop", "--restart", "--endpoint", endpoint).returncode == 0
 
     second = run_process("hold", "--", "--set", f"server.endpoint={endpoint}")
@@ -92,6 +96,8 @@ def test_a_server_and_its_keeper(keeper: subprocess.Popen[bytes], folder: Path, 
         (["--restart"], "goes with --drop"),
         (["--json"], "come after"),
         (["--endpoint", "ipc:///x/s.sock"], "come after"),
+        (["--set", "l1.capacity=1GiB"], "kvframework hold -- --config kvf.toml"),
+        (["--drop", "--set", "l1.capacity=1GiB"], "for its start"),
         (["--status", "--", "--set", "a.b=1"], "for its start"),
     ],
 )
@@ -100,6 +106,16 @@ def test_what_is_wrong_is_refused_before_anything_runs(arguments: list[str], tex
     refused = run_process("hold", *arguments) if arguments[0] == "--" else run("hold", *arguments)
     assert refused.returncode == 2
     assert text in " ".join(refused.stderr.replace("\u2502", " ").split())
+
+
+def test_a_keeper_that_does_not_answer_in_time(folder: Path, endpoint: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(f"{folder}/s.sock{CONTROL_SUFFIX}")
+        silent.listen()
+        asked = run("hold", "--reload", "--endpoint", endpoint, "--timeout", "0.1")
+    assert asked.returncode == 2
+    assert "does not answer within 0.1 s" in asked.stderr
+    assert "hint: it may still do what it was asked" in asked.stderr
 
 
 def test_the_options_of_the_server_have_their_help() -> None:

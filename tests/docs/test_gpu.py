@@ -67,7 +67,7 @@ def test_every_check_and_error_code_it_names_exists(tmp_path: Path) -> None:
 
 def test_its_commands_are_there() -> None:
     shown = re.findall(r"kvframework ((?:[a-z]+ ?)+)", "\n".join([*blocks(PAGE, "bash"), *re.findall("`(.*?)`", PAGE)]))
-    assert {"plugins list", "serve", "status", "doctor", "bench cuda"} <= {each.strip() for each in shown}
+    assert {"plugins list", "hold", "status", "doctor", "bench cuda"} <= {each.strip() for each in shown}
     for command in sorted({each.strip() for each in shown}):
         if command.startswith("bench") and importlib.util.find_spec("kvframework_bench") is None:
             continue
@@ -86,7 +86,7 @@ def test_dockers_containers_share_what_the_page_says(config: Config) -> None:
         assert command[command.index("--user") + 1] == f"{install[install.index('-o') + 1]}:1000"
     assert f"KVFRAMEWORK_ENDPOINT={config.server.endpoint}" in engine
     assert config.server.endpoint.startswith(f"ipc://{install[-1]}/")
-    assert server[server.index("IMAGE") + 1 :] == shlex.split("kvframework serve --config /etc/kvframework/kvf.toml")
+    assert server[server.index("IMAGE") + 1 :] == shlex.split("kvframework hold -- --config /etc/kvframework/kvf.toml")
 
 
 def test_the_pods_containers_share_what_the_page_says(config: Config) -> None:

@@ -299,6 +299,34 @@ def test_a_lost_server_costs_no_descriptor_even_without_a_garbage_collector(endp
         lab.stop()
 
 
+def test_a_server_that_ends_before_its_arena_is_mapped_is_gone_and_no_surprise(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[Exception | None] = []
+    lab = Lab(endpoint)
+
+    def on_up(_reply: HelloReply, _fd: int | None) -> None:
+        lab.stop()
+        link = connection._link
+        assert link is not None
+        assert link.ended.wait(60)
+        try:
+            connection.liveness_fd()
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    connection = Connection(endpoint, Hello("t", 1), table=TABLE, on_up=on_up, on_down=lambda: None)
+    connection.start()
+    try:
+        wait_until(lambda: bool(errors))
+    finally:
+        connection.close()
+        lab.stop()
+    assert isinstance(errors[0], ServerGone)
+    assert not [r for r in caplog.records if r.levelname == "ERROR" and "connecting to" in r.message]
+
+
 def test_a_connection_without_a_thread_to_get_keeps_no_descriptor(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     start = threading.Thread.start

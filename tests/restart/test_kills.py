@@ -24,7 +24,6 @@ def run(kills: int) -> None:
     assert tally["keepsakes"] > tally["keepsakes_missed"], f"seed {SEED}: {dict(tally)}"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(KILLS * 30)
 def test_kills() -> None:
     run(KILLS)

@@ -166,7 +166,7 @@ def test_three_starts_in_a_row_that_did_not_serve(filled: DictKeeper) -> None:
         memory, kept = start(filled)
         assert kept.found is not None
         end(memory, kept)
-    assert cold(filled) == "failed_starts: 3 in a row ended before they served"
+    assert cold(filled) == "failed_starts: 3 in a row ended before they had served for a second"
 
 
 def test_the_memory_of_an_arena_that_is_not_used_is_freed_also_for_those_that_map_it(filled: DictKeeper) -> None:
@@ -184,7 +184,7 @@ def test_a_keeper_that_has_ended(keeper: DictKeeper, caplog: pytest.LogCaptureFi
     keeper.full = True
     memory, kept = start(keeper)
     assert (kept.journal, kept.why_cold) == (None, "keeper_failed: [Errno 111] Connection refused")
-    assert "L1 ends with this server, as the keeper cannot hold it" in caplog.text
+    assert "L1 began empty, and ends with this server: keeper_failed: " in caplog.text
     memory.close()
 
 

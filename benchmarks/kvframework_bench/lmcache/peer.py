@@ -110,6 +110,13 @@ class Peer:
             raise BenchFailed(f"LMCache's lookup found {found} of {tokens} tokens")
         return seconds
 
+    def found(self, tokens: int) -> int:
+        """Return how many of the first `tokens` a lookup finds."""
+        key = self._key(tokens)
+        found = self._look(key)
+        self._let_go(key)
+        return found
+
     def _key(self, tokens: int) -> IPCCacheServerKey:
         return IPCCacheServerKey(
             model_name=self._model,

@@ -21,6 +21,7 @@ from kvframework_bench.console import Stage
 from kvframework_bench.copy_reference import fastest_copy
 from kvframework_bench.engine import PagedMemory, Transfers
 from kvframework_bench.lmcache.figures import ECHO, OURS, PEER, LookupRow, TransferRow
+from kvframework_bench.lmcache.server import LmcacheServer
 from kvframework_bench.prefix import Prefixes, lookup_case, token_ids
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Latency, interleave, rate_gb_s, ratio, timed
@@ -46,10 +47,10 @@ class Contender(Protocol):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """`serve` starts LMCache's server in a directory, with memory to share or without, and gives its endpoint;
+    """`serve` starts LMCache's server in a directory, with memory to share or without, and gives it;
     `connect` makes an instance there from the endpoint, the tensors, the model's name and the token ids."""
 
-    serve: Callable[[Path, bool], AbstractContextManager[str]]
+    serve: Callable[[Path, bool], AbstractContextManager[LmcacheServer]]
     connect: Callable[[str, dict[str, torch.Tensor], str, Sequence[int]], AbstractContextManager[Contender]]
     shapes: tuple[Shape, ...]
     rounds: int
@@ -66,7 +67,7 @@ def compare(setting: Setting, stage: Stage) -> tuple[list[TransferRow], list[Loo
         with ExitStack() as stack:
             directory = stack.enter_context(scratch())
             with stage(f"starting servers, {path.value}", 1) as advance:
-                endpoint = stack.enter_context(setting.serve(directory, path is TransferPath.arena))
+                endpoint = stack.enter_context(setting.serve(directory, path is TransferPath.arena)).endpoint
                 server = stack.enter_context(running_server(directory, _ARENA_BYTES))
                 advance()
             for shape in setting.shapes:

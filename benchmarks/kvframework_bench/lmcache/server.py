@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.process import BenchChild, running
@@ -29,9 +30,14 @@ def prepare() -> None:
     os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 
 
+class LmcacheServer(NamedTuple):
+    endpoint: str
+    child: BenchChild
+
+
 @contextmanager
-def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Iterator[str]:
-    """Yield the endpoint of a new server. `shared`: it offers its memory to clients, else they send and receive
+def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Iterator[LmcacheServer]:
+    """Yield a new server. `shared`: it offers its memory to clients, else they send and receive
     pickles.
 
     Raises `BenchFailed` if it ends, or does not listen in time.
@@ -65,7 +71,7 @@ def running_lmcache(directory: Path, *, shared: bool, l1_gb: float = 1) -> Itera
     try:
         with running(f"LMCache {'shared' if shared else 'pickle'}", command, directory) as child:
             _await_port(port, child)
-            yield f"tcp://127.0.0.1:{port}"
+            yield LmcacheServer(f"tcp://127.0.0.1:{port}", child)
     finally:
         # A clean end removes it; a killed server leaves it.
         for left in Path("/dev/shm").glob(f"*{name}"):

@@ -50,8 +50,8 @@ def kvframework() -> Iterator[Transfer]:
 
 @contextlib.contextmanager
 def lmcache_shared() -> Iterator[Transfer]:
-    with scratch() as directory, running_lmcache(directory, shared=True, l1_gb=2) as endpoint:
-        host, _, port = endpoint.rpartition(":")
+    with scratch() as directory, running_lmcache(directory, shared=True, l1_gb=2) as server:
+        host, _, port = server.endpoint.rpartition(":")
         yield {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

@@ -9,6 +9,7 @@ import array
 import os
 import socket
 import struct
+import threading
 
 from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
@@ -24,6 +25,8 @@ class LivenessLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        # Between the closing of a descriptor and a copy of it, its number may become another file's.
+        self._lock = threading.Lock()
         close_after_fork(self)
 
     @classmethod
@@ -54,12 +57,16 @@ class LivenessLink:
 
     def duplicate(self) -> int:
         """Return another descriptor of the same socket, owned by the caller: the server sees the end when all are
-        closed."""
-        return os.dup(self._sock.fileno())
+        closed. Raises `ServerGone` once the socket is closed, and `OSError`."""
+        with self._lock:
+            if self._sock.fileno() < 0:
+                raise ServerGone("the server has ended")
+            return os.dup(self._sock.fileno())
 
     def close(self) -> None:
         """Close the socket, which the server takes for the client's death. Idempotent."""
-        self._sock.close()
+        with self._lock:
+            self._sock.close()
 
     def close_in_child(self) -> None:
         self._sock.close()

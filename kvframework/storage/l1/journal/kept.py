@@ -77,7 +77,7 @@ def open_kept(
             raise Cold("incomplete" if held else "nothing_kept", ", ".join(held))
         journal, found = _open(held[JOURNAL], arena, identity, tenants)
     except Cold as cold:
-        (log.warning if held else log.info)("L1 begins empty: %s", cold)
+        (log.warning if held else log.info)("L1 began empty: %s", cold)
         for name, fd in held.items():
             # Also of clients that still map it: there is never memory for two arenas.
             _free(fd)
@@ -120,8 +120,9 @@ def _new(
             journal.close()
             raise
     except (OSError, ValueError) as error:
-        log.error("L1 ends with this server, as the keeper cannot hold it: %s", error)
-        return memory, Kept(why_cold=f"keeper_failed: {error}")
+        why_cold = f"keeper_failed: {error}"
+        log.error("L1 began empty, and ends with this server: %s", why_cold)
+        return memory, Kept(why_cold=why_cold)
     return memory, Kept(journal, why_cold=why_cold)
 
 
@@ -153,7 +154,9 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
             _check_same(read_identity(journal.memory), identity.of(arena))
             journal.start = read_start(journal.memory)
             if journal.start.failed >= MAX_FAILED:
-                raise Cold("failed_starts", f"{journal.start.failed} in a row ended before they served")
+                raise Cold(
+                    "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
+                )
             # It counts as failed until it serves, also if what follows ends the process.
             journal.begin(tenants)
             found = read(journal.memory, os.fstat(arena).st_size)
