@@ -53,6 +53,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "distributed/kv_events.py": {"BlockRemoved": (), "BlockStored": ()},
     "v1/core/sched/output.py": {
         "CachedRequestData": ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
+        "KVConnectorBlockState": ("boundary_state_offloads", "get_block_ids"),
         "NewRequestData": ("block_ids", "num_computed_tokens"),
         "SchedulerOutput": (
             "kv_connector_block_state",
@@ -67,6 +68,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheConfig": ("kv_cache_groups", "kv_cache_layout", "kv_tp_replicas", "num_blocks"),
         "KVCacheGroupSpec": (),
         "MLAAttentionSpec": (),
+        "MambaSpec": (),
         "SlidingWindowSpec": (),
     },
     "v1/request.py": {
