@@ -44,8 +44,10 @@ class AttachedInstance:
         rank: int,
         world_size: int,
         num_blocks: int,
+        stage: int = 0,
     ) -> None:
         self._client = client
+        self._stage = stage
         self._form = form
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
@@ -77,7 +79,11 @@ class AttachedInstance:
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers. Without a server, or after its refusal, logs the reason and retries in the background. Blocks for
         at most the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
-        self._tensors = tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
+        self._tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
+        self._attach()
+
+    def _attach(self) -> None:
+        tensors = self._tensors
         deadline = time.monotonic() + self._timeout_s
         error = self._tried(tensors, lambda: deadline - time.monotonic())
         if error is None:
@@ -87,6 +93,19 @@ class AttachedInstance:
             target=self._keep_trying, args=(tensors, str(error)), name="kvf-vllm-attach", daemon=True
         )
         self._thread.start()
+
+    def detach(self) -> None:
+        """Unregisters while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
+        Idempotent."""
+        self._stop_trying()
+        self._served = None
+        self._adapter.close()
+
+    def attach_again(self) -> None:
+        """Registers the same tensors after `detach`, as `attach` does. Idempotent."""
+        if self._closed.is_set():
+            self._closed.clear()
+            self._attach()
 
     def load(self, op: LoadOp) -> Future[LoadOutcome]:
         return self._adapter.submit_retrieve(
@@ -109,10 +128,14 @@ class AttachedInstance:
 
     def close(self) -> None:
         """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
+        self._stop_trying()
+        self._adapter.close()
+
+    def _stop_trying(self) -> None:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(self._timeout_s + 1.0)
-        self._adapter.close()
+            self._thread = None
 
     def _tried(self, tensors: Mapping[str, LayerTensors], left_s: Callable[[], float]) -> Exception | None:
         """Registers; returns the error of a failure, None after success."""
@@ -125,7 +148,11 @@ class AttachedInstance:
         self._group_of_each = group_of_each(registration.layout, self._groups)
         identity = self._adapter.identity
         self._served = Served(
-            identity.model_name, registration.namespace, registration.desc.chunk_tokens, identity.world_size
+            identity.model_name,
+            registration.namespace,
+            registration.desc.chunk_tokens,
+            identity.world_size,
+            self._stage,
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",

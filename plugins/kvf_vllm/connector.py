@@ -7,6 +7,7 @@ would end the engine, so every call is guarded by `harmless`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,24 @@ try:
 except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
+from kvf_vllm.adapter_names import AdapterNames
+from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.facts import (
+    check_parallel,
+    check_sleep,
+    forms_of,
+    groups_of,
+    model_of,
+    packing_of,
+    place_of,
+    stage_of_model,
+)
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
+from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
@@ -43,13 +56,15 @@ from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.supported import check_version
+from kvf_vllm.supported import caches_adapters_by_path, check_version
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 # For an engine that names this module and whose VLLM_PLUGINS leaves the entry point out.
 register()
@@ -79,8 +94,13 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     _cache_hit_source = CacheHitSource and CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
+        self._tried = check_version(vllm.__version__)
         join_log("vllm")
+        if self._tried:
+            log.warning(
+                "vLLM %s is tried: its interface is known to equal that of a supported release, but it was never run",
+                vllm.__version__,
+            )
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = parse_options(transfer.kv_connector_extra_config)
@@ -126,6 +146,11 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             event_block_size=_event_block_size(config, self._kv_cache_config),
+            adapters=AdapterNames(
+                config.parallel_config.world_size,
+                settings=settings_of(config.lora_config),
+                by_path=caches_adapters_by_path(vllm.__version__),
+            ),
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
@@ -155,26 +180,44 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._start("the worker's side", lambda: self._start_worker(kv_caches))
 
+    # vLLM since 0.33 calls these two around the sleep of an engine, whose blocks lose their memory.
+
+    @harmless()
+    def unregister_kv_caches(self) -> None:
+        if self._instance is not None:
+            self._instance.detach()
+
+    @harmless()
+    def restore_kv_caches(self) -> None:
+        if self._instance is not None:
+            self._instance.attach_again()
+
     def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, caches = self._vllm_config, self._kv_cache_config
-        rank, world_size, stores = rank_of(config.parallel_config, caches)
-        self._client = _connect(self._options, f"vllm worker {rank}")
+        tells = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        check_sleep(config.model_config, tells=tells, transport=self._options.transport)
+        parallel = config.parallel_config
+        place = place_of(parallel, caches)
+        model = identify(model_of(config), model=self._options.model, weights=self._options.weights)
+        self._client = _connect(self._options, f"vllm worker {parallel.rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
-            identity=identify(model_of(config), model=self._options.model, weights=self._options.weights),
+            identity=stage_of_model(model, parallel, self._groups),
             groups=self._groups,
             form=self._form_of(kv_caches),
-            rank=rank,
-            world_size=world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             num_blocks=caches.num_blocks,
+            stage=place.stage,
         )
         worker = WorkerSide(
             self._instance,
-            worker=config.parallel_config.rank,
+            worker=parallel.rank,
             is_async=self._options.load == "async",
-            stores=stores,
+            stores=place.stores,
             block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
+            adapters=_adapters(config.lora_config),
         )
         self._instance.attach(kv_caches)
         self._worker = worker
@@ -185,7 +228,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         config, caches = self._vllm_config, self._kv_cache_config
         if self._options.layout == "opaque":
             first_axis = {name: tensor.shape[0] for name, tensor in kv_caches.items()}
-            return OpaqueBlocks(packing_of(config, caches, first_axis))
+            return OpaqueBlocks(packing_of(config, caches, first_axis, release=self._tried))
         form = CanonicalBlocks(forms_of(config, caches))
         layers = config.compilation_config.static_forward_context
         prove_planes(layers, kv_caches, form.planes(self._groups, kv_caches, caches.num_blocks))
@@ -335,6 +378,22 @@ def _connect(options: VllmOptions, name: str) -> KVClient:
         connect_timeout_s=options.connect_timeout_s,
         deadline_scale=options.deadline_scale,
     )
+
+
+def _adapters(lora_config: Any) -> LoadedAdapters | None:
+    """The adapters of this engine, whose loads are watched from now on."""
+    if lora_config is None:
+        return None
+    # Where there are no adapters this takes seconds of imports, in vain.
+    from vllm.lora.utils import get_adapter_absolute_path
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.platforms import current_platform
+
+    adapters = LoadedAdapters(
+        lora_config, resolve=get_adapter_absolute_path, base_uses_last_slot=current_platform.is_cpu()
+    )
+    adapters.watch(WorkerLoRAManager)
+    return adapters
 
 
 def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]:

@@ -103,8 +103,11 @@ class Announcements:
 
     def _names(self, request: EngineRequest, wish: Wish) -> bool:
         """True if vLLM's hashes name the request's content to a router, and announcing them is allowed."""
-        # vLLM's hashes do not cover the connector's own salt: they are those of the same tokens without it.
-        return bool(self._block_size) and not wish.own_salt and (self._salts or not request.cache_salt)
+        # vLLM's hashes do not cover the connector's own salt: they are those of the same tokens without it. Nor do they
+        # cover what an adapter holds.
+        if not self._block_size or wish.own_salt or request.lora_request is not None:
+            return False
+        return self._salts or not request.cache_salt
 
 
 def _extra_keys(features: Sequence[Any], salt: str, starts: range, size: int) -> Sequence[ExtraKeys | None]:

@@ -3,20 +3,23 @@ classes are recognised by their names, so that nothing here imports vLLM."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvf_vllm.canonical import LayerForm
 from kvf_vllm.identity import ModelFacts, files_of
 from kvf_vllm.layouts import GroupFacts, packing_name
-from kvframework.errors import BadLayout, TransportMismatch
+from kvframework.client import KvIdentity
+from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -67,27 +70,64 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Raises `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens, or whose
-    workers hold different layers."""
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    """Raises `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise TransportMismatch(
                 f"{name} is {getattr(parallel, name)}",
                 where="kvf_vllm",
-                available="1; tensor and data parallelism",
+                available="1; tensor, pipeline and data parallelism",
                 hint="run without the connector, or split the model otherwise",
             )
 
 
-def rank_of(parallel: Any, kv_cache_config: Any) -> tuple[int, int, bool]:
-    """(rank, world size, True if this worker stores) among workers with KV of their own. Tensor-parallel workers that
-    hold the same KV (MLA) are one rank: the first of them stores, all of them load."""
+def check_sleep(model: Any, *, tells: bool, transport: str) -> None:
+    """Raises `ConfigFieldError` for an engine that may sleep without a call of its connector (`tells` False), if the
+    server might go on using its memory, which lies elsewhere afterwards."""
+    if getattr(model, "enable_sleep_mode", False) and not tells and transport != "cpu_gather":
+        raise ConfigFieldError(
+            "this engine may sleep, and this vLLM does not tell its connector when",
+            where="kvframework.transport",
+            available="cpu_gather, whose copies the engine makes by itself",
+            hint='set "kvframework.transport": "cpu_gather", or use vLLM 0.33',
+        )
+
+
+class Place(NamedTuple):
+    """A worker's place among those with KV of their own. `rank` and `world_size` count within its pipeline `stage`;
+    `stores`: it is the one that stores what several hold alike."""
+
+    rank: int
+    world_size: int
+    stores: bool
+    stage: int = 0
+
+
+def place_of(parallel: Any, kv_cache_config: Any) -> Place:
+    """Tensor-parallel workers that hold the same KV (MLA) are one rank: the first of them stores, all of them load. The
+    workers of a pipeline stage come one behind the other."""
+    stages = max(int(getattr(parallel, "pipeline_parallel_size", 1)), 1)
+    width = max(parallel.world_size // stages, 1)
     replicas = max(int(getattr(kv_cache_config, "kv_tp_replicas", 1)), 1)
-    return parallel.rank // replicas, max(parallel.world_size // replicas, 1), parallel.rank % replicas == 0
+    stage, rank = divmod(parallel.rank, width)
+    return Place(rank // replicas, max(width // replicas, 1), rank % replicas == 0, stage)
 
 
-def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int]) -> str:
-    """The packing of a worker's blocks, according to its attention layers. Raises `BadLayout` if they are missing."""
+def stage_of_model(identity: KvIdentity, parallel: Any, groups: Sequence[GroupFacts]) -> KvIdentity:
+    """The name of the KV of a worker's layers: that of the whole model, unless it is split into stages."""
+    stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    if stages <= 1:
+        return identity
+    text = json.dumps([group.layers for group in groups])
+    layers = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-stage").hexdigest()
+    return identity._replace(revision=f"{identity.revision}+pp{stages}-{layers}")
+
+
+def packing_of(
+    vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis: Mapping[str, int], *, release: str = ""
+) -> str:
+    """The packing of a worker's blocks, according to its attention layers; `release` as in `packing_name`. Raises
+    `BadLayout` if they are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
     backends, isas, dtypes, sizes = set(), set(), set(), set()
@@ -106,7 +146,14 @@ def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis:
             isas.add(str(getattr(layer, "isa", "")))
             dtypes.add(str(spec.dtype).removeprefix("torch."))
             sizes.add(int(spec.block_size))
-    return packing_name("+".join(sorted(backends)), "+".join(sorted(isas)), "+".join(sorted(dtypes)), min(sizes), facts)
+    return packing_name(
+        "+".join(sorted(backends)),
+        "+".join(sorted(isas)),
+        "+".join(sorted(dtypes)),
+        min(sizes),
+        facts,
+        release=release,
+    )
 
 
 def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:

@@ -68,16 +68,20 @@ class OpaqueBlocks:
         return dict(block_tensors(groups, kv_caches, num_blocks))
 
 
-def packing_name(backend: str, isa: str, dtype: str, block_size: int, facts: Mapping[str, object]) -> str:
+def packing_name(
+    backend: str, isa: str, dtype: str, block_size: int, facts: Mapping[str, object], *, release: str = ""
+) -> str:
     """Names the order of bytes inside a block. `facts` are all further facts that it depends on: cache layout, and of
-    each layer heads, head sizes, quantisation and so on."""
+    each layer heads, head sizes, quantisation and so on. A vLLM that is not supported names its `release`: its order
+    may be another one."""
     text = json.dumps(facts, sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-pack").hexdigest()
-    return "/".join((_ERA, backend, *([isa] if isa else []), dtype, f"b{block_size}", digest))
+    era = f"{_ERA}@{release}" if release else _ERA
+    return "/".join((era, backend, *([isa] if isa else []), dtype, f"b{block_size}", digest))
 
 
 def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, object]]:
-    """The option `groups` of a layout plugin."""
+    """The option `groups` of a layout plugin. A pipeline stage may have no layer of a group."""
     return [
         {
             "layers": [glob.escape(layer) for layer in group.layers],
@@ -86,6 +90,7 @@ def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, 
             **more,
         }
         for group in groups
+        if group.layers
     ]
 
 

@@ -5,6 +5,8 @@ Scheduler process, scheduler thread. A lookup waits for its short deadline at mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvf_vllm.step_messages import Served
@@ -15,8 +17,9 @@ from kvframework.errors import KVFrameworkError
 class LookupService(Protocol):
     """The scheduler side's access to the server."""
 
-    def serve(self, served: Served) -> None:
-        """Sets the names of content that the workers use. Called before any other method."""
+    def serve(self, served: Sequence[Served]) -> None:
+        """Sets the names of content that the workers use, one for each pipeline stage. Called before any other
+        method."""
 
     def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
         """A new empty digest list; `trace` is the request's traceparent. None as long as the server has never been
@@ -32,46 +35,72 @@ class LookupService(Protocol):
     def free(self, result: LookupResult) -> None: ...
 
 
+@dataclass(frozen=True)
+class StagedResult(LookupResult):
+    """The results of all pipeline stages: tokens that all of them have. Its `ticket` only says whether there is one."""
+
+    parts: Sequence[LookupResult] = ()
+
+
 class ServerLookups:
-    """Lookups over a `KVClient`, which is borrowed."""
+    """Lookups over a `KVClient`, which is borrowed. A prefix is a hit as far as every stage has it."""
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
-        self._served: Served | None = None
-        self._adapter: SchedulerAdapter | None = None
+        self._chunk_tokens = 0
+        self._adapters: Sequence[SchedulerAdapter] = ()
 
-    def serve(self, served: Served) -> None:
-        self._served = served
-        self._adapter = SchedulerAdapter(
-            self._client,
-            model_name=served.model_name,
-            namespace=served.namespace,
-            chunk_tokens=served.chunk_tokens,
-            world_size=served.world_size,
-        )
+    def serve(self, served: Sequence[Served]) -> None:
+        self._chunk_tokens = served[0].chunk_tokens
+        self._adapters = [
+            SchedulerAdapter(
+                self._client,
+                model_name=each.model_name,
+                namespace=each.namespace,
+                chunk_tokens=each.chunk_tokens,
+                world_size=each.world_size,
+            )
+            for each in served
+        ]
 
     def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
         # Only `usable` guarantees that no call waits for a first handshake.
-        if self._served is None or not self._client.usable:
+        if not self._adapters or not self._client.usable:
             return None
         try:
             hasher = self._client.hasher
         except KVFrameworkError:
             return None
-        return RequestHashes(hasher, self._served.chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
-        return self._serving().lookup(request, start, end)
+        return _together([each.lookup(request, start, end) for each in self._serving()])
 
     def too_short(self, request: RequestHashes) -> None:
-        self._serving().too_short(request)
+        self._serving()[0].too_short(request)
 
     def poll(self, result: LookupResult) -> LookupResult:
-        return self._serving().poll(result)
+        if not isinstance(result, StagedResult):
+            return self._serving()[0].poll(result)
+        return _together([each.poll(part) for each, part in zip(self._serving(), result.parts, strict=True)])
 
     def free(self, result: LookupResult) -> None:
-        self._serving().free(result)
+        if not isinstance(result, StagedResult):
+            self._serving()[0].free(result)
+            return
+        for each, part in zip(self._serving(), result.parts, strict=True):
+            each.free(part)
 
-    def _serving(self) -> SchedulerAdapter:
-        assert self._adapter is not None, "lookups come after serve()"
-        return self._adapter
+    def _serving(self) -> Sequence[SchedulerAdapter]:
+        assert self._adapters, "lookups come after serve()"
+        return self._adapters
+
+
+def _together(parts: Sequence[LookupResult]) -> LookupResult:
+    """One result for all stages."""
+    if len(parts) == 1:
+        return parts[0]
+    hit = min(part.hit_tokens for part in parts)
+    ticket = next((part.ticket for part in parts if part.ticket), "")
+    asked = max(part.asked_tokens for part in parts)
+    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts)

@@ -27,7 +27,7 @@ def published(event: BlocksStored | BlocksRemoved) -> KVCacheEvent:
         "parent_block_hash": maybe_convert_block_hash(event.parent) if event.parent is not None else None,
         "token_ids": list(event.tokens),
         "block_size": event.block_size,
-        # Requests with adapters are not stored.
+        # Requests with adapters are not announced.
         "lora_id": None,
         "lora_name": None,
         "medium": MEDIUM_CPU,

@@ -22,7 +22,7 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     cache_salt: str | None
     kv_transfer_params: object
-    lora_request: object | None
+    lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: object | None
     pooling_params: object | None
@@ -81,19 +81,21 @@ def salted(salt: str, generation: str) -> str:
     return _joined(salt, generation)
 
 
-def chunk_extras(request: EngineRequest, chunk_tokens: int) -> Mapping[int, bytes]:
-    """By chunk: the digests and positions of images and similar inputs in it, since their tokens are all alike."""
+def chunk_extras(request: EngineRequest, chunk_tokens: int, adapter: str = "") -> Mapping[int, bytes]:
+    """By chunk: the digests and positions of images and similar inputs in it, since their tokens are all alike. The
+    first chunk, and by it all others, are also named by the content of the request's adapter."""
     places: dict[int, list[tuple[str, int]]] = {}
     for feature in request.mm_features:
         offset, length = int(feature.mm_position.offset), int(feature.mm_position.length)
         for chunk in range(offset // chunk_tokens, -(-(offset + length) // chunk_tokens)):
             places.setdefault(chunk, []).append((str(feature.identifier), offset - chunk * chunk_tokens))
-    return {chunk: json.dumps(["mm", *found]).encode() for chunk, found in places.items()}
+    extras = {chunk: json.dumps(["mm", *found]).encode() for chunk, found in places.items()}
+    if adapter:
+        extras[0] = json.dumps(["lora", adapter, places.get(0, [])]).encode()
+    return extras
 
 
 def _left_out(request: EngineRequest) -> str:
-    if request.lora_request is not None:
-        return "lora"
     if request.prompt_embeds is not None:
         return "prompt_embeds"
     if request.pooling_params is not None:

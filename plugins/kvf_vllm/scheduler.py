@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import GroupFacts, blocks_between, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
@@ -31,7 +32,8 @@ class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
-    the last miss."""
+    the last miss. `in_step`: the load that was promised happens within the step that uses it. `adapter_asked` is the
+    time at which its adapter's name was asked for."""
 
     request: EngineRequest
     wish: Wish
@@ -45,6 +47,9 @@ class _Tracked:
     loading: int = 0
     failed: bool = False
     miss: str = ""
+    in_step: bool = False
+    adapter: Adapted = NO_ADAPTER
+    adapter_asked: float | None = None
 
 
 @dataclass
@@ -71,9 +76,11 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         event_block_size: int = 0,
+        adapters: AdapterNames | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
+        self._adapters = adapters or AdapterNames(workers)
         self.events = Announcements(event_block_size, salts=options.announce_salts)
         self._service = service
         self._groups = tuple(groups)
@@ -102,18 +109,27 @@ class SchedulerSide:
         they are loaded between steps; a number of None asks vLLM to call again."""
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
+        if request.lora_request is not None and self._awaits_adapter(tracked):
+            return None, False
         if not (self._loads and tracked.wish.load):
             return self._no_hit(tracked, tracked.wish.reason or "opted_out")
         if tracked.failed:
             return self._no_hit(tracked, "load_failed")
         if self._served is None:
-            return (None, False) if self._awaits_workers() else self._no_hit(tracked, "no_server")
+            awaits = self._is_early() and len(self._heard) < self._workers
+            return (None, False) if awaits else self._no_hit(tracked, "no_server")
         hashes = self._hashed(tracked)
         if hashes is None:
-            return self._no_hit(tracked, "no_server")
+            # The workers have a server: this side's connection may still be under way.
+            return (None, False) if self._is_early() else self._no_hit(tracked, "no_server")
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
-        end = min(request.num_tokens - (0 if self._whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
+        is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
+        if not is_known and len(self._groups) > 1:
+            return self._no_hit(tracked, "lora_not_loaded")
+        tracked.in_step = not (self._is_async and is_known)
+        whole_prompt = self._whole_prompt and not tracked.in_step
+        end = min(request.num_tokens - (0 if whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
         if end <= computed:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
@@ -125,7 +141,7 @@ class SchedulerSide:
         if external < max(self._options.min_hit_tokens, 1):
             return self._no_hit(tracked, "not_stored" if external < 1 else "too_few")
         tracked.start, tracked.hit_end = start, hit_end
-        return external, self._is_async
+        return external, not tracked.in_step
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
@@ -154,6 +170,8 @@ class SchedulerSide:
                 tracked.hashes.cache_salt,
                 blocks_between(self._groups, table, start, end),
                 tracked.hashes.trace,
+                tracked.in_step,
+                tracked.adapter.use,
             )
         )
         tracked.loading = self._workers
@@ -170,7 +188,7 @@ class SchedulerSide:
         if tracked is None or not external or tracked.loading:
             return
         end = tracked.hit_end
-        self._planned_loads.append(LoadOp(request_id, 0, end, end - external, b"", "", table))
+        self._planned_loads.append(LoadOp(request_id, 0, end, end - external, b"", "", table, "", tracked.in_step))
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
@@ -214,6 +232,8 @@ class SchedulerSide:
         """Applies the report of the workers after a step."""
         if report.served:
             self._learn(report.served)
+        for worker, news in report.adapters.items():
+            self._adapters.heard(worker, news)
         for number, count in report.ended.items():
             store = self._unfinished.get(number)
             if store is None:
@@ -245,6 +265,7 @@ class SchedulerSide:
         """vLLM's `request_finished`, aborts included. A load in progress goes on, with a pin of its own: vLLM keeps the
         blocks until the workers have reported its end."""
         tracked = self._tracked.pop(request.request_id, None)
+        self._adapters.forget(request.request_id)
         if tracked is not None:
             tracked.search.release()
 
@@ -276,33 +297,56 @@ class SchedulerSide:
     def _learn(self, answers: Mapping[int, Served | None]) -> None:
         self._heard.update(answers)
         known = {each for each in self._heard.values() if each is not None}
-        if (
-            self._served is None
-            and len(known) == 1
-            and len(self._heard) == self._workers
-            and None not in self._heard.values()
-        ):
-            self._served = known.pop()
-            self._service.serve(self._served)
-        elif len(known) > 1:
+        stages = {each.stage: each for each in known}
+        if len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1:
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
+        elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
+            served = [stages[stage] for stage in sorted(stages)]
+            self._served = served[0]
+            self._service.serve(served)
 
-    def _awaits_workers(self) -> bool:
-        """True if not all workers have reported, in their first step, whether a server runs."""
+    def _is_early(self) -> bool:
+        """True for a moment from the first question on: workers tell in their first step whether a server runs."""
         now = self._clock()
         if self._first_asked is None:
             self._first_asked = now
-        return len(self._heard) < self._workers and now - self._first_asked < self._options.lookup_deadline_s
+        return now - self._first_asked < self._options.lookup_deadline_s
+
+    def _awaits_adapter(self, tracked: _Tracked) -> bool:
+        """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or
+        another one than before, is left out."""
+        request, now = tracked.request, self._clock()
+        if not (tracked.wish.load or tracked.wish.store):
+            return False
+        if tracked.adapter_asked is None:
+            tracked.adapter_asked = now
+        found = self._adapters.adapted(request.request_id, request.lora_request)
+        if found.use is None and not found.reason:
+            if now - tracked.adapter_asked < self._options.lookup_deadline_s:
+                return True
+            self._adapters.forget(request.request_id)
+            found = Adapted(reason="lora_unnamed")
+        before, tracked.adapter = tracked.adapter.use, found
+        if before not in (None, found.use):
+            found = Adapted(reason="lora_changed")
+        if found.reason:
+            tracked.wish = Wish(False, False, reason=found.reason)
+        return False
 
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
-        """The request's digests of all tokens that are known now."""
+        """The request's digests of all tokens that are known now, None as long as they have no name."""
         assert self._served is not None
+        adapter = tracked.adapter.use
+        if tracked.request.lora_request is not None and adapter is None:
+            return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._generation)
             tracked.hashes = self._service.hashes(tracked.request.request_id, salt, traceparent(tracked.request))
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
-            extras = chunk_extras(tracked.request, self._served.chunk_tokens) if tracked.request.mm_features else None
+            content = adapter.content if adapter is not None else ""
+            has_more = bool(content or tracked.request.mm_features)
+            extras = chunk_extras(tracked.request, self._served.chunk_tokens, content) if has_more else None
             tracked.hashes.extend(tokens, extras)
             tracked.fed += len(tokens)
         return tracked.hashes
@@ -316,7 +360,9 @@ class SchedulerSide:
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
         # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
-        if end <= tracked.stored or is_foreign:
+        # So may another worker's part of a load within this step, which spoils what all of them compute.
+        is_open = tracked.in_step and tracked.loading > 0 and self._workers > 1
+        if end <= tracked.stored or is_foreign or is_open:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)
         if hashes is None or table is None:
@@ -331,8 +377,8 @@ class SchedulerSide:
         blocks = {block for ids in block_ids for block in ids}
         event = self.events.of(request, tracked.wish, start, end)
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
-        digests, salt = hashes.digests(end), hashes.cache_salt
-        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace)
+        digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
+        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace, adapter)
 
     def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
         tracked.search.give_up()

@@ -4,6 +4,7 @@ pins the hit. A pure state machine over `LookupService`; takes a clock."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvf_vllm.lookups import LookupService
 from kvframework.client import LookupResult, RequestHashes
@@ -49,7 +50,7 @@ class PrefixSearch:
             else:
                 # The hit in L1 is enough. A load that goes on fills L1 for later requests.
                 self._result = self._service.poll(self._result)
-                self._result = LookupResult(self._result.hit_tokens, self._result.ticket)
+                self._result = replace(self._result, pending=False)
                 if not self._result.hit_tokens:
                     self.give_up()
         return start + self._result.hit_tokens

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # One list of block ids per KV cache group of vLLM.
 GroupBlocks = Sequence[Sequence[int]]
@@ -13,17 +14,35 @@ GroupBlocks = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content."""
+    """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content.
+    Workers of different pipeline stages hold different layers, under different names."""
 
     model_name: str
     namespace: bytes
     chunk_tokens: int
     world_size: int
+    stage: int = 0
+
+
+class AdapterUse(NamedTuple):
+    """The adapter of a request: vLLM's number of it, and the name of its content."""
+
+    number: int
+    content: str
+
+
+class AdapterNews(NamedTuple):
+    """An adapter that a worker's vLLM has loaded, and the name of its content, "" if it is unknown."""
+
+    name: str
+    path: str
+    content: str
 
 
 @dataclass(frozen=True)
 class LoadOp:
-    """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`."""
+    """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`.
+    `in_step`: the load ends before the step computes."""
 
     request_id: str
     start: int
@@ -33,6 +52,8 @@ class LoadOp:
     salt: str
     block_ids: GroupBlocks
     trace: str = ""
+    in_step: bool = False
+    adapter: AdapterUse | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +68,7 @@ class StoreOp:
     salt: str
     block_ids: GroupBlocks
     trace: str = ""
+    adapter: AdapterUse | None = None
 
 
 @dataclass
@@ -66,6 +88,7 @@ class StepReport:
     `served` holds the news of each worker (by rank) since its last report, None while it has no server. `loaded` and
     `ended` count, by request and by store, the workers that have finished it, `stored` those that stored all of it.
     `failed` are requests with a failed load, `unstored` those with a store that was not sent, with its first token.
+    `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped.
     """
 
     served: dict[int, Served | None] = field(default_factory=dict)
@@ -74,9 +97,10 @@ class StepReport:
     stored: Counter[int] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
     unstored: dict[str, int] = field(default_factory=dict)
+    adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.served or self.loaded or self.ended or self.failed or self.unstored)
+        return bool(self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters)
 
     def merge(self, other: StepReport) -> StepReport:
         """Both together, as a new report."""
@@ -87,6 +111,7 @@ class StepReport:
             self.stored + other.stored,
             self.failed | other.failed,
             _earliest(self.unstored, other.unstored),
+            {**self.adapters, **other.adapters},
         )
 
 

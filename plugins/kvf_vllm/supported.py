@@ -1,25 +1,50 @@
-"""The releases of vLLM that the connector supports. Pure."""
+"""The releases of vLLM that the connector supports, and later ones that it tries. Reads vLLM's source of a release that
+is not supported."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+from kvf_vllm.interface import installed_fingerprint
 from kvframework.errors import VersionMismatch
 
 FIRST = (0, 30)
 BEYOND = (0, 33)
+# Fingerprints of interfaces, see `interface`, that are equal in all that the connector does: that of the last supported
+# release, and those of later ones whose differences were read, but which could not be run.
+EQUAL = frozenset(
+    {
+        "677c5911a9412dcd34ba83b5c0bdfddb",  # 0.32.0
+        "027bf245732eb3e5d3b26dea717e8d41",  # 0.33.0: new optional fields of BlockStored and MLAAttentionSpec
+    }
+)
 
 
-def check_version(version: str) -> None:
-    """Raises `VersionMismatch` for a release outside the supported range, or one whose number cannot be read."""
+def check_version(version: str, fingerprint: Callable[[], str] = installed_fingerprint) -> str:
+    """Returns "" for a supported release, and for a later one whose interface is known to be equal its number, as
+    "0.33": it is tried, with a warning. Raises `VersionMismatch` for any other, or one whose number cannot be read."""
+    number = _number(version)
+    if number is not None and FIRST <= number < BEYOND:
+        return ""
+    if number is not None and number >= BEYOND and fingerprint() in EQUAL:
+        return _text(number)
+    raise VersionMismatch(
+        f"this is vLLM {version}, whose connector interface is not the one that this connector follows",
+        where="kvf_vllm",
+        available=f"vLLM from {_text(FIRST)} up to, but not including, {_text(BEYOND)}",
+        hint="install such a vLLM, or the kvframework release that follows this one",
+    )
+
+
+def caches_adapters_by_path(version: str) -> bool:
+    """True if vLLM's own prefix cache tells adapters apart by their path too, not only by their name."""
+    return (_number(version) or FIRST) >= (0, 32)
+
+
+def _number(version: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not FIRST <= (int(match[1]), int(match[2])) < BEYOND:
-        raise VersionMismatch(
-            f"this is vLLM {version}, whose connector interface is not the one that this connector follows",
-            where="kvf_vllm",
-            available=f"vLLM from {_text(FIRST)} up to, but not including, {_text(BEYOND)}",
-            hint="install such a vLLM, or the kvframework release that follows this one",
-        )
+    return (int(match[1]), int(match[2])) if match is not None else None
 
 
 def _text(version: tuple[int, int]) -> str:

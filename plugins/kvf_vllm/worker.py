@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.loaded_adapters import LoadedAdapters
+from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
@@ -54,10 +55,12 @@ class WorkerSide:
         is_async: bool = True,
         stores: bool = True,
         block_size: int = 0,
+        adapters: LoadedAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tally = Tally()
         self._instance = instance
+        self._adapters = adapters or LoadedAdapters()
         self._worker = worker
         self._is_async = is_async
         self._stores = stores
@@ -92,18 +95,19 @@ class WorkerSide:
             # `SchedulerSide.allocated_in_vain`.
             future = (
                 self._submitted(partial(self._instance.load, op), LoadOutcome.failed)
-                if op.digests
+                if op.digests and self._has(op.adapter)
                 else Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             )
             self._loading[op.request_id] = (op, future, started)
-        if not self._is_async:
-            for _, future, _ in self._loading.values():
+        for op, future, _ in self._loading.values():
+            if self._in_step(op):
                 self._wait(future)
         self._settle_loads()
 
     def store(self, plan: StepPlan) -> None:
         """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
         KV may be wrong: nothing is stored then."""
+        is_base_spoiled = self._adapters.spoils_base()
         for op in plan.stores:
             if self._is_spoiled or self._instance.served is None:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
@@ -112,8 +116,8 @@ class WorkerSide:
             started = self._clock()
             future = (
                 self._submitted(partial(self._instance.store, op), _not_stored)
-                if self._stores
-                else Future.resolved(StoreOutcome())
+                if self._stores and self._has(op.adapter) and (op.adapter is not None or not is_base_spoiled)
+                else Future.resolved(StoreOutcome(dropped=int(self._stores)))
             )
             self._storing[op.number] = (op, future, started)
         self._settle_stores()
@@ -138,6 +142,9 @@ class WorkerSide:
         if self._told != [served]:
             self._told = [served]
             self._report.served[self._worker] = served
+        news = self._adapters.take_news()
+        if news:
+            self._report.adapters[self._worker] = news
         report, self._report = self._report, StepReport()
         return report
 
@@ -159,20 +166,27 @@ class WorkerSide:
             )
             return Future.resolved(failed(error))
 
+    def _in_step(self, op: LoadOp) -> bool:
+        return op.in_step or not self._is_async
+
+    def _has(self, adapter: AdapterUse | None) -> bool:
+        """True if the engine computes with the adapter that the scheduler's name stands for."""
+        return adapter is None or self._adapters.holds(adapter)
+
     def _settle_loads(self) -> None:
         for request_id, (op, future, started) in list(self._loading.items()):
             if not future.query():
                 continue
             del self._loading[request_id]
             self._report.loaded[request_id] += 1
-            if self._is_async:
+            if not self._in_step(op):
                 self._received.add(request_id)
             if _succeeded(future):
                 self._count("load", self._instance.load_bytes(op), op.end - op.start - op.skip, started)
                 continue
             self.tally.count("failed_loads")
             self._report.failed.add(request_id)
-            self._is_spoiled = self._is_spoiled or not self._is_async
+            self._is_spoiled = self._is_spoiled or self._in_step(op)
             if self._block_size:
                 self._failed_blocks.update(op.block_ids[0][op.skip // self._block_size :])
             else:

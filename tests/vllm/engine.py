@@ -20,15 +20,21 @@ SERVER_PID = "KVF_TEST_SERVER_PID"
 
 @dataclass
 class Ask:
-    """One request, answered before the next. `reset`: drops vLLM's own prefix cache first. `wait_file`: waits until it
-    is there, after announcing on stdout that it waits."""
+    """One request, answered before the next. `reset`: drops vLLM's own prefix cache first, `forget`: the connector's
+    too. `embeds`: the seed of embeddings that stand for the prompt; `pool`: the answer is an embedding. `wait_file`:
+    waits until it is there, after announcing on stdout that it waits. `adapters`: the prompt is asked once for each of
+    them in one batch, [name, number, path] or [] for none, and the answers stand one behind the other."""
 
     prompt: list[int]
     tokens: int = 32
     reset: bool = False
+    forget: bool = False
+    embeds: int = 0
+    pool: bool = False
     params: dict[str, Any] = field(default_factory=dict)
     salt: str = ""
     wait_file: str = ""
+    adapters: list[list[Any]] = field(default_factory=lambda: [[]])
 
 
 @dataclass
@@ -54,6 +60,7 @@ def main() -> None:
     started = time.perf_counter()
     llm = make_engine(order)
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     tell(event="ready", seconds=time.perf_counter() - started)
     for ask in order.asks:
@@ -63,24 +70,40 @@ def main() -> None:
             while not os.path.exists(ask.wait_file):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-        if ask.reset:
-            llm.reset_prefix_cache()
+        if ask.reset or ask.forget:
+            llm.reset_prefix_cache(reset_connector=ask.forget)
         extra = {"extra_args": {"kv_transfer_params": ask.params}} if ask.params else {}
         params = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True, detokenize=False, **extra)
         prompt = {"prompt_token_ids": ask.prompt, **({"cache_salt": ask.salt} if ask.salt else {})}
-        before, steps = _counters(), _steps()
+        if ask.embeds:
+            prompt = {"prompt_embeds": _embeddings(order, ask)}
+        before, steps = counters(), _steps()
         begun = time.perf_counter()
-        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        if ask.pool:
+            pooled = llm.embed([prompt], use_tqdm=False)[0].outputs.embedding
+            wall, after = time.perf_counter() - begun, counters()
+            bits = [int(value * (1 << 20)) for value in pooled]
+            tell(
+                event="answer", tokens=bits, cached=0, ttft=0.0, wall=wall, computed=-1, counters=_since(before, after)
+            )
+            continue
+        outputs = llm.generate(
+            [prompt] * len(ask.adapters),
+            params,
+            use_tqdm=False,
+            lora_request=[LoRARequest(*each) if each else None for each in ask.adapters],
+        )
+        output = outputs[0]
         wall = time.perf_counter() - begun
-        after = _counters()
+        after = counters()
         tell(
             event="answer",
-            tokens=list(output.outputs[0].token_ids),
-            cached=output.num_cached_tokens,
+            tokens=[token for each in outputs for token in each.outputs[0].token_ids],
+            cached=sum(each.num_cached_tokens or 0 for each in outputs),
             ttft=output.metrics.first_token_latency if output.metrics else None,
             wall=wall,
             computed=sum(_steps()[len(steps) :]) - (ask.tokens - 1),
-            counters={name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)},
+            counters=_since(before, after),
         )
     llm.llm_engine.engine_core.shutdown()
 
@@ -89,6 +112,11 @@ def make_engine(order: Order) -> Any:
     """The engine, with the connector that the order names."""
     from vllm import LLM
 
+    return LLM(**settings_of(order))
+
+
+def settings_of(order: Order) -> dict[str, Any]:
+    """The engine's arguments."""
     settings: dict[str, Any] = {
         "model": order.model,
         "dtype": "float32",
@@ -101,7 +129,7 @@ def make_engine(order: Order) -> Any:
     }
     if order.transfer:
         settings["kv_transfer_config"] = order.transfer
-    return LLM(**settings)
+    return settings
 
 
 def kvframework_transfer(endpoint: str, options: dict[str, Any], connector: str) -> dict[str, Any]:
@@ -122,7 +150,19 @@ def _steps() -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.is_file() else []
 
 
-def _counters() -> dict[str, float]:
+def _embeddings(order: Order, ask: Ask) -> Any:
+    """[tokens, hidden size] of noise."""
+    import torch
+
+    hidden = json.loads(Path(order.model, "config.json").read_text())["hidden_size"]
+    return torch.randn(len(ask.prompt), hidden, generator=torch.Generator().manual_seed(ask.embeds))
+
+
+def _since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+
+
+def counters() -> dict[str, float]:
     """What `/metrics` would show: counters, gauges, and the sums of histograms, by name and labels."""
     from prometheus_client import REGISTRY
 

@@ -79,6 +79,24 @@ class RaisesOncePromised(Watched):
             self._scheduler.allocated = raising  # type: ignore[method-assign]
 
 
+class AdapterChangesWhileLoaded(Watched):
+    """Somebody writes to an adapter's files while vLLM reads them."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        load = WorkerLoRAManager._load_adapter
+
+        def disturbed(manager: Any, request: Any) -> Any:
+            adapter = load(manager, request)
+            with (Path(request.lora_path) / "adapter_config.json").open("a") as config:
+                config.write("\n")
+            return adapter
+
+        WorkerLoRAManager._load_adapter = disturbed
+        super().register_kv_caches(kv_caches)
+
+
 class Broken:
     """A side that raises whatever is asked of it; it counts and closes."""
 

@@ -36,6 +36,28 @@ def make(directory: Path, size: str) -> Path:
     return directory
 
 
+def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 8, alpha: int = 64) -> Path:
+    """A LoRA adapter of a Llama's attention with weights by seed, in PEFT's files. Whatever is there is overwritten in
+    place."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["head_dim"]
+    sizes = {"q": config["num_attention_heads"] * heads, "k": config["num_key_value_heads"] * heads}
+    source, weights = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in {**sizes, "v": sizes["k"]}.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            weights[f"{place}.lora_A.weight"] = torch.randn(rank, hidden, generator=source) * 0.2
+            weights[f"{place}.lora_B.weight"] = torch.randn(size, rank, generator=source) * 0.2
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(model)}))
+    return directory
+
+
 def prompt(tokens: int, *, seed: int = 0) -> list[int]:
     """Token ids that differ with the seed from the first one on."""
     import random

@@ -83,6 +83,7 @@ def run_engine(
     cores: str,
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[], None] | None = None,
+    program: str = "tests.vllm.engine",
 ) -> list[Answer]:
     """The answers of a new engine process, whose log stays in `directory`. Asserts that it ends well."""
     steps = Path(tempfile.mkstemp(dir=directory, prefix="steps-")[1])
@@ -99,7 +100,7 @@ def run_engine(
     log = steps.with_suffix(".log")
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.engine", "-"],
+            [sys.executable, "-m", program, "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

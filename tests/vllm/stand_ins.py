@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class FakeServer:
     """Knows digests by salt. `pending` answers come before a lookup is settled; `tickets` are not freed yet."""
 
     def __init__(self) -> None:
-        self.served: Served | None = None
+        self.served: Sequence[Served] = ()
         self.known: set[tuple[str, bytes]] = set()
         self.pending = 0
         self.tickets: set[str] = set()
@@ -73,7 +73,7 @@ class FakeServer:
         self.reachable = True
         self._waiting: dict[str, int] = {}
 
-    def serve(self, served: Served) -> None:
+    def serve(self, served: Sequence[Served]) -> None:
         self.served = served
 
     def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:

@@ -331,3 +331,31 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
         assert torch.equal(values[0], wanted_values)
         loaded = side_by_side.memory[layer, 4:8].transpose(0, 1).reshape(HEADS, -1, 2 * DIM)
         assert torch.equal(loaded, torch.cat([wanted_keys, wanted_values], dim=-1))
+
+
+def test_an_engine_that_sleeps_is_registered_again_when_it_wakes(make: Any, server: ServerProcess) -> None:
+    engine = make()
+    request = FakeRequest("a", list(range(2 * CHUNK)))
+    engine.match(request)
+    engine.compute(request, [[1, 2, 3, 4]])
+
+    def registered() -> int:
+        with server.client() as client:
+            return len(client.status()["instances"])
+
+    before = registered()
+    for _ in range(2):
+        engine.instance.detach()
+    assert registered() == before - 1
+    assert engine.instance.served is None
+    again = FakeRequest("b", list(range(2 * CHUNK)))
+    assert engine.match(again) == 2 * CHUNK
+    assert engine.load(again, [[5, 6, 7, 8]], 2 * CHUNK)[0] == {"b"}
+    assert engine.worker.take_failed_blocks() == {5, 6, 7, 8}
+    for _ in range(2):
+        engine.instance.attach_again()
+    assert registered() == before
+    assert engine.match(FakeRequest("c", list(range(2 * CHUNK)))) == 2 * CHUNK
+    assert engine.load(FakeRequest("c", list(range(2 * CHUNK))), [[9, 10, 11, 12]], 2 * CHUNK) == ({"c"}, set())
+    assert engine.worker.take_failed_blocks() == set()
+    assert torch.equal(engine.kv["l.0"][[9, 10, 11, 12]], engine.kv["l.0"][[1, 2, 3, 4]])

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.vllm import rows
 from tests.vllm.engine import Order, encode
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Answer, Bench
+from tests.vllm.test_pd_proxy import pd_proxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -135,10 +137,17 @@ def environment(bench: Bench, **more: str) -> dict[str, str]:
 class Api:
     """An OpenAI server of vLLM."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, model: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, model: str, log: Path) -> None:
         self.process = process
-        self._port = port
+        self.port = port
+        self.log = log
+        self.killed = False
         self._model = model
+
+    def kill(self) -> None:
+        self.killed = True
+        self.process.kill()
+        self.process.wait()
 
     def get(self, path: str) -> str:
         """ "" as long as nobody answers."""
@@ -162,16 +171,18 @@ class Api:
                 response.read(1)
 
     def _connected(self, timeout: float) -> closing[http.client.HTTPConnection]:
-        return closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout))
+        return closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout))
 
     def _post(self, connection: http.client.HTTPConnection, tokens: list[int], body: dict[str, Any]) -> None:
+        headers = {"Content-Type": "application/json", **body.pop("headers", {})}
         full = {"model": self._model, "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
-        connection.request("POST", "/v1/completions", json.dumps(full), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", json.dumps(full), headers)
 
 
 @contextmanager
 def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
-    port, log = free_port(), bench.directory / "api.log"
+    port = free_port()
+    log = bench.directory / f"api-{port}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             [
@@ -200,11 +211,11 @@ def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
             env=environment(bench),
         )
         try:
-            server = Api(process, port, str(bench.model))
+            server = Api(process, port, str(bench.model), log)
             wait_until(lambda: process.poll() is not None or server.get("/health"), 800, "the OpenAI server")
             assert process.poll() is None, log.read_text()[-6000:]
             yield server
-            assert process.poll() is None, log.read_text()[-6000:]
+            assert process.poll() is None or server.killed, log.read_text()[-6000:]
             assert "EngineDeadError" not in log.read_text()
         finally:
             process.terminate()
@@ -232,5 +243,48 @@ def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Ben
             stored = [line for line in server.get("/metrics").splitlines() if line.startswith("kvframework:stored_tok")]
             assert stored
             assert float(stored[0].split()[-1]) >= 2 * TOKENS
-            log = bench.directory / "api.log"
-            wait_until(lambda: "KV Transfer metrics: KvFrameworkConnector" in log.read_text(), 60, "the log line")
+            wait_until(
+                lambda: "KV Transfer metrics: KvFrameworkConnector" in server.log.read_text(), 60, "the log line"
+            )
+
+
+DETAILS = "--enable-prompt-tokens-details"
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Bench) -> None:
+    tokens = [*bench.prompt, *prompt(CHUNK + 1, seed=6)]
+    assert len(tokens) == 1281
+    with rows.server_for() as store, ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(api(bench, alone(store, kv_role=role), DETAILS))
+            for role in ("kv_producer", "kv_consumer")
+        )
+        places = [f"127.0.0.1:{engine.port}" for engine in (prefill, decode)]
+        proxy = pd_proxy.proxy(*places)
+        stack.callback(proxy.server_close)
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        stack.callback(proxy.shutdown)
+        front = Api(decode.process, proxy.server_address[1], str(bench.model), decode.log)
+        answer = front.ask(tokens, max_tokens=12, return_token_ids=True)
+        assert cached(answer) == 1280
+        # The prefill engine has computed the prompt and has not loaded it.
+        alone_computed = prefill.ask(tokens, max_tokens=12, return_token_ids=True, cache_salt="other")
+        assert cached(alone_computed) == 0
+        assert answer["choices"][0]["token_ids"] == alone_computed["choices"][0]["token_ids"]
+        # Without the prefill engine the other one computes, and stores nothing.
+        prefill.kill()
+        other = prompt(600, seed=7)
+        assert [cached(front.ask(other, cache_salt=salt)) for salt in ("one", "two")] == [0, 0]
+
+
+def test_ranks_of_data_parallel_engines_read_each_others_kv(bench: Bench) -> None:
+    with rows.server_for() as store, api(bench, alone(store), DETAILS, "--data-parallel-size", "2") as server:
+        answers = [
+            server.ask(bench.prompt, headers={"X-data-parallel-rank": rank}, return_token_ids=True) for rank in "01"
+        ]
+        assert [cached(answer) for answer in answers] == [0, TOKENS]
+        assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]

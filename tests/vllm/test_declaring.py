@@ -11,13 +11,23 @@ from typing import Any
 
 import pytest
 
+from kvf_vllm import interface
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
+from kvf_vllm.facts import (
+    check_parallel,
+    check_sleep,
+    forms_of,
+    groups_of,
+    model_of,
+    packing_of,
+    place_of,
+    stage_of_model,
+)
 from kvf_vllm.identity import ModelFacts, files_of, fingerprint, identify
-from kvf_vllm.layouts import GroupFacts
+from kvf_vllm.layouts import GroupFacts, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
-from kvf_vllm.supported import check_version
-from kvframework.client import named_identity
+from kvf_vllm.supported import EQUAL, check_version
+from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -64,14 +74,70 @@ def test_a_wrong_value_is_refused_at_its_place(name: str, value: object) -> None
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.1", "0.32.0", "0.32.1.dev4+gabc"])
 def test_supported_releases(version: str) -> None:
-    check_version(version)
+    assert check_version(version, fingerprint=lambda: "not asked for") == ""
 
 
 @pytest.mark.parametrize("version", ["0.29.0", "0.33.0", "1.0", "dev"])
-def test_other_releases_are_refused_with_what_is_supported(version: str) -> None:
+@pytest.mark.parametrize("fingerprint", ["", "0" * 32])
+def test_other_releases_are_refused_with_what_is_supported(version: str, fingerprint: str) -> None:
     with pytest.raises(VersionMismatch, match="connector interface") as refused:
-        check_version(version)
+        check_version(version, fingerprint=lambda: fingerprint)
     assert "0.30" in refused.value.available
+
+
+def test_a_later_release_with_an_equal_interface_is_tried_and_has_blocks_of_its_own() -> None:
+    (equal, *_) = EQUAL
+    assert check_version("0.33.1", fingerprint=lambda: equal) == "0.33"
+    with pytest.raises(VersionMismatch):
+        check_version("0.29.0", fingerprint=lambda: equal)
+    names = {packing_name("FLASH_ATTN", "", "float16", 16, {}, release=release) for release in ("", "0.33", "0.34")}
+    assert len(names) == 3
+
+
+SOURCE = """
+class Request(Base):
+    size: int
+    def __init__(self, tokens, salt=None):
+        "Text."
+        self.tokens = tokens
+    @property
+    def length(self) -> int: return 1
+    def unread(self, more): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_equal"),
+    [
+        ("return 1", "return 2", True),
+        ("Text", "Other text", True),
+        ("unread(self, more)", "unread(self)", True),
+        ("salt=None", 'salt: str = ""', True),
+        ("salt=None", "salts=None", False),
+        ("@property", "", False),
+        ("def length", "def len", False),
+        ("self.tokens =", "self.token_ids =", False),
+        ("size: int", "size: float", False),
+        ("(Base)", "(Other)", False),
+        ("class Request", "class Requests", False),
+    ],
+)
+def test_the_fingerprint_of_an_interface_is_that_of_what_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, is_equal: bool
+) -> None:
+    monkeypatch.setattr(interface, "FOLLOWED", {"v1/request.py": {"Request": ("__init__", "length", "size", "tokens")}})
+
+    def written(name: str, source: str) -> str:
+        file = tmp_path / name / "v1" / "request.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(source)
+        return interface.fingerprint_of(tmp_path / name)
+
+    assert before in SOURCE
+    first, other = written("first", SOURCE), written("other", SOURCE.replace(before, after))
+    assert len(first) == 32
+    assert (first == other) is is_equal
+    assert written("broken", "class (") == interface.fingerprint_of(tmp_path / "nowhere") == ""
 
 
 # identity
@@ -365,14 +431,39 @@ def test_layer_forms_name_the_layer_without_a_backend() -> None:
 # splitting a model
 
 
+def parallel(rank: int, **fields: int) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, **{"world_size": 4, "pipeline_parallel_size": 1, **fields})
+
+
 def test_ranks_with_the_same_kv_are_one_and_its_first_stores() -> None:
-    found = [rank_of(SimpleNamespace(rank=rank, world_size=4), SimpleNamespace(kv_tp_replicas=2)) for rank in range(4)]
-    assert found == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
-    assert rank_of(SimpleNamespace(rank=3, world_size=4), SimpleNamespace(kv_tp_replicas=1)) == (3, 4, True)
+    found = [place_of(parallel(rank), SimpleNamespace(kv_tp_replicas=2)) for rank in range(4)]
+    assert found == [(0, 2, True, 0), (0, 2, False, 0), (1, 2, True, 0), (1, 2, False, 0)]
+    assert place_of(parallel(3), SimpleNamespace(kv_tp_replicas=1)) == (3, 4, True, 0)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_ranks_count_within_their_pipeline_stage_whose_name_holds_its_layers() -> None:
+    split = [parallel(rank, pipeline_parallel_size=2) for rank in range(4)]
+    found = [place_of(each, SimpleNamespace(kv_tp_replicas=1)) for each in split]
+    assert found == [(0, 2, True, 0), (1, 2, True, 0), (0, 2, True, 1), (1, 2, True, 1)]
+    whole, stages = KvIdentity("m", "r"), [(GroupFacts((f"layers.{index}",), 16),) for index in range(2)]
+    names = {stage_of_model(whole, split[0], groups) for groups in stages}
+    names |= {stage_of_model(whole, parallel(0, pipeline_parallel_size=4), stages[0])}
+    assert len({whole, *names}) == 4
+    assert stage_of_model(whole, parallel(0), stages[0]) == whole
+
+
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
 def test_splits_that_cannot_be_served_are_refused(name: str) -> None:
-    check_parallel(SimpleNamespace(tensor_parallel_size=4))
+    check_parallel(SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2))
     with pytest.raises(KVFrameworkError, match=name):
         check_parallel(SimpleNamespace(**{name: 2}))
+
+
+def test_an_engine_that_sleeps_unheard_keeps_its_memory_to_itself() -> None:
+    sleeps = SimpleNamespace(enable_sleep_mode=True)
+    for transport in ("auto", "cuda_ipc"):
+        with pytest.raises(ConfigFieldError, match="does not tell its connector when"):
+            check_sleep(sleeps, tells=False, transport=transport)
+        check_sleep(sleeps, tells=True, transport=transport)
+        check_sleep(SimpleNamespace(enable_sleep_mode=False), tells=False, transport=transport)
+    check_sleep(sleeps, tells=False, transport="cpu_gather")

@@ -11,7 +11,7 @@ import kvf_vllm.events as events
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import StepReport
+from kvf_vllm.step_messages import AdapterNews, StepReport
 from tests.vllm.stand_ins import BLOCK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))
@@ -179,7 +179,10 @@ def test_images_are_named_in_the_blocks_that_they_reach() -> None:
 def test_requests_with_adapters_are_not_announced() -> None:
     server = FakeServer()
     side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
-    stored(side, FakeRequest("a", list(TOKENS), lora_request=object()), server=server)
+    side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}}))
+    lora = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
+    stored(side, FakeRequest("a", list(TOKENS), lora_request=lora), server=server)
+    assert server.known
     assert side.events.take() == []
 
 

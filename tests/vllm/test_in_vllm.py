@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,3 +96,56 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
     metrics._made.clear()
     Counter("kvframework:errors", "somebody else's")
     KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name"], {0: ["m"]}).observe({"errors": 1})
+
+
+def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
+    import vllm
+
+    from kvf_vllm.interface import FOLLOWED, installed_fingerprint
+    from kvf_vllm.supported import EQUAL
+
+    found = installed_fingerprint()
+    assert len(found) == 32
+    if vllm.__version__.startswith("0.32."):
+        assert found in EQUAL
+    for file in FOLLOWED:
+        assert (Path(vllm.__file__).parent / file).is_file()
+
+
+def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
+    """vLLM starts no pipeline on a CPU: its classes for two stages of two workers, as its own code makes them."""
+    import torch
+    from vllm.config import ParallelConfig
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+    from kvf_vllm.connector import Report
+    from kvf_vllm.facts import groups_of, place_of, stage_of_model
+    from kvf_vllm.step_messages import Served, StepReport
+    from kvframework.client import KvIdentity
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    layers = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
+    whole = [KVCacheGroupSpec(layers, spec)]
+    parallel = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert parallel.world_size == 4
+    names, places = [], []
+    for rank, held in enumerate((layers[:2], layers[:2], layers[2:], layers[2:])):
+        parallel.rank = rank
+        mine = _project_kv_cache_groups_to_worker(whole, dict.fromkeys(held, spec))
+        groups = groups_of(SimpleNamespace(kv_cache_groups=mine))
+        assert [group.layers for group in groups] == [tuple(held)]
+        names.append(stage_of_model(KvIdentity("m", "r"), parallel, groups).revision)
+        places.append(place_of(parallel, SimpleNamespace()))
+    assert [(place.stage, place.rank, place.world_size) for place in places] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 2),
+    ]
+    assert names[0] == names[1] != names[2] == names[3]
+    reports = [Report(StepReport(served={rank: Served("m", b"n", 16, 2, rank // 2)})) for rank in range(4)]
+    merged = reports[0]
+    for report in reports[1:]:
+        merged = merged.aggregate(report)
+    assert {rank: served.stage for rank, served in merged.report.served.items() if served} == {0: 0, 1: 0, 2: 1, 3: 1}

@@ -29,7 +29,6 @@ TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"lora_request": object()}, "lora"),
         ({"prompt_embeds": object()}, "prompt_embeds"),
         ({"pooling_params": object()}, "pooling"),
         ({"resumable": True}, "streaming_input"),
@@ -170,10 +169,10 @@ def test_before_the_workers_have_spoken_requests_wait_a_moment() -> None:
 
 
 def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> None:
-    server = FakeServer()
+    server, clock = FakeServer(), Clock()
     filled(server, list(range(16)))
     side = scheduler(server)
-    side = SchedulerSide(server, WINDOWED[:1], side._options)
+    side = SchedulerSide(server, WINDOWED[:1], side._options, clock=clock)
     side.heard(StepReport(served={0: None}))
     request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == (0, False)
@@ -181,6 +180,8 @@ def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> 
     side.heard(StepReport(served={0: SERVED}))
     assert side.matched_tokens(FakeRequest("b", list(range(16))), 0) == (16, True)
     server.reachable = False
+    assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (None, False), "it may be connecting"
+    clock.now += 10
     assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (0, False)
 
 

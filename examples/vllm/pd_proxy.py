@@ -1,0 +1,108 @@
+"""A proxy for prefill and decode in two vLLM engines that share a kvframework server.
+
+Each completion is first sent to the prefill engine, for one token: that engine stores the prompt's KV. Then it is sent
+unchanged to the decode engine, which loads that KV, and its answer goes back as it comes. If the prefill engine does
+not answer, the decode engine computes the prompt itself.
+
+python pd_proxy.py --prefill 127.0.0.1:8100 --decode 127.0.0.1:8200 [--port 8000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+# Requests that have a prompt, and so a prefill.
+PROMPTS = ("/v1/completions", "/v1/chat/completions")
+MAX_BODY_BYTES = 64 << 20
+PIECE_BYTES = 64 << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", required=True, help="HOST:PORT of the engine with kv_role kv_producer")
+    parser.add_argument("--decode", required=True, help="HOST:PORT of the engine with kv_role kv_consumer")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte from an engine")
+    arguments = parser.parse_args()
+    with proxy(arguments.prefill, arguments.decode, arguments.host, arguments.port, arguments.timeout) as server:
+        print(f"listening on {arguments.host}:{server.server_address[1]}", flush=True)
+        server.serve_forever()
+
+
+def proxy(
+    prefill: str, decode: str, host: str = "127.0.0.1", port: int = 0, timeout: float = 600.0
+) -> ThreadingHTTPServer:
+    """A server that listens. Each request has a thread; the caller runs it and closes it."""
+
+    class Relay(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._relay(decode, b"")
+
+        def do_POST(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+                self.send_error(413 if length.isdecimal() else 411, f"a body of at most {MAX_BODY_BYTES} bytes")
+                return
+            body = self.rfile.read(int(length))
+            first = prefill_of(body) if self.path in PROMPTS else b""
+            if first:
+                self._prefill(first)
+            self._relay(decode, body)
+
+        def _prefill(self, body: bytes) -> None:
+            try:
+                reply = self._asked(prefill, body)
+                reply.read()
+                if reply.status != 200:
+                    self.log_error("prefill engine: status %s", reply.status)
+            except (OSError, http.client.HTTPException) as error:
+                self.log_error("prefill engine: %r", error)
+
+        def _relay(self, engine: str, body: bytes) -> None:
+            try:
+                reply = self._asked(engine, body)
+            except (OSError, http.client.HTTPException) as error:
+                self.send_error(502, f"decode engine: {error!r}")
+                return
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.getheader("Content-Type", "application/json"))
+            # The connection's end is the answer's: streams have no length.
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.close_connection = True
+            while piece := reply.read1(PIECE_BYTES):
+                self.wfile.write(piece)
+
+        def _asked(self, engine: str, body: bytes) -> http.client.HTTPResponse:
+            connection = http.client.HTTPConnection(engine, timeout=timeout)
+            kept = ("Content-Type", "Authorization", "traceparent", "X-Request-Id")
+            headers = {name: self.headers[name] for name in kept if name in self.headers}
+            connection.request(self.command, self.path, body or None, headers)
+            return connection.getresponse()
+
+    return ThreadingHTTPServer((host, port), Relay)
+
+
+def prefill_of(body: bytes) -> bytes:
+    """The request for the prefill engine: the same prompt, one token, no stream. b"" for what the decode engine shall
+    refuse by itself."""
+    try:
+        request: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return b""
+    if not isinstance(request, dict):
+        return b""
+    request = {name: value for name, value in request.items() if name not in ("stream_options", "min_tokens", "n")}
+    request |= {"stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in request:
+        request["max_completion_tokens"] = 1
+    return json.dumps(request).encode()
+
+
+if __name__ == "__main__":
+    main()

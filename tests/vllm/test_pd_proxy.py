@@ -1,0 +1,148 @@
+"""The proxy of examples/vllm for prefill and decode, between engines that are plain HTTP servers."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vllm" / "pd_proxy.py"
+
+
+def loaded() -> Any:
+    spec = importlib.util.spec_from_file_location("pd_proxy", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+pd_proxy = loaded()
+
+
+class Engine:
+    """Answers with its name, in two pieces; remembers what it was asked. `status` 0: hangs up."""
+
+    def __init__(self, name: str, status: int = 200) -> None:
+        self.asked: list[tuple[str, Any, str]] = []
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                text = json.loads(body) if body.startswith(b"{") else body.decode()
+                engine.asked.append((self.path, text, self.headers.get("Authorization", "")))
+                if not status:
+                    return
+                self.send_response(status)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                for piece in (name, "!"):
+                    self.wfile.write(piece.encode())
+                    self.wfile.flush()
+
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(f"{name} at {self.path}".encode())
+
+            def log_message(self, *_arguments: Any) -> None:
+                return
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+
+    @property
+    def place(self) -> str:
+        return f"127.0.0.1:{self.server.server_address[1]}"
+
+
+@contextmanager
+def running(*servers: HTTPServer) -> Iterator[None]:
+    threads = [threading.Thread(target=server.serve_forever, args=(0.02,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+        for thread in threads:
+            thread.join(20)
+
+
+def asked(
+    proxy: ThreadingHTTPServer, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=60)
+    try:
+        connection.request(method, path, body, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode(), reply.getheader("Content-Type", "")
+    finally:
+        connection.close()
+
+
+def test_a_prompt_is_prefilled_with_one_token_and_answered_by_the_other() -> None:
+    prefill, decode = Engine("prefill"), Engine("decode")
+    proxy = pd_proxy.proxy(prefill.place, decode.place)
+    request = {"prompt": [1, 2], "max_tokens": 50, "stream": True, "stream_options": {}, "cache_salt": "s", "n": 2}
+    with running(prefill.server, decode.server, proxy):
+        answer = asked(proxy, "POST", "/v1/completions", json.dumps(request).encode(), Authorization="Bearer t")
+        assert asked(proxy, "GET", "/v1/models")[1] == "decode at /v1/models"
+        assert asked(proxy, "POST", "/tokenize", b"{}")[0] == 200
+    assert answer == (200, "decode!", "text/event-stream")
+    one = {"prompt": [1, 2], "max_tokens": 1, "stream": False, "cache_salt": "s"}
+    assert prefill.asked == [("/v1/completions", one, "Bearer t")]
+    assert decode.asked == [("/v1/completions", request, "Bearer t"), ("/tokenize", {}, "")]
+
+
+@pytest.mark.parametrize("status", [500, 0])
+def test_without_the_prefill_engine_the_other_computes(status: int, capfd: pytest.CaptureFixture[str]) -> None:
+    prefill, decode = Engine("prefill", status), Engine("decode")
+    proxy = pd_proxy.proxy(prefill.place, decode.place)
+    with running(prefill.server, decode.server, proxy):
+        assert asked(proxy, "POST", "/v1/completions", b'{"prompt": "a"}')[1] == "decode!"
+    assert len(prefill.asked) == 1
+    assert "prefill engine" in capfd.readouterr().err
+
+
+def test_without_the_decode_engine_there_is_no_answer() -> None:
+    prefill, decode = Engine("prefill"), Engine("decode", 0)
+    proxy = pd_proxy.proxy(prefill.place, decode.place)
+    with running(prefill.server, decode.server, proxy):
+        status, text, _ = asked(proxy, "POST", "/v1/completions", b'{"prompt": "a"}')
+    assert status == 502
+    assert "decode engine" in text
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b"[" * 100_000])
+def test_what_is_no_request_is_the_decode_engines_to_refuse(body: bytes) -> None:
+    prefill, decode = Engine("prefill"), Engine("decode", 400)
+    proxy = pd_proxy.proxy(prefill.place, decode.place)
+    with running(prefill.server, decode.server, proxy):
+        assert asked(proxy, "POST", "/v1/completions", body)[0] == 400
+    assert not prefill.asked
+
+
+def test_bodies_without_end_are_refused() -> None:
+    engine = Engine("any")
+    proxy = pd_proxy.proxy(engine.place, engine.place)
+    with running(engine.server, proxy):
+        connection = http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=60)
+        for length, status in ((str(1 << 40), 413), ("many", 411)):
+            connection.putrequest("POST", "/v1/completions")
+            connection.putheader("Content-Length", length)
+            connection.endheaders()
+            assert connection.getresponse().status == status
+            connection.close()
+    assert not engine.asked

@@ -1,0 +1,207 @@
+"""An engine whose layers are split into pipeline stages, against a real server: every stage has names of its own, and
+only what all of them have is a hit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvf_vllm.attach import AttachedInstance
+from kvf_vllm.facts import place_of, stage_of_model
+from kvf_vllm.layouts import GroupFacts, OpaqueBlocks
+from kvf_vllm.lookups import ServerLookups, StagedResult, _together
+from kvf_vllm.options import VllmOptions
+from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.step_messages import Served, StepPlan, StepReport
+from kvf_vllm.worker import WorkerSide
+from kvframework.client import KVClient, KvIdentity, LookupResult
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scheduler, table
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
+
+CHUNK, BLOCK, BLOCKS = 32, 16, 16
+OPTIONS = VllmOptions(connect_timeout_s=1.0, deadline_scale=20.0)
+# Stages of unequal size; the second one has no layer of the second group.
+EVEN = ((GroupFacts(("l.0", "l.1", "l.2"), BLOCK),), (GroupFacts(("l.3",), BLOCK),))
+WINDOWED = (
+    (GroupFacts(("l.0",), BLOCK), GroupFacts(("w.0",), BLOCK, window=20)),
+    (GroupFacts(("l.1",), BLOCK), GroupFacts((), BLOCK, window=20)),
+)
+
+
+class Parallel:
+    """vLLM's ParallelConfig of one worker."""
+
+    tensor_parallel_size = 1
+
+    def __init__(self, rank: int, stages: int) -> None:
+        self.rank, self.world_size, self.pipeline_parallel_size = rank, stages, stages
+
+
+class Engine:
+    """The connector of an engine with a worker for each stage, without vLLM."""
+
+    def __init__(self, server: ServerProcess, stages: Any = EVEN) -> None:
+        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(3)]
+        self.kv = [
+            {name: torch.randn(BLOCKS, 2, BLOCK, 16) for group in groups for name in group.layers} for groups in stages
+        ]
+        self.workers = []
+        for rank, groups in enumerate(stages):
+            parallel = Parallel(rank, len(stages))
+            place = place_of(parallel, None)
+            instance = AttachedInstance(
+                self.clients[rank],
+                OPTIONS,
+                identity=stage_of_model(KvIdentity("m", "r"), parallel, groups),
+                groups=groups,
+                form=OpaqueBlocks("p"),
+                rank=place.rank,
+                world_size=place.world_size,
+                num_blocks=BLOCKS,
+                stage=place.stage,
+            )
+            instance.attach(self.kv[rank])
+            self.workers.append((WorkerSide(instance, worker=rank), instance))
+        self.clients[2].wait_up(5)
+        self.scheduler = SchedulerSide(ServerLookups(self.clients[2]), stages[0], OPTIONS, workers=len(stages))
+        self.step(StepPlan())
+
+    def step(self, plan: StepPlan) -> list[tuple[set[str], set[str]]]:
+        report, finished = StepReport(), []
+        for worker, instance in self.workers:
+            worker.before_step(plan)
+            worker.load(plan)
+            worker.store(plan)
+            finished.append(worker.finished_loads())
+            instance.collect()
+            report = report.merge(worker.take_report())
+        self.scheduler.heard(report)
+        return finished
+
+    def match(self, request: FakeRequest) -> int:
+        found: list[int | None] = []
+
+        def settled() -> bool:
+            found.append(self.scheduler.matched_tokens(request, 0)[0])
+            return found[-1] is not None
+
+        wait_until(settled, what="the lookup")
+        return found[-1] or 0
+
+    def compute(self, request: FakeRequest, blocks: list[list[int]]) -> None:
+        self.match(request)
+        self.step(self.scheduler.plan_step({request.request_id: request.num_tokens}, lambda _request_id: blocks))
+
+    def load(self, request: FakeRequest, blocks: list[list[int]], external: int) -> list[tuple[set[str], set[str]]]:
+        self.scheduler.allocated(request, blocks, external)
+        return self.step(self.scheduler.plan_step({}, lambda _request_id: None))
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker, instance in self.workers:
+            worker.close()
+            instance.close()
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
+        yield running
+
+
+@pytest.fixture
+def make(process: ServerProcess) -> Iterator[Any]:
+    server, engines = process.emptied(), []
+
+    def made(*args: Any) -> Engine:
+        engines.append(Engine(server, *args))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("stages", [EVEN, WINDOWED])
+def test_each_stage_loads_its_own_layers(make: Any, stages: Any) -> None:
+    first, other = make(stages), make(stages)
+    tokens = list(range(3 * CHUNK))
+    here = [[1, 2, 3, 4, 5, 6]] * len(stages[0])
+    there = [[9, 8, 7, 12, 11, 10]] * len(stages[0])
+    first.compute(FakeRequest("a", tokens), here)
+    request = FakeRequest("b", tokens)
+    assert other.match(request) == 3 * CHUNK - (CHUNK if len(stages[0]) > 1 else 0)
+    hit = other.match(request)
+    assert [received for received, _ in other.load(request, there, hit)] == [{"b"}, {"b"}]
+    blocks = hit // BLOCK
+    for mine, its in zip(other.kv, first.kv, strict=True):
+        for name in its:
+            if not name.startswith("w"):
+                assert torch.equal(mine[name][there[0][:blocks]], its[name][here[0][:blocks]]), name
+
+
+def test_what_one_stage_lacks_is_no_hit(make: Any) -> None:
+    first = make()
+    tokens = list(range(2 * CHUNK))
+    worker, instance = first.workers.pop()
+    request = FakeRequest("a", tokens)
+    first.compute(request, [[1, 2, 3, 4]])
+    first.workers.append((worker, instance))
+    assert make().match(FakeRequest("b", tokens)) == 0
+
+
+def test_engines_that_are_split_otherwise_share_nothing(make: Any) -> None:
+    first = make()
+    tokens = list(range(2 * CHUNK))
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3, 4]])
+    other = ((GroupFacts(("l.0", "l.1"), BLOCK),), (GroupFacts(("l.2", "l.3"), BLOCK),))
+    assert make(other).match(FakeRequest("b", tokens)) == 0
+    assert make().match(FakeRequest("c", tokens)) == 2 * CHUNK
+
+
+def test_results_of_stages_are_one_as_far_as_all_have_it() -> None:
+    one, other = LookupResult(64, "t1", asked_tokens=96), LookupResult(32, "", pending=True, asked_tokens=96)
+    assert _together([one]) is one
+    assert _together([other, one]) == StagedResult(32, "t1", True, 96, [other, one])
+
+
+def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    for served in (Served("m", b"s" * 16, 16, 1, 1), Served("m", b"x" * 16, 8, 1, 0)):
+        side = SchedulerSide(FakeServer(), EVEN[0], VllmOptions(), workers=2)
+        side.heard(StepReport(served={0: SERVED, 1: served}))
+        assert "differently" in caplog.text
+        assert side.matched_tokens(FakeRequest("a", list(range(16))), 0) == (0, False)
+        caplog.clear()
+
+
+def test_what_is_computed_behind_an_open_load_is_stored_when_all_workers_have_it() -> None:
+    """A load within the step may fail in another worker, and what this one computes is wrong then."""
+    server = FakeServer()
+    side = scheduler(server, workers=2, load="sync")
+    request = FakeRequest("a", list(range(24)))
+    filled(server, list(range(8)))
+    assert side.matched_tokens(request, 0) == (8, False)
+    side.allocated(request, table(24), 8)
+    request.num_computed_tokens = 8
+    assert not computed(side, request, 16, table(24)).stores
+    side.heard(StepReport(loaded={"a": 1}))  # type: ignore[arg-type]
+    request.all_token_ids.append(24)
+    assert not computed(side, request, 1, table(28)).stores
+    side.heard(StepReport(loaded={"a": 1}))  # type: ignore[arg-type]
+    request.all_token_ids.append(25)
+    (store,) = computed(side, request, 1, table(28)).stores
+    assert (store.start, store.end) == (8, 24)
