@@ -9,7 +9,7 @@ from msgspec import Meta
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import OpaqueRule, PagedRule
+from kvf_layouts.rules import MOST, OpaqueRule, PagedRule
 from kvframework.api.layout import LayoutProvider, hookimpl
 from kvframework.api.options import NoOptions, Options
 
@@ -47,6 +47,15 @@ class OpaqueOptions(Options, frozen=True):
         tuple[OpaqueRule, ...],
         Meta(description="layer groups, see below"),
     ] = ()
+    chunk_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST,
+            description="tokens of a chunk, whole blocks of every group, where the engine decides them: it keeps "
+            "recurrent states only there; 0: the server's `chunk_size` decides",
+        ),
+    ] = 0
 
 
 def _paged(options: PagedOptions) -> PagedLayout:
@@ -54,7 +63,7 @@ def _paged(options: PagedOptions) -> PagedLayout:
 
 
 def _opaque(options: OpaqueOptions) -> OpaqueLayout:
-    return OpaqueLayout(options.packing, options.block_axis, options.groups)
+    return OpaqueLayout(options.packing, options.block_axis, options.groups, options.chunk_tokens)
 
 
 def _dynamic_cache(_options: NoOptions) -> DynamicCacheLayout:

@@ -21,6 +21,7 @@ def declare(
     *,
     packing: str = "",
     stable: bool = True,
+    chunk_tokens: int = 0,
 ) -> KVLayout:
     """The declaration. `stable` False: tensors are passed with each submit, so neither strides nor the number of blocks
     is declared. Raises `BadLayout` or `BadDtype`."""
@@ -30,7 +31,7 @@ def declare(
         _declare(group, rules[group.signature.rule], block_size, axes, packing, stable, count if count != most else 0)
         for group, count in zip(groups, blocks, strict=True)
     )
-    layout = KVLayout(name, declared, most)
+    layout = KVLayout(name, declared, most, chunk_tokens)
     validate_layout(layout)
     return layout
 

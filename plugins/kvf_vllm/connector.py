@@ -251,6 +251,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 scheduler_output.num_scheduled_tokens,
                 tables.get_block_ids if tables is not None else lambda _request_id: None,
                 _new_blocks(scheduler_output, self._groups),
+                tables.boundary_state_offloads if tables is not None else {},
             )
         )
 
@@ -346,12 +347,14 @@ def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]
     ):
         # A resumed request is given its whole table, others only their new blocks.
         given.append((table or (), computed if request_id in cached.resumed_req_ids else 0))
-    return {
+    written = {
         block
         for table, computed in given
         for group, ids in zip(groups, table, strict=False)
         for block in ids[computed // group.block_size :]
     }
+    # Copies of states go into blocks that need not be in any table.
+    return written.union(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
 
 
 def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
