@@ -121,7 +121,8 @@ def packing_of(vllm_config: Any, kv_cache_config: Any, num_blocks_on_first_axis:
     """The packing of a worker's blocks, according to its attention layers. Raises `BadLayout` if they are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
-    backends, isas, dtypes, sizes = set(), set(), set(), set()
+    backends, isas, sizes = set(), set(), set()
+    dtypes: set[str] = set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _specs_by_layer(group).items():
             backend, layer = _backend(layers, name), layers[name]
@@ -166,7 +167,7 @@ def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:
 
 
 def _backend(layers: Mapping[str, Any], name: str) -> str:
-    layer = layers.get(name)
+    layer: Any = layers.get(name)
     backend = getattr(layer, "attn_backend", None)
     if backend is None and hasattr(layer, "get_attn_backend"):
         # Recurrent layers only have the method.

@@ -1,5 +1,5 @@
-"""Small models with recurrent layers beside attention, one of each family, with random weights by seed. Made once into a
-directory; nothing is downloaded.
+"""Small models with recurrent layers beside attention, one of each family, with random weights by seed. Made once into
+a directory; nothing is downloaded.
 
 Needs torch and transformers; run as `python -m tests.vllm.hybrid_models DIR FAMILY`.
 """
@@ -151,6 +151,8 @@ FAMILIES = {
             "layer_types": ["conv", "conv", "full_attention", "conv"],
             "intermediate_size": 512,
             "block_auto_adjust_ff_dim": False,
+            "conv_dim": 256,
+            "block_dim": 256,
         },
         {},
     ),
