@@ -33,7 +33,7 @@ from kvf_vllm.canonical import CanonicalBlocks
 from kvf_vllm.facts import check_parallel, forms_of, groups_of, model_of, packing_of, rank_of
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
-from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
+from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
@@ -87,9 +87,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         _check_failure_policy(transfer)
         check_parallel(vllm_config.parallel_config)
         self._groups = groups_of(kv_cache_config)
-        if self._options.load == "sync" and len(self._groups) > 1:
+        if self._options.load == "sync" and only_between_steps(self._groups):
             raise ConfigFieldError(
-                f"this model has {len(self._groups)} KV cache groups, which vLLM can only load asynchronously",
+                "this model has several KV cache groups or recurrent states, which vLLM can only load asynchronously",
                 where="kvframework.load",
                 available="async",
             )
@@ -174,7 +174,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             worker=config.parallel_config.rank,
             is_async=self._options.load == "async",
             stores=stores,
-            block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
+            block_size=0 if only_between_steps(self._groups) else self._groups[0].block_size,
         )
         self._instance.attach(kv_caches)
         self._worker = worker

@@ -132,6 +132,12 @@ def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, 
     return tuple(by_layer[group.layer_names[0]] for group in layout.groups)
 
 
+def only_between_steps(groups: Sequence[GroupFacts]) -> bool:
+    """True if vLLM can be told of a failed load by its request only, which it takes for loads between steps: with
+    several groups, and with states, whose tables name the null block."""
+    return len(groups) > 1 or any(group.state for group in groups)
+
+
 def whole_prompt_loadable(groups: Sequence[GroupFacts]) -> bool:
     """True if KV of a whole prompt is useful: vLLM then computes the last token again, and a window may have freed
     blocks that this token attends to; a state has passed it already."""

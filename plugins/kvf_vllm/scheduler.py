@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvf_vllm.events import Announcements, BlocksStored
-from kvf_vllm.layouts import GroupFacts, blocks_between, storable, whole_prompt_loadable
+from kvf_vllm.layouts import GroupFacts, blocks_between, only_between_steps, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
@@ -84,7 +84,7 @@ class SchedulerSide:
         self._loads = loads
         self._stores = stores
         self._clock = clock
-        self._is_async = options.load == "async" or len(self._groups) > 1
+        self._is_async = options.load == "async" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
         self._served: Served | None = None
         self._heard: dict[int, Served | None] = {}

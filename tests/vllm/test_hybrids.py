@@ -31,7 +31,12 @@ def bench_of(family: str, directory: Path, **engine: object) -> Bench:
         directory,
         prompt(told.chunks * told.chunk + 1, seed=7),
         NEW_TOKENS,
-        {"kvframework.deadline_scale": 50.0, "kvframework.connect_timeout_s": 60.0},
+        # On a busy machine the workers' first step takes seconds, and a miss would follow.
+        {
+            "kvframework.deadline_scale": 50.0,
+            "kvframework.connect_timeout_s": 60.0,
+            "kvframework.lookup_deadline_s": 60.0,
+        },
         {**told.engine, **engine},
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_vllm.layouts import GroupFacts, only_between_steps
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import StepPlan, StepReport
@@ -100,6 +101,16 @@ def test_a_hit_leaves_a_token_to_compute_and_loads_into_the_last_place_of_each_s
     side.heard(StepReport(loaded={"b": 1}))
     side.finished(whole)
     assert not server.tickets
+
+
+def test_states_are_loaded_between_steps_even_in_a_single_group() -> None:
+    """A load within a step that fails would be told by its blocks, among them the null block of all requests."""
+    alone = (GroupFacts(("ssm",), CHUNK, state=True),)
+    assert only_between_steps(alone)
+    server = FakeServer()
+    filled(server, list(range(CHUNK)))
+    side = scheduler(server, groups=alone, load="sync")
+    assert side.matched_tokens(FakeRequest("a", list(range(CHUNK + 1))), 0) == (CHUNK, True)
 
 
 @given(
