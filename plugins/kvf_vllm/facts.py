@@ -52,7 +52,7 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _layer_specs(group.kv_cache_spec)
         names = {type(spec).__name__ for spec in specs.values()} or {type(group.kv_cache_spec).__name__}
-        if names == {_STATE}:
+        if names == {_STATE} and getattr(group, "enable_kv_transfer", True):
             _check_states(index, specs.values())
             groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), state=True))
             continue

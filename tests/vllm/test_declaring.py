@@ -358,10 +358,11 @@ def test_states_do_not_convert_to_canonical() -> None:
 
 
 def test_groups_that_vllm_does_not_transfer_are_refused() -> None:
-    config = caches(spec("FullAttentionSpec"))
-    config.kv_cache_groups[0].enable_kv_transfer = False
-    with pytest.raises(BadLayout):
-        groups_of(config)
+    for each in (spec("FullAttentionSpec"), state()):
+        config = caches(each)
+        config.kv_cache_groups[0].enable_kv_transfer = False
+        with pytest.raises(BadLayout):
+            groups_of(config)
 
 
 def engine(config: Any, *, isa: str = "vec", backend: str = "CPU_ATTN", kv_dtype: str = "auto") -> Any:
