@@ -25,6 +25,15 @@ class PagedOptions(Options, frozen=True):
         tuple[PagedRule, ...],
         Meta(description="layer groups, see below; without them layers of equal shape and dtype form one"),
     ] = ()
+    chunk_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST,
+            description="tokens of a chunk, in whole blocks, where the engine's own digests name chunks of that size; "
+            "0: the server's `chunk_size`",
+        ),
+    ] = 0
 
 
 class OpaqueOptions(Options, frozen=True):
@@ -52,14 +61,14 @@ class OpaqueOptions(Options, frozen=True):
         Meta(
             ge=0,
             le=MOST,
-            description="tokens of a chunk, whole blocks of every group, where the engine decides them: it keeps "
-            "recurrent states only there; 0: the server's `chunk_size` decides",
+            description="tokens of a chunk, in whole blocks, where the engine decides them: it keeps recurrent states "
+            "only there; 0: the server's `chunk_size`",
         ),
     ] = 0
 
 
 def _paged(options: PagedOptions) -> PagedLayout:
-    return PagedLayout(options.axes, options.groups)
+    return PagedLayout(options.axes, options.groups, options.chunk_tokens)
 
 
 def _opaque(options: OpaqueOptions) -> OpaqueLayout:

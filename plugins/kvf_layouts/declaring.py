@@ -24,7 +24,7 @@ def declare(
     chunk_tokens: int = 0,
 ) -> KVLayout:
     """The declaration. `stable` False: tensors are passed with each submit, so neither strides nor the number of blocks
-    is declared. Raises `BadLayout` or `BadDtype`."""
+    is declared. `chunk_tokens` as in `KVLayout`. Raises `BadLayout` or `BadDtype`."""
     blocks = [group.blocks() for group in groups] if stable else [0] * len(groups)
     most = max(blocks)
     declared = tuple(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvframework.api.keys import compute_namespace
-from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc, chunk_tokens_of
+from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc, chunk_tokens_for
 from kvframework.testing.layout.kit import LayoutKit
 
 CHUNKS = (1, 48, 256, 1000)
@@ -42,7 +42,7 @@ class ObjectTests(LayoutKit):
     ) -> None:
         desc = layout.object_desc(declared, chunk)
         assert bare.object_desc(declared, chunk) == desc, "the engine and the server describe different objects"
-        tokens = chunk_tokens_of(declared, chunk)
+        tokens = chunk_tokens_for([group.block_size for group in declared.groups], declared.chunk_tokens or chunk)
         assert desc.chunk_tokens == tokens, f"chunk_tokens is {desc.chunk_tokens}, whole blocks are {tokens} tokens"
         if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
             assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
