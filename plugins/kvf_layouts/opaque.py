@@ -28,10 +28,13 @@ class OpaqueLayout(Layout):
 
     name = "opaque"
 
-    def __init__(self, packing: str = "", block_axis: int | None = None, rules: Sequence[OpaqueRule] = ()) -> None:
+    def __init__(
+        self, packing: str = "", block_axis: int | None = None, rules: Sequence[OpaqueRule] = (), chunk_tokens: int = 0
+    ) -> None:
         self._packing = packing
         self._block_axis = block_axis
         self._rules = tuple(rules)
+        self._chunk_tokens = chunk_tokens
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """See `Layout.describe`. Raises `BadLayout` naming the layer and a declaration that would work."""
@@ -58,7 +61,15 @@ class OpaqueLayout(Layout):
                 }
             )
         groups = group_layers(self._see(kv_caches, chosen))
-        return declare(self.name, groups, rules, block_size, lambda _rule: AXES, packing=self._packing)
+        return declare(
+            self.name,
+            groups,
+            rules,
+            block_size,
+            lambda _rule: AXES,
+            packing=self._packing,
+            chunk_tokens=self._chunk_tokens,
+        )
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """See `Layout.block_views`: `[blocks, 1, 1, bytes of a block]`."""

@@ -17,7 +17,7 @@ from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
 from kvframework.api.futures import Future
-from kvframework.api.layout import LayerTensors
+from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
@@ -116,10 +116,10 @@ class AttachedInstance:
         return self._adapter.submit_store(self._request(op), op.start, op.end, self._by_layer_group(op.block_ids))
 
     def load_bytes(self, op: LoadOp) -> int:
-        return self._nbytes(op.end - op.start - op.skip)
+        return self._nbytes(op, op.end - op.start - op.skip)
 
     def store_bytes(self, op: StoreOp) -> int:
-        return self._nbytes(op.end - op.start)
+        return self._nbytes(op, op.end - op.start)
 
     def collect(self) -> None:
         """Drops transfers that have ended. Never blocks."""
@@ -180,9 +180,16 @@ class AttachedInstance:
             raise NotRegistered("this worker is not registered")
         return registration
 
-    def _nbytes(self, tokens: int) -> int:
-        desc = self._registration().desc
-        return tokens * desc.nbytes // desc.chunk_tokens
+    def _nbytes(self, op: LoadOp | StoreOp, tokens: int) -> int:
+        """The bytes of `tokens` tokens, and of the state at the end if there is one."""
+        registration = self._registration()
+        chunk = registration.desc.chunk_tokens
+        return sum(
+            (op.block_ids[index][-1] != NO_BLOCK) * desc.nbytes if group.state else tokens * desc.nbytes // chunk
+            for index, group, desc in zip(
+                self._group_of_each, registration.layout.groups, registration.desc.groups, strict=True
+            )
+        )
 
     def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
         chunk = self._registration().desc.chunk_tokens

@@ -45,7 +45,7 @@ from kvf_vllm.facts import (
 )
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
-from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks
+from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
@@ -107,9 +107,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         _check_failure_policy(transfer)
         check_parallel(vllm_config.parallel_config)
         self._groups = groups_of(kv_cache_config)
-        if self._options.load == "sync" and len(self._groups) > 1:
+        if self._options.load == "sync" and only_between_steps(self._groups):
             raise ConfigFieldError(
-                f"this model has {len(self._groups)} KV cache groups, which vLLM can only load asynchronously",
+                "this model has several KV cache groups or recurrent states, which vLLM can only load asynchronously",
                 where="kvframework.load",
                 available="async",
             )
@@ -216,7 +216,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             worker=parallel.rank,
             is_async=self._options.load == "async",
             stores=place.stores,
-            block_size=self._groups[0].block_size if len(self._groups) == 1 else 0,
+            block_size=0 if only_between_steps(self._groups) else self._groups[0].block_size,
             adapters=_adapters(config.lora_config),
         )
         self._instance.attach(kv_caches)
@@ -294,6 +294,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 scheduler_output.num_scheduled_tokens,
                 tables.get_block_ids if tables is not None else lambda _request_id: None,
                 _new_blocks(scheduler_output, self._groups),
+                tables.boundary_state_offloads if tables is not None else {},
             )
         )
 
@@ -405,12 +406,14 @@ def _new_blocks(scheduler_output: Any, groups: Sequence[GroupFacts]) -> set[int]
     ):
         # A resumed request is given its whole table, others only their new blocks.
         given.append((table or (), computed if request_id in cached.resumed_req_ids else 0))
-    return {
+    written = {
         block
         for table, computed in given
         for group, ids in zip(groups, table, strict=False)
         for block in ids[computed // group.block_size :]
     }
+    # Copies of states go into blocks that need not be in any table.
+    return written.union(copy.dst_block_id for copy in scheduler_output.kv_cache_block_copies or ())
 
 
 def _event_block_size(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,9 @@ from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW = frozenset({"SlidingWindowSpec"})
+_STATE = "MambaSpec"
+# Recurrent layers, by vLLM's names, whose whole state lies in one block. A plugin's own ("CUSTOM") may keep more.
+_STATES = frozenset({"MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"})
 # The fields of a layer's cache spec and of the layer that determine the order of bytes in a block.
 _SPEC_FACTS = (
     "num_kv_heads",
@@ -38,6 +41,9 @@ _SPEC_FACTS = (
     "page_size_bytes",
     "model_version",
     "alignment",
+    "mamba_type",
+    "shapes",
+    "dtypes",
 )
 # The fields of a cache that holds keys and values unchanged.
 _PLAIN = {"kv_quant_mode": 0, "num_head_slots": None, "state_content_bytes": None, "tokens_per_state": 1}
@@ -49,6 +55,10 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _layer_specs(group.kv_cache_spec)
         names = {type(spec).__name__ for spec in specs.values()} or {type(group.kv_cache_spec).__name__}
+        if names == {_STATE} and getattr(group, "enable_kv_transfer", True):
+            _check_states(index, specs.values())
+            groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), state=True))
+            continue
         windows = (
             {int(getattr(spec, "sliding_window", None) or 0) for spec in specs.values()} if names <= _WINDOW else {0}
         )
@@ -60,13 +70,34 @@ def groups_of(kv_cache_config: Any) -> tuple[GroupFacts, ...]:
             raise BadLayout(
                 f"KV cache group {index} holds {', '.join(sorted(names))}",
                 where="kvf_vllm",
-                available=", ".join(sorted(_FULL | _WINDOW)),
+                available=", ".join(sorted(_FULL | _WINDOW | {_STATE})),
                 hint="run this model without the connector",
             )
         # vLLM's window counts the position itself.
         window = max(windows.pop() - 1, 0)
         groups.append(GroupFacts(tuple(group.layer_names), int(group.kv_cache_spec.block_size), window))
     return tuple(groups)
+
+
+def _check_states(index: int, specs: Iterable[Any]) -> None:
+    """Raises `BadLayout` for recurrent states that cannot be kept."""
+    for spec in specs:
+        kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+        if kind not in _STATES:
+            raise BadLayout(
+                f"KV cache group {index} holds recurrent states of the kind {kind}",
+                where="kvf_vllm",
+                available=", ".join(sorted(_STATES)),
+                hint="run this model without the connector",
+            )
+        if spec.mamba_cache_mode != "align":
+            raise BadLayout(
+                f"KV cache group {index} holds recurrent states, of which vLLM keeps none (mamba_cache_mode is "
+                f"{spec.mamba_cache_mode!r})",
+                where="kvf_vllm",
+                available='mamba_cache_mode "align", vLLM\'s default with prefix caching',
+                hint="start the engine with --enable-prefix-caching",
+            )
 
 
 def check_parallel(parallel: Any) -> None:
@@ -130,7 +161,8 @@ def packing_of(
     `BadLayout` if they are missing."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: dict[str, object] = {"layout": kv_cache_config.kv_cache_layout}
-    backends, isas, dtypes, sizes = set(), set(), set(), set()
+    backends, isas, sizes = set(), set(), set()
+    dtypes: set[str] = set()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for name, spec in _specs_by_layer(group).items():
             backend, layer = _backend(layers, name), layers[name]
@@ -144,7 +176,7 @@ def packing_of(
             ]
             backends.add(backend)
             isas.add(str(getattr(layer, "isa", "")))
-            dtypes.add(str(spec.dtype).removeprefix("torch."))
+            dtypes.update(str(each).removeprefix("torch.") for each in getattr(spec, "dtypes", None) or (spec.dtype,))
             sizes.add(int(spec.block_size))
     return packing_name(
         "+".join(sorted(backends)),
@@ -169,7 +201,7 @@ def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:
                 isa=str(getattr(layers[name], "isa", "")),
                 cache_layout=str(kv_cache_config.kv_cache_layout),
                 spec=type(spec).__name__,
-                dtype=str(spec.dtype).removeprefix("torch."),
+                dtype=str(getattr(spec, "dtype", "")).removeprefix("torch."),
                 model_dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
                 kv_dtype=str(getattr(layers[name], "kv_cache_dtype", "")),
                 heads=heads,
@@ -182,7 +214,11 @@ def forms_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerForm]:
 
 
 def _backend(layers: Mapping[str, Any], name: str) -> str:
-    backend = getattr(layers.get(name), "attn_backend", None)
+    layer: Any = layers.get(name)
+    backend = getattr(layer, "attn_backend", None)
+    if backend is None and hasattr(layer, "get_attn_backend"):
+        # Recurrent layers only have the method.
+        backend = layer.get_attn_backend()
     if backend is None:
         raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
     return str(backend.get_name())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -27,11 +28,13 @@ _ERA = "vllm1"
 @dataclass(frozen=True)
 class GroupFacts:
     """One KV cache group of vLLM: layers under one block table. `window` is the number of tokens before a position that
-    are needed there (one less than vLLM's, which counts the position itself), 0 for all."""
+    are needed there (one less than vLLM's, which counts the position itself), 0 for all. `state`: a block holds the
+    recurrent state after its last token, and few blocks are kept."""
 
     layers: tuple[str, ...]
     block_size: int
     window: int = 0
+    state: bool = False
 
 
 class BlockForm(Protocol):
@@ -60,7 +63,9 @@ class OpaqueBlocks:
     layout: str = "opaque"
 
     def options(self, groups: Sequence[GroupFacts]) -> dict[str, object]:
-        return {"packing": self.packing, "groups": group_rules(groups, block_axis=0)}
+        # With states the chunk is vLLM's own step between two prefixes that it can use.
+        chunk = math.lcm(*(group.block_size for group in groups)) if any(group.state for group in groups) else 0
+        return {"packing": self.packing, "groups": group_rules(groups, block_axis=0), "chunk_tokens": chunk}
 
     def tensors(
         self, groups: Sequence[GroupFacts], kv_caches: Mapping[str, torch.Tensor], num_blocks: int
@@ -87,6 +92,7 @@ def group_rules(groups: Sequence[GroupFacts], **more: object) -> list[dict[str, 
             "layers": [glob.escape(layer) for layer in group.layers],
             "block_size": group.block_size,
             "window": group.window,
+            "state": group.state,
             **more,
         }
         for group in groups
@@ -131,10 +137,16 @@ def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, 
     return tuple(by_layer[group.layer_names[0]] for group in layout.groups)
 
 
+def only_between_steps(groups: Sequence[GroupFacts]) -> bool:
+    """True if vLLM can be told of a failed load by its request only, which it takes for loads between steps: with
+    several groups, and with states, whose tables name the null block."""
+    return len(groups) > 1 or any(group.state for group in groups)
+
+
 def whole_prompt_loadable(groups: Sequence[GroupFacts]) -> bool:
     """True if KV of a whole prompt is useful: vLLM then computes the last token again, and a window may have freed
-    blocks that this token attends to."""
-    return not any(group.window for group in groups)
+    blocks that this token attends to; a state has passed it already."""
+    return not any(group.window or group.state for group in groups)
 
 
 def blocks_between(groups: Sequence[GroupFacts], table: GroupBlocks, start: int, end: int) -> list[list[int]]:
@@ -144,11 +156,17 @@ def blocks_between(groups: Sequence[GroupFacts], table: GroupBlocks, start: int,
     ]
 
 
-def storable(groups: Sequence[GroupFacts], block_ids: list[list[int]], tokens: int) -> list[list[int]] | None:
+def storable(
+    groups: Sequence[GroupFacts], block_ids: list[list[int]], tokens: int, states: Mapping[int, int]
+) -> list[list[int]] | None:
     """`block_ids` with `NO_BLOCK` for blocks that a window has freed; None if the table does not cover all `tokens`, or
-    a block is missing where all are needed."""
+    a block is missing where all are needed. `states` has the block of each state after the last token, by group: what
+    stands in the table of a state may be another one by now."""
     found = []
-    for group, ids in zip(groups, block_ids, strict=True):
+    for index, (group, ids) in enumerate(zip(groups, block_ids, strict=True)):
+        if group.state:
+            found.append([NO_BLOCK] * (tokens // group.block_size - 1) + [states.get(index, NO_BLOCK)])
+            continue
         if len(ids) * group.block_size != tokens or (not group.window and NULL_BLOCK in ids):
             return None
         found.append([NO_BLOCK if block == NULL_BLOCK else block for block in ids])

@@ -12,14 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.events import Announcements, BlocksStored
-from kvf_vllm.layouts import GroupFacts, blocks_between, storable, whole_prompt_loadable
+from kvf_vllm.layouts import GroupFacts, blocks_between, only_between_steps, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch
+from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.client import RequestHashes
@@ -89,7 +91,7 @@ class SchedulerSide:
         self._loads = loads
         self._stores = stores
         self._clock = clock
-        self._is_async = options.load == "async" or len(self._groups) > 1
+        self._is_async = options.load == "async" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
         self._served: Served | None = None
         self._heard: dict[int, Served | None] = {}
@@ -203,10 +205,11 @@ class SchedulerSide:
         scheduled: Mapping[str, int],
         tables: Callable[[str], GroupBlocks | None],
         new_blocks: Iterable[int] = (),
+        states: Mapping[str, Iterable[Handover]] = MappingProxyType({}),
     ) -> StepPlan:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
-        last step."""
+        last step; `states` are complete after it."""
         written = self._foreign.union(new_blocks)
         self._foreign = set()
         for load in self._planned_loads:
@@ -217,7 +220,7 @@ class SchedulerSide:
             for request_id, tokens in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
-                    stores += self._plan_store(tracked, tokens, tables)
+                    stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
         return StepPlan(loads, stores, fence)
 
@@ -352,7 +355,11 @@ class SchedulerSide:
         return tracked.hashes
 
     def _plan_store(
-        self, tracked: _Tracked, scheduled: int, tables: Callable[[str], GroupBlocks | None]
+        self,
+        tracked: _Tracked,
+        scheduled: int,
+        tables: Callable[[str], GroupBlocks | None],
+        handed: Iterable[Handover],
     ) -> Iterable[StoreOp]:
         assert self._served is not None
         request, chunk = tracked.request, self._served.chunk_tokens
@@ -367,8 +374,17 @@ class SchedulerSide:
         hashes, table = self._hashed(tracked), tables(request.request_id)
         if hashes is None or table is None:
             return
-        start = tracked.stored
-        block_ids = storable(self._groups, blocks_between(self._groups, table, start, end), end - start)
+        states = complete_states(self._groups, handed)
+        # A store has room for one state, after its last token.
+        inner = sorted(tokens for tokens in states if tracked.stored < tokens < end and not tokens % chunk)
+        for each in (*inner, end):
+            yield from self._store_up_to(each, tracked, hashes, table, states.get(each, {}))
+
+    def _store_up_to(
+        self, end: int, tracked: _Tracked, hashes: RequestHashes, table: GroupBlocks, states: Mapping[int, int]
+    ) -> Iterable[StoreOp]:
+        request, start = tracked.request, tracked.stored
+        block_ids = storable(self._groups, blocks_between(self._groups, table, start, end), end - start, states)
         tracked.stored = end
         if block_ids is None:
             self.tally.count("unstorable_chunks")

@@ -159,3 +159,21 @@ def test_groups_of_opaque_blocks_with_windows_and_states():
     assert torch.equal(kv["a"][0], kept["a"][7])
     assert torch.equal(kv["a"][1], kept["a"][6])
     assert not kv["a"][2:].any()
+
+
+def test_the_engine_may_decide_the_chunks():
+    kv = {"a": torch.zeros(BLOCKS, 5), "s": torch.zeros(BLOCKS, 3)}
+    rules = [OpaqueRule(("s",), state=True, block_size=2 * BLOCK), OpaqueRule(("a",))]
+    declared = OpaqueLayout("x", 0, rules, chunk_tokens=4 * BLOCK).describe(kv, block_size=BLOCK)
+    for chunk_size in (1, 256):
+        desc = OpaqueLayout().object_desc(declared, chunk_size)
+        assert desc.chunk_tokens == 4 * BLOCK
+        assert [group.shape for group in desc.groups] == [(1, 1, 1, 12), (1, 1, 4, 20)]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "said"), [(3 * BLOCK, "no multiple of block_size 8"), (1 << 25, "33554432")])
+def test_chunks_that_are_not_whole_blocks_are_refused(chunk_tokens, said):
+    kv = {"a": torch.zeros(BLOCKS, 5), "s": torch.zeros(BLOCKS, 3)}
+    rules = [OpaqueRule(("s",), state=True, block_size=2 * BLOCK), OpaqueRule(("a",))]
+    with pytest.raises(BadLayout, match=said):
+        OpaqueLayout("x", 0, rules, chunk_tokens=chunk_tokens).describe(kv, block_size=BLOCK)

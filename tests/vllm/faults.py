@@ -37,6 +37,22 @@ class WrongKv(Watched):
                     tensor[blocks] = -tensor[blocks]
 
 
+class WithoutStatesTheSecondTime(Watched):
+    """From the second load on the blocks of recurrent states are left empty, as vLLM hands them out."""
+
+    _loads = 0
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for op in self._get_connector_metadata().plan.loads:
+            self._loads += 1
+            if self._loads == 1:
+                continue
+            for group, blocks in zip(self._groups, op.block_ids, strict=True):
+                for layer in group.layers if group.state else ():
+                    self._instance._tensors[layer][blocks[-1]] = 0
+
+
 class ServerDiesBeforeLoad(Watched):
     """Between the lookup that promised a hit and the load."""
 

@@ -27,9 +27,16 @@ def make(directory: Path, size: str) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1234)
-    model = AutoModelForCausalLM.from_config(_gemma() if size == "window" else _llama(*SIZES[size])).float()
+    return save(
+        directory,
+        AutoModelForCausalLM.from_config(_gemma() if size == "window" else _llama(*SIZES[size])).float(),
+    )
+
+
+def save(directory: Path, model: Any) -> Path:
+    """Writes a model of transformers and a tokenizer for it."""
+    directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     _tokenizer(directory)
     (directory / "done").write_text(json.dumps({"parameters": sum(weight.numel() for weight in model.parameters())}))

@@ -25,6 +25,7 @@ from typing import Any
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
+from tests.vllm import hybrid_models
 from tests.vllm.model import make, prompt
 
 ENGINES = 2
@@ -175,6 +176,11 @@ def engine(model: Path, directory: Path, endpoint: str = "", more: tuple[str, ..
             process.wait()
 
 
+def model_of(cache: Path, name: str) -> Path:
+    """A model by its size, or by its family for one with recurrent layers."""
+    return hybrid_models.make(cache / name, name) if name in hybrid_models.FAMILIES else make(cache / name, name)
+
+
 def opening(conversation: int) -> list[int]:
     """Half of the conversations begin alike."""
     shared = prompt(600, seed=conversation % 2)
@@ -275,10 +281,12 @@ def run(model: Path, directory: Path, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--model", default="tiny")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvf-soak-") as directory:
-        for name, value in run(make(arguments.models / "tiny", "tiny"), Path(directory), arguments.seconds).items():
+        model = model_of(arguments.models, arguments.model)
+        for name, value in run(model, Path(directory), arguments.seconds).items():
             print(f"{name}: {value}")
 
 

@@ -20,6 +20,8 @@ BLOCK = 4
 CHUNK = 8
 SERVED = Served("m", b"n" * 16, CHUNK, 1)
 ONE_GROUP = (GroupFacts(("layer",), BLOCK),)
+# vLLM gives all groups of a hybrid model blocks of one size.
+RECURRENT = (GroupFacts(("full",), CHUNK), *(GroupFacts((name,), CHUNK, state=True) for name in ("conv", "ssm")))
 WINDOWED = (GroupFacts(("full",), BLOCK), GroupFacts(("window",), BLOCK, window=6))
 
 

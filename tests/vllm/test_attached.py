@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.states import Handover
 from kvf_vllm.step_messages import StepPlan
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.layout import NO_BLOCK
@@ -36,6 +37,7 @@ BLOCKS, HEADS, BLOCK, DIM = 32, 2, 16, 8
 CHUNK = 32
 HYBRID = (GroupFacts(("l.0", "l.1"), BLOCK), GroupFacts(("w.0",), BLOCK, window=20))
 PLAIN = HYBRID[:1]
+RECURRENT = (*PLAIN, GroupFacts(("s.0",), BLOCK, state=True))
 WHOLE = OpaqueBlocks("p")
 OPTIONS = VllmOptions(connect_timeout_s=1.0, deadline_scale=20.0)
 
@@ -81,10 +83,11 @@ class Engine:
         self.scheduler.heard(self.worker.take_report())
         return finished
 
-    def compute(self, request: FakeRequest, table: list[list[int]]) -> None:
+    def compute(self, request: FakeRequest, table: list[list[int]], states: Sequence[Handover] = ()) -> None:
         """All tokens of a request that are not computed yet, in one step."""
         tokens = request.num_tokens - request.num_computed_tokens
-        self.step(self.scheduler.plan_step({request.request_id: tokens}, lambda _request_id: table))
+        handed = {request.request_id: states}
+        self.step(self.scheduler.plan_step({request.request_id: tokens}, lambda _request_id: table, (), handed))
         request.num_computed_tokens += tokens
 
     def match(self, request: FakeRequest, computed: int = 0) -> int:
@@ -181,6 +184,57 @@ def test_groups_with_a_window_move_what_the_window_needs(make: Any, form: BlockF
     assert torch.equal(other.memory[:, 10:16], first.memory[:, 1:7])
     # One layer: the other one's memory under these block ids belongs to nobody.
     assert torch.equal(other.memory[0, 25:27], first.memory[0, 22:24])
+
+
+def test_a_hit_ends_only_where_a_state_is_and_has_it(make: Any) -> None:
+    first, other = make(RECURRENT), make(RECURRENT)
+    tokens = list(range(3 * BLOCK + 1))
+    request = FakeRequest("a", tokens)
+    first.match(request)
+    # Of the states vLLM has kept the one that block 21 holds, wherever its table says that states lie.
+    first.compute(request, [[1, 2, 3, 4], [0, 0, 20, 22]], [(1, 21, 3 * BLOCK)])
+    assert other.match(FakeRequest("b", tokens[: 2 * BLOCK + 1])) == 0, "the KV is there, but no state at its end"
+    assert other.match(FakeRequest("c", [*tokens[: 2 * BLOCK], *[7] * BLOCK])) == 0
+    again = FakeRequest("d", tokens)
+    # The chunk is a block, although the server's chunk_size is two.
+    assert other.match(again) == 3 * BLOCK
+    before = other.memory.clone()
+    assert other.load(again, [[10, 11, 12], [0, 0, 25]], 3 * BLOCK) == ({"d"}, set())
+    assert torch.equal(other.memory[:, 10:13], first.memory[:, 1:4])
+    assert torch.equal(other.memory[0, 25], first.memory[0, 21])
+    untouched = [block for block in range(BLOCKS) if block not in (10, 11, 12, 25)]
+    assert torch.equal(other.memory[:, untouched], before[:, untouched])
+    nbytes = (before[:, 10:13].numel() + before[0, 25].numel()) * 4
+    assert (first.worker.tally.counts["stored_bytes"], other.worker.tally.counts["loaded_bytes"]) == (nbytes, nbytes)
+
+
+def test_kv_without_its_state_is_not_loaded(make: Any, server: ServerProcess) -> None:
+    first, other = make(RECURRENT), make(RECURRENT)
+    tokens = list(range(2 * BLOCK + 1))
+    request = FakeRequest("a", tokens)
+    first.match(request)
+    first.compute(request, [[1, 2, 3], [0, 20, 22]])
+    assert first.worker.tally.counts["stored_tokens"] == 2 * BLOCK
+    assert other.match(FakeRequest("b", tokens)) == 0
+    # Another engine computes the same, and keeps the state.
+    third = make(RECURRENT)
+    late = FakeRequest("c", tokens)
+    third.match(late)
+    third.compute(late, [[1, 2, 3], [0, 20, 22]], [(1, 20, 2 * BLOCK)])
+    assert make(RECURRENT).match(FakeRequest("d", tokens)) == 2 * BLOCK
+
+
+def test_what_is_lost_after_the_lookup_fails_the_whole_load(make: Any, server: ServerProcess) -> None:
+    first, other = make(RECURRENT), make(RECURRENT)
+    tokens = list(range(2 * BLOCK + 1))
+    request = FakeRequest("a", tokens)
+    first.match(request)
+    first.compute(request, [[1, 2, 3], [0, 20, 22]], [(1, 20, 2 * BLOCK)])
+    again = FakeRequest("b", tokens)
+    assert other.match(again) == 2 * BLOCK
+    server.kill9()
+    assert other.load(again, [[10, 11], [0, 25]], 2 * BLOCK) == ({"b"}, {"b"})
+    assert other.match(again) == 0
 
 
 def test_another_packing_never_mixes(make: Any) -> None:

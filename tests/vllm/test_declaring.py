@@ -24,7 +24,7 @@ from kvf_vllm.facts import (
     stage_of_model,
 )
 from kvf_vllm.identity import ModelFacts, files_of, fingerprint, identify
-from kvf_vllm.layouts import GroupFacts, packing_name
+from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import EQUAL, check_version
 from kvframework.client import KvIdentity, named_identity
@@ -349,17 +349,86 @@ def test_full_attention_that_only_computes_a_window_keeps_all_blocks() -> None:
     assert groups_of(caches(spec("FullAttentionSpec", sliding_window=512)))[0].window == 0
 
 
-@pytest.mark.parametrize("kind", ["MambaSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "RSWASpec"])
+@pytest.mark.parametrize("kind", ["CircularBufferSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "RSWASpec"])
 def test_caches_that_cannot_be_kept_are_refused_by_name(kind: str) -> None:
     with pytest.raises(BadLayout, match=kind):
         groups_of(caches(spec("FullAttentionSpec"), spec(kind)))
 
 
+def state(**fields: Any) -> Any:
+    """vLLM's description of a recurrent layer's cache, which has no `dtype`."""
+    given: dict[str, Any] = {
+        "block_size": 640,
+        "mamba_type": SimpleNamespace(name="GDN_ATTN"),
+        "mamba_cache_mode": "align",
+        "shapes": ((3, 1024), (4, 128, 128)),
+        "dtypes": ("torch.bfloat16", "torch.float32"),
+        "page_size_bytes": 327680,
+    }
+    return type("MambaSpec", (), {**given, **fields})()
+
+
+def test_recurrent_states_are_a_group_of_their_own() -> None:
+    full, recurrent = groups_of(caches(spec("FullAttentionSpec", block_size=640), state()))
+    assert (full.state, recurrent) == (False, GroupFacts(("layers.1.attn",), 640, state=True))
+    form = OpaqueBlocks("p")
+    assert form.options((full, recurrent))["chunk_tokens"] == 640
+    assert [each["state"] for each in form.options((full, recurrent))["groups"]] == [False, True]  # type: ignore[attr-defined]
+    assert form.options((full,))["chunk_tokens"] == 0, "without states the server decides"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mamba_type": SimpleNamespace(name="CUSTOM")}, "recurrent states of the kind CUSTOM"),
+        ({"mamba_type": "HYENA"}, "recurrent states of the kind HYENA"),
+        ({"mamba_cache_mode": "none"}, "vLLM keeps none"),
+        ({"mamba_cache_mode": "all"}, "vLLM keeps none"),
+    ],
+)
+def test_states_that_cannot_be_kept_are_refused_with_the_reason(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadLayout, match=reason):
+        groups_of(caches(spec("FullAttentionSpec"), state(**fields)))
+
+
+def test_the_packing_names_all_that_a_state_depends_on() -> None:
+    """A model whose states have another size, shape or dtype with another backend shares nothing."""
+    variants = []
+    for changes in (
+        {},
+        {"shapes": ((1024, 3), (4, 128, 128))},
+        {"dtypes": ("torch.bfloat16", "torch.bfloat16")},
+        {"page_size_bytes": 655360},
+        {"mamba_type": SimpleNamespace(name="MAMBA2")},
+    ):
+        config = caches(spec("FullAttentionSpec"), state(**changes))
+        variants.append(packing_of(engine(config), config, {}))
+    config = caches(spec("FullAttentionSpec"), state())
+    variants.append(packing_of(engine(config, backend="GDN_OTHER"), config, {}))
+    assert len(set(variants)) == len(variants)
+    assert all(len(variant) <= 128 for variant in variants)
+
+
+def test_a_recurrent_layer_names_its_backend_by_a_method() -> None:
+    config = caches(state())
+    backend = SimpleNamespace(get_name=lambda: "GDN_ATTN")
+    recurrent = SimpleNamespace(get_attn_backend=lambda: backend)
+    told = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": recurrent}))
+    assert packing_of(told, config, {}).startswith("vllm1/GDN_ATTN/bfloat16+float32/b640/")
+
+
+def test_states_do_not_convert_to_canonical() -> None:
+    config = caches(spec("FullAttentionSpec"), state())
+    with pytest.raises(BadLayout, match=r"MambaSpec.*more or less than keys and values"):
+        CanonicalBlocks(forms_of(engine(config, backend="FLASH_ATTN", isa=""), config))
+
+
 def test_groups_that_vllm_does_not_transfer_are_refused() -> None:
-    config = caches(spec("FullAttentionSpec"))
-    config.kv_cache_groups[0].enable_kv_transfer = False
-    with pytest.raises(BadLayout):
-        groups_of(config)
+    for each in (spec("FullAttentionSpec"), state()):
+        config = caches(each)
+        config.kv_cache_groups[0].enable_kv_transfer = False
+        with pytest.raises(BadLayout):
+            groups_of(config)
 
 
 def engine(config: Any, *, isa: str = "vec", backend: str = "CPU_ATTN", kv_dtype: str = "auto") -> Any:

@@ -76,6 +76,54 @@ def test_a_wrong_option_is_refused_before_a_connector_is_made() -> None:
         KvFrameworkConnector.get_required_kvcache_layout(SimpleNamespace(kv_transfer_config=transfer))
 
 
+def recurrent(mode: str, kind: str = "GDN_ATTN") -> Any:
+    """vLLM's own KV cache configuration of a model with one recurrent layer beside one of attention."""
+    import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    full = FullAttentionSpec(block_size=640, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    state = MambaSpec(
+        block_size=640,
+        shapes=((3, 1024), (4, 128, 128)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum[kind],
+        mamba_cache_mode=mode,
+    )
+    groups = [KVCacheGroupSpec(["l.0"], full), KVCacheGroupSpec(["l.1"], state)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_states_in_vllms_own_words() -> None:
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    from kvf_vllm.facts import groups_of
+    from kvframework.errors import BadLayout
+
+    for kind in MambaAttentionBackendEnum.__members__:
+        if kind == "CUSTOM":
+            with pytest.raises(BadLayout, match="of the kind CUSTOM"):
+                groups_of(recurrent("align", kind))
+            continue
+        full, state = groups_of(recurrent("align", kind))
+        assert (full.state, state.state, state.block_size) == (False, True, 640)
+    with pytest.raises(BadLayout, match="vLLM keeps none"):
+        groups_of(recurrent("none"))
+
+
+def test_copies_of_states_are_among_the_blocks_to_be_written() -> None:
+    """vLLM makes room for a state that it is about to overwrite in a block that stands in no table."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from kvf_vllm.connector import _new_blocks
+    from kvf_vllm.layouts import GroupFacts
+
+    output = SchedulerOutput.make_empty()
+    assert _new_blocks(output, (GroupFacts(("l.1",), 640, state=True),)) == set()
+    output.kv_cache_block_copies = [SimpleNamespace(src_block_id=3, dst_block_id=7)]
+    assert _new_blocks(output, (GroupFacts(("l.1",), 640, state=True),)) == {7}
+
+
 def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none() -> None:
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import soak
-from tests.vllm.model import make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_conversations_with_two_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "lfm2"])
+def test_conversations_with_two_engines(tmp_path: Path, model: str) -> None:
     cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "120"))
-    seen = soak.run(make(cache / "tiny", "tiny"), tmp_path, seconds)
+    seen = soak.run(soak.model_of(cache, model), tmp_path, seconds)
     assert seen["answers"] >= soak.CONVERSATIONS * soak.TURNS
     assert seen["broken off"]
     connector = seen["connector"]

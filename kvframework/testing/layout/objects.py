@@ -42,7 +42,7 @@ class ObjectTests(LayoutKit):
     ) -> None:
         desc = layout.object_desc(declared, chunk)
         assert bare.object_desc(declared, chunk) == desc, "the engine and the server describe different objects"
-        tokens = chunk_tokens_for([group.block_size for group in declared.groups], chunk)
+        tokens = chunk_tokens_for([group.block_size for group in declared.groups], declared.chunk_tokens or chunk)
         assert desc.chunk_tokens == tokens, f"chunk_tokens is {desc.chunk_tokens}, whole blocks are {tokens} tokens"
         if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
             assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
