@@ -18,13 +18,13 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, learn_layers, torch, transformers
+    global ModelIdentity, TransformersKV, learn_form, torch, transformers
     import torch
     import transformers
 
     from kvf_transformers import TransformersKV
+    from kvf_transformers.cache_form import learn_form
     from kvf_transformers.identity import ModelIdentity
-    from kvf_transformers.shapes import learn_layers
 
 
 CHUNK = 32
@@ -269,39 +269,11 @@ def test_batches_and_empty_prompts_are_refused(tmp_path):
             kv.save(prompt(), window)
 
 
-REFUSED = {
-    "mamba": lambda t: (
-        t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
-        "LinearAttentionLayer",
-    ),
-    "hybrid": lambda t: (
-        t.Qwen3NextConfig(
-            **SMALL,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
-        "LinearAttentionLayer",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_keep_a_state_are_refused(kind):
-    config, name = REFUSED[kind](transformers)
-    with pytest.raises(BadLayout, match=name):
-        learn_layers(make_model(config))
-
-
 def test_encoder_decoders_and_models_without_this_cache_are_refused():
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
     torch.manual_seed(0)
     with pytest.raises(BadLayout, match="encoder-decoder"):
-        learn_layers(transformers.T5ForConditionalGeneration(config))
+        learn_form(transformers.T5ForConditionalGeneration(config))
 
     class NoCache(torch.nn.Module):
         config = transformers.LlamaConfig(**SMALL)
@@ -311,11 +283,11 @@ def test_encoder_decoders_and_models_without_this_cache_are_refused():
             return input_ids
 
     with pytest.raises(BadLayout, match="DynamicCache"):
-        learn_layers(NoCache())
+        learn_form(NoCache())
 
 
 def test_shapes_are_learnt_per_layer():
-    templates = learn_layers(make_model(FAMILIES["deepseek with unequal keys and values"](transformers)))
+    templates = learn_form(make_model(FAMILIES["deepseek with unequal keys and values"](transformers))).pairs
     assert len(templates) == 3
     for keys, values in templates:
         assert keys.shape[2] == values.shape[2] == 0
