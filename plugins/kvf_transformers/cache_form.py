@@ -16,7 +16,7 @@ from transformers import DynamicCache, cache_utils
 
 from kvf_transformers.forward import Forward
 from kvf_transformers.shapes import LayerPair, check_layers, checked_cache, has_pair, has_states, layers_of
-from kvframework.errors import BadLayout
+from kvframework.errors import BadLayout, RequestError
 
 # The proof's prompt: so many tokens, and some more behind them.
 _BEFORE, _BEHIND = 12, 4
@@ -35,6 +35,22 @@ class StatePlace(NamedTuple):
     @property
     def name(self) -> str:
         return f"states.{self.layer}.{self.kind}.{self.number}"
+
+
+class RestoredCache(DynamicCache):  # type: ignore[misc]
+    """A cache that keeps every token, also those that leave a sliding window."""
+
+    def activate_past_recording(self) -> None:
+        """Begin to keep what may be taken back, which assisted generation does. It passes the whole prompt to the
+        model again, whatever the cache holds, so the tokens that were restored would be there twice: refused with
+        `RequestError`. On mps, generation of any kind calls this."""
+        held = int(self.get_seq_length())
+        if held and not any(getattr(layer, "device", None) == torch.device("mps:0") for layer in self.layers):
+            raise RequestError(
+                f"assisted generation cannot begin with a cache that holds {held} tokens",
+                hint="decode without an assistant, or give generate() an empty cache: save() stores that afterwards",
+            )
+        super().activate_past_recording()
 
 
 @dataclass(frozen=True)
@@ -87,11 +103,11 @@ def learn_form(model: Any) -> CacheForm:
     return form
 
 
-def empty_cache(config: Any, *, plain: bool) -> DynamicCache:
-    """Return a cache that keeps every token, also those that leave a sliding window."""
+def empty_cache(config: Any, *, plain: bool) -> RestoredCache:
+    """Return a new cache for a model's prompt."""
     if plain:
-        return DynamicCache()
-    cache = DynamicCache(config=config)
+        return RestoredCache()
+    cache = RestoredCache(config=config)
     cache.layers = [_whole(layer) for layer in cache.layers]
     return cache
 
@@ -177,8 +193,8 @@ def _prove(model: Any, form: CacheForm) -> None:
     def difference(kind: str = "") -> float:
         """How far the logits are off, without the states of one kind."""
         cache = empty_cache(model.config, plain=form.plain)
-        left = [torch.zeros_like(each) if place.kind == kind else each for place, each in zip(form.states, states)]
-        fill(form, cache, pairs, left)
+        given = zip(form.states, states, strict=True)
+        fill(form, cache, pairs, [torch.zeros_like(state) if place.kind == kind else state for place, state in given])
         return float((forward.compute(tokens[_BEFORE:], cache).float() - whole).abs().max())
 
     off = difference()
