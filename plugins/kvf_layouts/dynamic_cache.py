@@ -1,4 +1,4 @@
-"""The layout `dynamic_cache`: the tensors of transformers' caches, keys and values and recurrent states. Engine side."""
+"""The layout `dynamic_cache`: keys, values and recurrent states of transformers' caches. Engine side."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[bytearray], bytes]] = {
     "other positions": lambda data: data[:60] + struct.pack("<i", 3) + data[64:],
     "quantised": lambda data: data.replace(struct.pack("<iQ", 1, 16), struct.pack("<iQ", 8, 16)),
     "absurd rows": lambda data: data.replace(struct.pack("<iQ", 1, 16), struct.pack("<iQ", 1, 1 << 62)),
-    "empty": lambda data: b"",
+    "empty": lambda _data: b"",
 }
 
 
