@@ -177,8 +177,8 @@ def _places(cache: Any) -> list[StatePlace]:
 def _prove(model: Any, form: CacheForm) -> None:
     """Raise `BadLayout` unless a cache that is filled with what was read from another one goes on as that one.
 
-    Some models begin anew, or with a part of their states, when more than one token follows. Rounding tells nothing, so
-    the measure is what it changes to leave states out.
+    Some models begin without states, or with a part of them, when more than one token follows. Rounding differs by
+    itself, so the measure is what it changes to leave states out.
     """
     vocabulary = model.config.get_text_config().vocab_size
     tokens = [(7 * at + 3) % vocabulary for at in range(_BEFORE + _BEHIND)]

@@ -104,7 +104,7 @@ class CacheSession:
         return attached
 
     def chunk_tokens(self, now: ModelNow) -> int:
-        """Return the tokens of a chunk; 0 before the server has told them."""
+        """Return the tokens of a chunk; 0 before a server has answered."""
         attached = self._attached.get(now)
         return attached.registration.desc.chunk_tokens if attached else 0
 

@@ -110,6 +110,7 @@ def control(model, ids, new_tokens):
     return logits, tokens
 
 
+@pytest.mark.engine_feature("transformers", "sliding windows")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, family):
     ids = prompt()
@@ -159,6 +160,7 @@ def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
             assert torch.equal(mine.values, theirs.values[:, :, : 3 * CHUNK])
 
 
+@pytest.mark.engine_feature("transformers", "other prompts")
 def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
     with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "prefixes") as kv:
         ids = prompt(2 * CHUNK, seed=3)[0].tolist()
@@ -185,6 +187,7 @@ def test_generation_ends_at_a_stop_id(server):
         assert kv.generate(prompt(), 8, stop_ids=[tokens[2]]).tokens == tokens[: tokens.index(tokens[2]) + 1]
 
 
+@pytest.mark.engine_feature("transformers", "tenants")
 def test_models_with_other_weights_or_salt_share_nothing(server):
     ids = prompt(seed=6)
     with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
@@ -229,6 +232,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.engine_feature("transformers", "no server")
 def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
     model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=8)
     with ServerProcess(f"server.chunk_size={CHUNK}") as own, attach(model, own, "killed") as kv:
@@ -243,6 +247,7 @@ def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
         assert before.tokens == during.tokens == after.tokens
 
 
+@pytest.mark.engine_feature("transformers", "no server")
 def test_without_a_server_prompts_are_computed(tmp_path, caplog):
     model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt()
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.1) as kv:

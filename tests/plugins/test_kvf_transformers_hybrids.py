@@ -54,6 +54,7 @@ def without(cache, kind):
                 state.zero_()
 
 
+@pytest.mark.engine_feature("transformers", "hybrid models")
 @pytest.mark.parametrize("family", ["qwen3-next", "lfm2", "falcon-h1"])
 def test_a_prompt_is_restored_with_its_states_or_not_at_all(server, family):
     model, ids = made(HYBRIDS[family]()), prompt(TOKENS)
@@ -157,6 +158,7 @@ STATIC = {
 }
 
 
+@pytest.mark.engine_feature("transformers", "static caches")
 @pytest.mark.parametrize("family", STATIC)
 def test_a_static_cache_is_filled_as_a_dynamic_one(server, family):
     model, ids = made(STATIC[family]()), prompt(TOKENS, seed=6)
@@ -169,6 +171,7 @@ def test_a_static_cache_is_filled_as_a_dynamic_one(server, family):
         assert list(kv.decode(logits, cache, 8)) == expected
 
 
+@pytest.mark.engine_feature("transformers", "static caches")
 def test_a_static_cache_is_stored(server):
     model, ids = made(transformers.LlamaConfig(**SMALL)), prompt(TOKENS, seed=7)
     with attach(model, server, "from static") as kv:
@@ -180,6 +183,7 @@ def test_a_static_cache_is_stored(server):
         assert (warm.restored.hit_tokens, warm.tokens) == (3 * CHUNK, cold.tokens)
 
 
+@pytest.mark.engine_feature("transformers", "continuous batching", "refused")
 def test_caches_that_cannot_be_filled_or_stored_are_refused(tmp_path):
     model, ids = made(transformers.Gemma2Config(**SMALL, sliding_window=24)), prompt(TOKENS)
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.0) as kv:
@@ -205,6 +209,7 @@ def test_caches_that_cannot_be_filled_or_stored_are_refused(tmp_path):
 # assisted generation, by transformers' own loop
 
 
+@pytest.mark.engine_feature("transformers", "speculative decoding", "refused")
 def test_assisted_generation_is_refused_from_a_restored_cache_since_it_would_be_wrong(server):
     model, ids = made(transformers.LlamaConfig(**SMALL)), prompt(TOKENS, seed=8)
     expected = plain_tokens(model, ids)

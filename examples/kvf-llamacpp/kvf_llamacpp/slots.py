@@ -92,6 +92,7 @@ class Slots:
         self._client.close()
 
     def _restore(self, prompt: Sequence[int]) -> int:
+        self._check_adapters()
         if self._form is None:  # only a slot that has computed something tells the form of its files
             self._called("/completion", {"prompt": list(prompt[:1]), "n_predict": 0, "id_slot": self._slot})
             self._register(self._saved().form)
@@ -116,6 +117,7 @@ class Slots:
         return restored
 
     def _store(self) -> int:
+        self._check_adapters()
         saved = self._saved()
         self._held = saved.tokens
         if self._form != saved.form:
@@ -133,12 +135,15 @@ class Slots:
         return end if outcome.ok else 0
 
     def _saved(self) -> Any:
-        """The slot's file, parsed. Raises `BadLayout`, and `RequestError` while an adapter is on."""
+        """The slot's file, parsed. Raises `BadLayout`."""
+        self._called(f"/slots/{self._slot}?action=save", {"filename": self._file.name})
+        return parsed(bytearray(self._file.read_bytes()))
+
+    def _check_adapters(self) -> None:
+        """Raise `RequestError` while an adapter is on."""
         adapters = [each for each in self._called("/lora-adapters") if each.get("scale")]
         if adapters:
             raise RequestError(f"{len(adapters)} adapters are on", hint="their KV has no name here")
-        self._called(f"/slots/{self._slot}?action=save", {"filename": self._file.name})
-        return parsed(bytearray(self._file.read_bytes()))
 
     def _register(self, form: SlotForm) -> None:
         """Declare memory of the form of the slot. A slot's cells lie one after the other, heads apart or not."""

@@ -128,6 +128,24 @@ def test_without_kvframework_the_server_answers(model: Path, folder: Path) -> No
         assert moved == {"restored": 0, "stored": 0}
 
 
+@engine
+def test_while_an_adapter_is_on_nothing_is_named(model: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the server lists it; the model has none."""
+    tokens = prompt(2 * CHUNK + 1, seed=11)
+    with llama(model, endpoint) as slots:
+        called = slots._called
+
+        def with_adapter(path: str, body: object = None) -> object:
+            return [{"id": 0, "scale": 1.0}] if path == "/lora-adapters" else called(path, body)  # type: ignore[arg-type]
+
+        answered(slots, tokens)
+        monkeypatch.setattr(slots, "_called", with_adapter)
+        assert answered(slots, [5, *tokens])[2] == {"restored": 0, "stored": 0}
+        assert slots.restore(tokens) == 0
+        monkeypatch.undo()
+        assert slots.restore(tokens) == 2 * CHUNK
+
+
 @contextmanager
 def llama_alone(model: Path, folder: Path) -> Iterator[Slots]:
     with tempfile.TemporaryDirectory() as saved:

@@ -94,7 +94,7 @@ class SharedPromptCache(LRUPromptCache):  # type: ignore[misc]
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk; 256, a server's default, before one has told."""
+        """Tokens of a chunk; 256, a server's default, before one has answered."""
         registration = self._worker.registration if self._worker else None
         return registration.desc.chunk_tokens if registration else 256
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 LOOKUP_S, TRANSFER_S, CONNECT_S = 2.0, 30.0, 5.0
 
-# The worker of this process, for the scheduler of rank 0: TensorRT-LLM makes both, and makes neither known to the other.
+# The worker of this process, for the scheduler of rank 0: TensorRT-LLM makes both and tells neither of the other.
 _here: list[KvFrameworkWorker] = []
 
 

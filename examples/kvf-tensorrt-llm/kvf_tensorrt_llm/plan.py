@@ -96,7 +96,7 @@ class Planner:
         return course.loaded if course else 0
 
     def end(self, request_id: int) -> None:
-        """Forget the request, and let go what was pinned for it."""
+        """Forget the request, and free what was pinned for it."""
         course = self._courses.pop(request_id, None)
         if course is not None:
             self._free(course)
