@@ -56,10 +56,12 @@ class Slots:
         self._form: SlotForm | None = None
         self._memory: dict[str, Planes] = {}
         self._held: list[int] = []  # by the slot, as far as is known
+        self._adapted = True  # as what the slot holds from before may be
 
     def complete(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
         """Answer `/completion` with a restore before and a store after it. `options` are those of the request."""
         restored = self.restore(prompt)
+        self._held = []
         body = {**options, "prompt": list(prompt), "id_slot": self._slot, "cache_prompt": True, "return_tokens": True}
         answer: dict[str, Any] = self._called("/completion", body)
         answer["kvframework"] = {"restored": restored, "stored": self.store()}
@@ -93,6 +95,9 @@ class Slots:
 
     def _restore(self, prompt: Sequence[int]) -> int:
         self._check_adapters()
+        if self._adapted:
+            self._called(f"/slots/{self._slot}?action=erase", {})
+            self._adapted, self._held = False, []
         if self._form is None:  # only a slot that has computed something tells the form of its files
             self._called("/completion", {"prompt": list(prompt[:1]), "n_predict": 0, "id_slot": self._slot})
             self._register(self._saved().form)
@@ -118,6 +123,8 @@ class Slots:
 
     def _store(self) -> int:
         self._check_adapters()
+        if self._adapted:
+            raise RequestError("an adapter was on", hint="what the slot holds is erased before the next prompt")
         saved = self._saved()
         self._held = saved.tokens
         if self._form != saved.form:
@@ -140,9 +147,10 @@ class Slots:
         return parsed(bytearray(self._file.read_bytes()))
 
     def _check_adapters(self) -> None:
-        """Raise `RequestError` while an adapter is on."""
+        """Raise `RequestError` while an adapter is on: what the slot holds is not the model's own from then on."""
         adapters = [each for each in self._called("/lora-adapters") if each.get("scale")]
         if adapters:
+            self._adapted = True
             raise RequestError(f"{len(adapters)} adapters are on", hint="their KV has no name here")
 
     def _register(self, form: SlotForm) -> None:

@@ -143,7 +143,10 @@ def test_while_an_adapter_is_on_nothing_is_named(model: Path, endpoint: str, mon
         assert answered(slots, [5, *tokens])[2] == {"restored": 0, "stored": 0}
         assert slots.restore(tokens) == 0
         monkeypatch.undo()
+        # What it computed with the adapter is in the slot, and is not stored without.
+        assert slots.store() == 0
         assert slots.restore(tokens) == 2 * CHUNK
+        assert answered(slots, [5, *tokens])[1:] == (0, {"restored": 0, "stored": 2 * CHUNK})
 
 
 @contextmanager
