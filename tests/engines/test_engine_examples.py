@@ -18,6 +18,8 @@ from tests.support.wheels import install_wheels, run_own_tests
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # By example: the modules without which its engine is not there.
 ENGINES = {"kvf-llamacpp": ("xllamacpp", "gguf"), "kvf-mlx": ("mlx", "mlx_lm"), "kvf-tensorrt-llm": ()}
+# Engines start many times.
+TIMEOUT_S = 900.0
 Results = Callable[[str], dict[str, bool]]
 
 LLAMA = ("llama.cpp", "kvf-llamacpp")
@@ -63,7 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         if name not in found:
             shutil.rmtree(folder / name / name.replace("-", "_"))
             file = folder / f"{name}.xml"
-            done = run_own_tests(folder / name, folder / "site", "-q", f"--junitxml={file}")
+            done = run_own_tests(folder / name, folder / "site", "-q", f"--junitxml={file}", timeout_s=TIMEOUT_S)
             assert done.returncode == 0, done.stdout + done.stderr
             cases = ElementTree.parse(file).iter("testcase")
             found[name] = {str(case.get("name")): not len(case) for case in cases}
@@ -73,6 +75,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.torch
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(
     ("example", "names"),
     [

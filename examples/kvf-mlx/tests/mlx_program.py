@@ -1,7 +1,6 @@
-"""An engine process for the tests: `python mlx_program.py ENDPOINT FAMILY TOKENS STEP` writes its answer as JSON.
-
-STEP is `plain` (without the cache), `run`, or `spoil`: what was restored is changed before it is used.
-"""
+"""An engine process for the tests: `python mlx_program.py ENDPOINT CHUNK` writes, for each family of models, its answers
+as JSON: without the cache, with it, with what was restored changed before it is used, and what is restored of another
+prompt."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from kvframework.client import KvIdentity
 
+FAMILIES = ("llama", "llama-bf16", "lfm2")
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
 
 
@@ -68,26 +68,41 @@ def spoil(caches: list[Any]) -> None:
                 cache[number] = mx.zeros_like(state)
 
 
+def answer(model: Any, tokens: list[int], caches: Any = None) -> list[int]:
+    return [int(token) for token, _ in generate_step(mx.array(tokens), model, max_tokens=12, prompt_cache=caches)]
+
+
 def main() -> None:
-    endpoint, family, count, step = sys.argv[1:]
-    model = made(family)
-    tokens = [(at * at * 7 + 11 * at) % 95 + 2 for at in range(int(count))]
-    restored, caches, rest = 0, None, tokens
-    if step != "plain":
+    endpoint, chunk = sys.argv[1], int(sys.argv[2])
+    found = {}
+    for family in FAMILIES:
+        model = made(family)
+        # One token after the hit: a state that is missing shows before it is forgotten.
+        tokens = [(at * at * 7 + 11 * at) % 95 + 2 for at in range(3 * chunk + 1)]
+        plain = answer(model, tokens)
         identity = KvIdentity("test", family)
         shared = SharedPromptCache(model, identity, endpoint=endpoint, connect_timeout_s=30.0, deadline_scale=20.0)
         caches, rest = shared.fetch_nearest_cache("key", tokens)
-        restored = len(tokens) - len(rest)
-        if step == "spoil":
-            spoil(caches)
-        elif not restored:
+        restored, spoiled = len(tokens) - len(rest), None
+        if restored:
+            changed, _ = shared.fetch_nearest_cache("key", tokens)
+            spoil(changed)
+            spoiled = answer(model, rest, changed)
+        else:
             caches, rest = shared.prefill("key", tokens)
-    found = []
-    for token, _ in generate_step(mx.array(rest), model, max_tokens=12, prompt_cache=caches):
-        found.append(int(token))
-    print(json.dumps({"tokens": found, "restored": restored}))
-    if step != "plain":
+        other = [*tokens[: 2 * chunk], 1, 1]
+        part = 0
+        if restored:  # this process itself holds nothing
+            part = len(other) - len(shared.fetch_nearest_cache("key", other)[1])
+        found[family] = {
+            "plain": plain,
+            "cached": answer(model, rest, caches),
+            "restored": restored,
+            "spoiled": spoiled,
+            "part": part,
+        }
         shared.close()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -34,29 +34,29 @@ def endpoint() -> Iterator[str]:
             server.terminate()
 
 
-def run(endpoint: str, family: str, tokens: int, step: str) -> Any:
-    command = [sys.executable, str(PROGRAM), endpoint, family, str(tokens), step]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def processes(endpoint: str) -> list[Any]:
+    """The answers of two engine processes, one after the other."""
+    answers = []
+    for _ in range(2):
+        command = [sys.executable, str(PROGRAM), endpoint, str(CHUNK)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    return answers
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-bf16", "lfm2"])
-def test_a_new_process_goes_on_from_what_another_one_has_computed(endpoint: str, family: str) -> None:
-    # One token after the hit: a state that is missing shows before it is forgotten.
-    tokens = 3 * CHUNK + 1
-    plain = run(endpoint, family, tokens, "plain")["tokens"]
-    assert run(endpoint, family, tokens, "run") == {"tokens": plain, "restored": 0}
-    assert run(endpoint, family, tokens, "run") == {"tokens": plain, "restored": 3 * CHUNK}
-    spoiled = run(endpoint, family, tokens, "spoil")
-    assert spoiled["restored"] == 3 * CHUNK
-    assert spoiled["tokens"] != plain
+def test_a_new_process_goes_on_from_what_another_one_has_computed(processes: list[Any], family: str) -> None:
+    first, second = (answers[family] for answers in processes)
+    assert first["cached"] == first["plain"] == second["plain"] == second["cached"]
+    assert (first["restored"], second["restored"]) == (0, 3 * CHUNK)
+    assert second["spoiled"] != second["plain"]
 
 
-def test_a_prefix_is_restored_for_another_prompt(endpoint: str) -> None:
+def test_a_prefix_is_restored_for_another_prompt(processes: list[Any]) -> None:
     """Of attention alone: a state is there only where it was stored."""
-    assert run(endpoint, "llama", 2 * CHUNK + 5, "run")["restored"] == 2 * CHUNK
-    assert run(endpoint, "lfm2", 2 * CHUNK + 5, "run")["restored"] == 0
+    assert [processes[1][family]["part"] for family in ("llama", "llama-bf16", "lfm2")] == [2 * CHUNK, 2 * CHUNK, 0]
 
 
 def test_without_a_server_it_is_mlx_lms_own_cache(tmp_path: Path) -> None:
