@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.parts import DEFAULT, PARTS, part_of
+from tests.support.engine_results import EngineResults, note_features
 
 # The files whose collection imported torch, which takes each process that shares the tests 3 s.
 IMPORTED_TORCH: list[str] = []
@@ -33,6 +34,7 @@ settings.load_profile("kvframework")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=(DEFAULT, *PARTS), help="collect one part of the suite, see tests/parts.py")
+    parser.addoption("--engine-results", action="store_true", help="renew what docs/engines/README.md says of engines")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,7 +56,10 @@ def pytest_make_collect_report(
             IMPORTED_TORCH.append(collector.nodeid)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # Processes that share the tests report to the first one.
+    if config.getoption("engine_results") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(EngineResults())
     # Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -67,6 +72,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    note_features(items)
     # The files that import the largest packages come first and together, so that few of the processes import them.
     large = {
         marker: {item.path for item in items if item.get_closest_marker(marker)} for marker in ("torch", "transformers")

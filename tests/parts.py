@@ -92,6 +92,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "registry/test_transport_example.py",
         "scaffold",
     ),
+    # Engines that the other parts do without: their examples and models.
+    "engines": ("engines",),
 }
 
 ROOT = Path(__file__).resolve().parent

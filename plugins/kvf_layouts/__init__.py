@@ -11,7 +11,7 @@ from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import MOST, OpaqueRule, PagedRule
 from kvframework.api.layout import LayoutProvider, hookimpl
-from kvframework.api.options import NoOptions, Options
+from kvframework.api.options import Options
 
 
 class PagedOptions(Options, frozen=True):
@@ -67,6 +67,18 @@ class OpaqueOptions(Options, frozen=True):
     ] = 0
 
 
+class DynamicCacheOptions(Options, frozen=True):
+    """Options of `layout.dynamic_cache`. A server needs none: engines declare them."""
+
+    states: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="patterns of the names of layers that are a recurrent state, a tensor `[blocks, elements]`: "
+            "`*`, `?`, `[...]`; all others are pairs"
+        ),
+    ] = ()
+
+
 def _paged(options: PagedOptions) -> PagedLayout:
     return PagedLayout(options.axes, options.groups, options.chunk_tokens)
 
@@ -75,12 +87,14 @@ def _opaque(options: OpaqueOptions) -> OpaqueLayout:
     return OpaqueLayout(options.packing, options.block_axis, options.groups, options.chunk_tokens)
 
 
-def _dynamic_cache(_options: NoOptions) -> DynamicCacheLayout:
-    return DynamicCacheLayout()
+def _dynamic_cache(options: DynamicCacheOptions) -> DynamicCacheLayout:
+    return DynamicCacheLayout(options.states)
 
 
 @hookimpl
-def kvf_layouts() -> list[LayoutProvider[PagedOptions] | LayoutProvider[OpaqueOptions] | LayoutProvider[NoOptions]]:
+def kvf_layouts() -> list[
+    LayoutProvider[PagedOptions] | LayoutProvider[OpaqueOptions] | LayoutProvider[DynamicCacheOptions]
+]:
     return [
         LayoutProvider(
             name="paged",
@@ -96,7 +110,8 @@ def kvf_layouts() -> list[LayoutProvider[PagedOptions] | LayoutProvider[OpaqueOp
         ),
         LayoutProvider(
             name="dynamic_cache",
-            summary="transformers' DynamicCache: keys and values [1, heads, tokens, dim] per layer",
+            summary="transformers' caches: keys and values [1, heads, tokens, dim] per layer, and recurrent states",
+            options=DynamicCacheOptions,
             create=_dynamic_cache,
         ),
     ]

@@ -1,7 +1,8 @@
-"""The layout `dynamic_cache`: the tensors of transformers' `DynamicCache`. Engine side."""
+"""The layout `dynamic_cache`: keys, values and recurrent states of transformers' caches. Engine side."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,42 +17,64 @@ if TYPE_CHECKING:
     import torch
 
 AXES = ("head", "token", "dim")
+STATE_AXES = ("block", "dim")
+_RULES = (GroupRule(), GroupRule(state=True))
 
 
 class DynamicCacheLayout(Layout):
     """Each layer is a pair (keys, values), each `[batch = 1, heads, tokens, dim]`; blocks follow each other on the
-    token axis, and tokens behind the last whole block are left out.
+    token axis, and tokens behind the last whole block are left out. A layer whose name matches one of `states` is one
+    tensor `[blocks, elements]` instead: a block is a recurrent state, that after the block's last token.
 
     Such caches grow and are passed at each submit: the declaration has no strides and no number of blocks. The declared
-    axes leave the batch axis out. Keys and values of unequal head size become two groups of one plane. Stateless,
-    thread-safe.
+    axes leave the batch axis out. Keys and values of unequal head size become two groups of one plane; states are
+    grouped by size and dtype, behind all keys and values. Stateless, thread-safe.
     """
 
     name = "dynamic_cache"
+
+    def __init__(self, states: Sequence[str] = ()) -> None:
+        self._states = tuple(states)
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """See `Layout.describe`."""
         if block_size < 1:
             raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
-        groups = _groups(kv_caches, block_size)
-        return declare(self.name, groups, (GroupRule(),), block_size, lambda _rule: AXES, stable=False)
+        for pattern in self._states:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in kv_caches):
+                raise BadLayout(
+                    f"no layer is named {pattern}",
+                    where="layout.dynamic_cache.states",
+                    available=", ".join(list(kv_caches)[:8]),
+                )
+        groups = self._groups(kv_caches, block_size)
+        return declare(
+            self.name, groups, _RULES, block_size, lambda rule: STATE_AXES if rule.state else AXES, stable=False
+        )
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
-        """See `Layout.block_views`. All layers must hold the same number of tokens."""
-        return views_of(layout, _groups(kv_caches, layout.groups[0].block_size))
+        """See `Layout.block_views`. All layers with keys and values must hold the same number of tokens."""
+        return views_of(layout, self._groups(kv_caches, layout.groups[0].block_size))
 
-
-def _groups(kv_caches: Mapping[str, LayerTensors], block_size: int) -> list[TensorGroup]:
-    if not kv_caches:
-        raise BadLayout("there are no layers", available="layer name -> (keys, values), in layer order")
-    layers = {name: _pair(name, tensors) for name, tensors in kv_caches.items()}
-    same_size(
-        {f"{name}[{index}]": tensor.shape[1] for name, pair in layers.items() for index, tensor in enumerate(pair)},
-        "the number of tokens",
-    )
-    return group_layers(
-        SeenLayer(name, [block_view(tensor, AXES, block_size) for tensor in pair]) for name, pair in layers.items()
-    )
+    def _groups(self, kv_caches: Mapping[str, LayerTensors], block_size: int) -> list[TensorGroup]:
+        if not kv_caches:
+            raise BadLayout("there are no layers", available="layer name -> (keys, values), in layer order")
+        pairs, states = {}, {}
+        for name, tensors in kv_caches.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._states):
+                states[name] = _state(name, tensors)
+            else:
+                pairs[name] = _pair(name, tensors)
+        if pairs:
+            same_size(
+                {f"{name}[{at}]": tensor.shape[1] for name, pair in pairs.items() for at, tensor in enumerate(pair)},
+                "the number of tokens",
+            )
+        seen = [
+            SeenLayer(name, [block_view(tensor, AXES, block_size) for tensor in pair]) for name, pair in pairs.items()
+        ]
+        seen += [SeenLayer(name, [tensor.unsqueeze(1).unsqueeze(1)], rule=1) for name, tensor in states.items()]
+        return group_layers(seen)
 
 
 def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
@@ -65,3 +88,14 @@ def _pair(name: str, tensors: LayerTensors) -> Sequence[torch.Tensor]:
             hint="a batch of one request; save requests of a batch one by one",
         )
     return [tensor.select(0, 0) for tensor in pair]
+
+
+def _state(name: str, tensors: LayerTensors) -> torch.Tensor:
+    planes = plane_tensors(name, tensors)
+    if len(planes) != 1 or planes[0].dim() != 2:
+        raise BadLayout(
+            f"{len(planes)} tensors of shape {', '.join(str(tuple(tensor.shape)) for tensor in planes)}",
+            where=f"layer {name}",
+            available="one state tensor [blocks, elements]",
+        )
+    return planes[0]

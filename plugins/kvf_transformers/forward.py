@@ -4,7 +4,7 @@ thread; blocks for the computation."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +17,34 @@ class Forward:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        # What Mamba calls it.
+        self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"
 
     def compute(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
         """Return logits `[1, vocabulary]` behind `tokens`, which follow those in `cache` and are added to it."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self._model.device)
-        only_last: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits else {}
+        more: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits else {}
         with torch.no_grad():
-            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **only_last)
+            output = self._model(input_ids=ids, use_cache=True, **{self._cache: cache}, **more)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
-        """Yield greedy tokens one by one, after a prefill; the last one is not in `cache` yet."""
+    def decode(
+        self,
+        logits: torch.Tensor,
+        cache: Any,
+        max_new_tokens: int,
+        compute: Callable[[Sequence[int], Any], torch.Tensor] | None = None,
+    ) -> Iterator[int]:
+        """Yield greedy tokens one by one, after a prefill; the last one is not in `cache` yet. `compute` replaces the
+        method."""
         for remaining in range(max_new_tokens - 1, -1, -1):
             token = int(logits[0].argmax())
             yield token
             if remaining:
-                logits = self.compute([token], cache)
+                logits = (compute or self.compute)([token], cache)
 
 
 def token_list(input_ids: torch.Tensor | Sequence[int]) -> list[int]:

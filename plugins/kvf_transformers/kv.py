@@ -10,35 +10,47 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
+from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.misses import warn
 from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
-from kvf_transformers.shapes import layers_of
+from kvf_transformers.shapes import checked_cache, layers_of
+from kvf_transformers.snapshots import Snapshots
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Begun:
+    """A cache that this package began: the model's state then, and the recurrent states on the way."""
+
+    now: ModelNow | None
+    snapshots: Snapshots | None = None
+
+
 class TransformersKV:
-    """Stores and restores the `DynamicCache` of one decoder model, for one request at a time.
+    """Stores and restores the cache of one decoder model, dynamic or static, for one request at a time.
 
     `model` is borrowed and may change: adapters, merges, scalings and writes to its weights are part of its KV's name,
     and are checked before every request. `model_name` is needed for a model made from a configuration; with `weights`,
     a name for these as they are now, KV is shared with engines of other kinds that are given both names.
-    `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. Close it, or use
-    it as a context manager. Not thread-safe.
+    `deadline_scale` is that of `KVClient`, `transfer_timeout_s` bounds the wait for L2 and for a copy. Of a model with
+    recurrent states, `state_interval` is how many tokens lie between two that are kept, beside the last one of a
+    prompt: a hit ends at one of them; 0: only that. Close it, or use it as a context manager. Not thread-safe.
 
-    Raises `BadLayout` for a model whose cache holds more than keys and values of every token, `RequestError` without a
-    name or for a model whose KV no name can stand for (see `read_state`), and the server's refusal of the registration.
-    The constructor waits `connect_timeout_s` for a missing server, which is tried again at each prompt.
+    Raises `BadLayout` for a model whose cache holds more than keys, values and states, or that does not go on from a
+    restored one, `RequestError` without a name or for a model whose KV no name can stand for (see `read_state`), and
+    the server's refusal of the registration. The constructor waits `connect_timeout_s` for a missing server, which is
+    tried again at each prompt.
     """
 
     def __init__(
@@ -54,11 +66,15 @@ class TransformersKV:
         connect_timeout_s: float = 5.0,
         deadline_scale: float | None = None,
         transfer_timeout_s: float = 10.0,
+        state_interval: int = 2048,
     ) -> None:
+        if state_interval < 0:
+            raise RequestError(f"state_interval is {state_interval}", available="0 or more tokens")
+        self._interval = state_interval
         self._forward = Forward(model)
+        self._config = model.config
         self._model = NamedModel(model, model_name, revision, weights)
-        # The model's state when a cache was begun.
-        self._begun: weakref.WeakKeyDictionary[DynamicCache, ModelNow | None] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
         self._session = CacheSession(
             endpoint=endpoint,
             cache_salt=cache_salt,
@@ -92,14 +108,19 @@ class TransformersKV:
         from another process or library, or by merging and unmerging an adapter between two requests."""
         self._model.weights_changed()
 
-    def restore(self, input_ids: torch.Tensor | Sequence[int]) -> Restored:
-        """Return a new cache with the server's part of this prompt, always leaving at least one token to compute.
+    def restore(self, input_ids: torch.Tensor | Sequence[int], cache: Any = None) -> Restored:
+        """Return a cache with the server's part of this prompt, always leaving at least one token to compute: a new
+        one, or `cache`, which is filled: an empty `StaticCache` or `DynamicCache` of the model's.
 
-        After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch.
+        After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch, `BadLayout` for a
+        cache that is not empty, too short for the prompt, or of another kind.
         """
         tokens = token_list(input_ids)
         started = time.perf_counter()
-        cache = DynamicCache()
+        if cache is None:
+            cache = empty_cache(self._config, plain=self._model.form.plain)
+        else:
+            check_empty(self._model.form, cache, len(tokens))
         now, moved = None, Moved()
         try:
             now = self._model.now()
@@ -107,66 +128,101 @@ class TransformersKV:
                 moved = self._session.load(now, tokens)
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
             warn(_log, "the prompt is computed, nothing was restored", error)
-        self._begun[cache] = now
-        for index, (keys, values) in enumerate(moved.pairs):
-            cache.update(keys, values, index)
+        begun = self._begun[cache] = _Begun(now)
+        # Without a server there is nobody to say how long a chunk is.
+        if now and now.form.states and (chunk := self._session.chunk_tokens(now)):
+            begun.snapshots = Snapshots(chunk, self._interval, tokens[: moved.tokens])
+        if now and moved.tokens:
+            fill(now.form, cache, moved.pairs, moved.states)
         return Restored(cache, moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def save(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
         """Store the whole chunks of `cache`, which holds the first tokens of `input_ids`; chunks that are stored
-        already are skipped.
+        already are skipped. Of a model with recurrent states, those up to the last state that `prefill` and `decode`
+        have kept, or that behind the cache's last token if it ends a chunk.
 
         The cache must be computed by the model as it is now; one that `restore` began before the model changed is not
         stored. Borrows the cache until it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that
-        does not hold every token of each layer, `RequestError` for a batch.
+        does not hold every token of each layer or is of another kind, `RequestError` for a batch.
         """
         tokens = token_list(input_ids)
-        held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
+        length = int(cache.get_seq_length()) if len(checked_cache(cache)) else 0
+        held = min(len(tokens), length)
         pairs = layers_of(cache, tokens=held) if held else []
         started = time.perf_counter()
         moved = Moved()
         try:
             now = self._model.now()
-            if self._begun.get(cache, now) != now:
+            begun = self._begun.get(cache, _Begun(now))
+            if begun.now != now:
                 raise RequestError("the model has changed since the cache was begun", hint="restore and compute again")
-            if now.holds(cache.get_seq_length()):
-                moved = self._session.store(now, tokens[:held], pairs)
+            if held and now.holds(length):
+                states = begun.snapshots.of(tokens[:held]) if begun.snapshots else {}
+                if length == held and (last := read_states(now.form, cache)):
+                    states[length] = last
+                moved = self._session.store(now, tokens[:held], pairs, states)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
             warn(_log, "the prompt's KV was not stored", error)
         return Saved(moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def prefill(
-        self, input_ids: torch.Tensor | Sequence[int], restored: Restored | None = None
+        self, input_ids: torch.Tensor | Sequence[int], restored: Restored | None = None, *, cache: Any = None
     ) -> tuple[torch.Tensor, Any, Restored]:
         """Restore as many tokens as possible and compute the rest; return logits `[1, vocabulary]` after the last
-        token, the full cache, and the restored part. `restored` replaces the method's own `restore` of the same prompt;
-        it is not used if the model has changed since."""
+        token, the full cache, and the restored part. `cache` is that of `restore`; `restored` replaces the method's own
+        `restore` of the same prompt; it is not used if the model has changed since."""
         tokens = token_list(input_ids)
         if restored is None or not self._still(restored.cache):
-            restored = self.restore(tokens)
-        logits = self._forward.compute(tokens[restored.hit_tokens :], restored.cache)
+            restored = self.restore(tokens, cache)
+        begun = self._begun.get(restored.cache)
+        done, end = restored.hit_tokens, len(tokens)
+        # A state can be kept only where a computation ends.
+        stops = begun.snapshots.stops(end) if begun and begun.snapshots else []
+        for stop in sorted({*stops, end}):
+            logits = self._compute(tokens[done:stop], restored.cache)
+            done = stop
         return logits, restored.cache, restored
 
-    def _still(self, cache: DynamicCache) -> bool:
+    def _still(self, cache: Any) -> bool:
         """Return whether the model is the same as when the cache was begun."""
         try:
             now = self._model.now()
         except Exception as error:  # noqa: BLE001 - then it is not known to be
             warn(_log, "what was restored is computed again", error)
             return False
-        return self._begun.get(cache, now) == now
+        return self._begun.get(cache, _Begun(now)).now == now
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
         """Yield greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
-        return self._forward.decode(logits, cache, max_new_tokens)
+        return self._forward.decode(logits, cache, max_new_tokens, self._compute)
+
+    def _compute(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+        """Compute, and keep the states at the end of a chunk."""
+        begun = self._begun.get(cache)
+        if begun and begun.snapshots and begun.snapshots.tokens != int(cache.get_seq_length()):
+            begun.snapshots = None  # others have computed into this cache
+        logits = self._forward.compute(tokens, cache)
+        if begun and begun.now and begun.snapshots and begun.snapshots.computed(tokens):
+            states = read_states(begun.now.form, cache)
+            if states:
+                begun.snapshots.keep(states, passing=len(tokens) == 1)
+        return logits
 
     def generate(
-        self, input_ids: torch.Tensor | Sequence[int], max_new_tokens: int = 32, *, stop_ids: Sequence[int] = ()
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        max_new_tokens: int = 32,
+        *,
+        stop_ids: Sequence[int] = (),
+        cache: Any = None,
     ) -> Generated:
-        """Decode greedily, with a restore before and a save after it, up to one of `stop_ids`."""
+        """Decode greedily, with a restore before and a save after it, up to one of `stop_ids`. `cache` is that of
+        `restore`, with room for the new tokens."""
         prompt = token_list(input_ids)
+        if cache is not None:
+            check_empty(self._model.form, cache, len(prompt) + max_new_tokens - 1)
         started = time.perf_counter()
-        logits, cache, restored = self.prefill(prompt)
+        logits, cache, restored = self.prefill(prompt, cache=cache)
         ttft_s = 0.0
         tokens: list[int] = []
         for token in self.decode(logits, cache, max_new_tokens):

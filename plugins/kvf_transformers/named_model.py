@@ -1,6 +1,6 @@
-"""A model with the name of its KV and the shapes of its layers, as it is at this moment.
+"""A model with the name of its KV and the form of its cache, as it is at this moment.
 
-Runs in the engine process and thread; blocks for a forward pass of one token when the model is a new one.
+Runs in the engine process and thread; blocks for forward passes of a few tokens when the model is a new one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvf_transformers.cache_form import CacheForm, learn_form
 from kvf_transformers.identity import ModelIdentity
-from kvf_transformers.shapes import LayerPair, learn_layers
+from kvf_transformers.shapes import LayerPair
 from kvframework.client import KvIdentity
 from kvframework.errors import RequestError
 
@@ -22,14 +23,18 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class ModelNow:
-    """The current state of a model; equal for models that compute the same KV into the same kind of memory. `templates`
-    are keys and values of no tokens, per layer. Prompts of `max_tokens` and more have KV that depends on later tokens;
-    0: none do."""
+    """The current state of a model; equal for models that compute the same KV into the same kind of memory. Prompts of
+    `max_tokens` and more have KV that depends on later tokens; 0: none do."""
 
     identity: KvIdentity
     device: str
-    templates: tuple[LayerPair, ...] = field(compare=False, default=())
+    form: CacheForm = field(compare=False, default=CacheForm((), ()))
     max_tokens: int = field(compare=False, default=0)
+
+    @property
+    def templates(self) -> tuple[LayerPair, ...]:
+        """Keys and values of no tokens, of each layer that has them."""
+        return self.form.pairs
 
     def holds(self, tokens: int) -> bool:
         """Return whether the KV of a text of that length is that of its prefixes."""
@@ -37,33 +42,38 @@ class ModelNow:
 
 
 class NamedModel:
-    """A model and its names. Borrows the model. Raises as `ModelIdentity` and `learn_layers` do. Not thread-safe."""
+    """A model and its names. Borrows the model. Raises as `ModelIdentity` and `learn_form` do. Not thread-safe."""
 
     def __init__(
         self, model: Any, model_name: str | None = None, revision: str | None = None, weights: str | None = None
     ) -> None:
         self._model = model
         # The first forward pass creates the parts that some models create late.
-        templates = tuple(learn_layers(model))
+        form = learn_form(model)
         self._identity = ModelIdentity(model, model_name, revision, weights)
         self._known: OrderedDict[ModelNow, ModelNow] = OrderedDict()
-        self._know(ModelNow(self._identity.current(), str(model.device), templates, length_limit(model.config)))
+        self._last = self._know(ModelNow(self._identity.current(), str(model.device), form, length_limit(model.config)))
+
+    @property
+    def form(self) -> CacheForm:
+        """The form of the cache when the model was last looked at."""
+        return self._last.form
 
     def now(self) -> ModelNow:
         """Return the current state. Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as
-        `learn_layers` does."""
+        `learn_form` does."""
         for _ in range(_ATTEMPTS):
             found = ModelNow(self._identity.current(), str(self._model.device))
             known = self._known.get(found)
             if known is not None:
                 self._known.move_to_end(known)
+                self._last = known
                 return known
-            templates = tuple(learn_layers(self._model))
-            now = ModelNow(
-                self._identity.current(), str(self._model.device), templates, length_limit(self._model.config)
-            )
+            form = learn_form(self._model)
+            now = ModelNow(self._identity.current(), str(self._model.device), form, length_limit(self._model.config))
             if now == found:
-                return self._know(now)
+                self._last = self._know(now)
+                return self._last
         raise RequestError("the model changes with every forward pass", hint="use it without the cache")
 
     def weights_changed(self) -> None:

@@ -1,5 +1,5 @@
-"""One model's session with the server: registration, then loads and stores of keys and values, by token ids or by
-digests from another plugin. A model that changes, by other adapters for example, is registered once for each name of
+"""One model's session with the server: registration, then loads and stores of keys, values and states, by token ids or
+by digests from another plugin. A model that changes, by other adapters for example, is registered once for each name of
 its KV.
 
 Runs in the engine process and thread. Every call blocks, with a deadline on each wait. Raises `KVFrameworkError`; the
@@ -8,25 +8,28 @@ caller decides that a failure is only a miss.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch
+
+from kvf_transformers.cache_form import CacheForm
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
+from kvf_transformers.snapshots import States
 from kvf_transformers.view import CacheView
 from kvframework.api.futures import Future
+from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
 from kvframework.errors import DeadlineExceeded
-
-if TYPE_CHECKING:
-    import torch
 
 # A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
 BLOCK_TOKENS = 16
@@ -37,9 +40,9 @@ O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """The session's state once the server has accepted the registration. `templates` have the layers' shapes."""
+    """The session's state once the server has accepted the registration."""
 
-    templates: tuple[LayerPair, ...]
+    form: CacheForm
     worker: WorkerAdapter
     scheduler: SchedulerAdapter
     registration: Registration
@@ -47,13 +50,14 @@ class Attached:
 
 @dataclass(frozen=True)
 class Moved:
-    """The result of a load or store: `pairs` (of a load) hold the first `tokens` tokens; `nbytes` were copied in
-    `seconds`."""
+    """The result of a load or store: `pairs` (of a load) hold the first `tokens` tokens, `states` are those behind
+    them; `nbytes` were copied in `seconds`."""
 
     tokens: int = 0
     nbytes: int = 0
     seconds: float = 0.0
     pairs: tuple[LayerPair, ...] = ()
+    states: States = ()
 
 
 class CacheSession:
@@ -99,6 +103,11 @@ class CacheSession:
         attached = self._attached[now] = self._registered(now)
         return attached
 
+    def chunk_tokens(self, now: ModelNow) -> int:
+        """Return the tokens of a chunk; 0 before a server has answered."""
+        attached = self._attached.get(now)
+        return attached.registration.desc.chunk_tokens if attached else 0
+
     def _registered(self, now: ModelNow) -> Attached:
         identity = now.identity
         worker = WorkerAdapter(
@@ -109,9 +118,10 @@ class CacheSession:
             quantization=identity.quantization,
             transport=self._transport,
             layout="dynamic_cache",
+            layout_options={"states": ["states.*"]} if now.form.states else {},
         )
         # Stored and loaded tensors come with each call; these stand for them, and prove the declaration.
-        scratch = _named([(_with_tokens(k, BLOCK_TOKENS), _with_tokens(v, BLOCK_TOKENS)) for k, v in now.templates])
+        scratch = _named(now.form, _new_pairs(now.form, BLOCK_TOKENS), _new_states(now.form))
         registration = worker.register_kv_caches(scratch, block_size=BLOCK_TOKENS, view=CacheView(scratch))
         scheduler = SchedulerAdapter(
             self.client,
@@ -119,7 +129,7 @@ class CacheSession:
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
         )
-        return Attached(now.templates, worker, scheduler, registration)
+        return Attached(now.form, worker, scheduler, registration)
 
     def load(self, now: ModelNow, tokens: Sequence[int]) -> Moved:
         """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
@@ -134,10 +144,28 @@ class CacheSession:
             attached.scheduler.free(found)
             attached.scheduler.end_request(request.request_id)
 
-    def store(self, now: ModelNow, tokens: Sequence[int], pairs: Sequence[LayerPair]) -> Moved:
-        """Store the whole chunks of `tokens`, which `pairs` hold from the first one on."""
+    def store(
+        self,
+        now: ModelNow,
+        tokens: Sequence[int],
+        pairs: Sequence[LayerPair],
+        states: Mapping[int, States] | None = None,
+    ) -> Moved:
+        """Store the whole chunks of `tokens`, which `pairs` hold from the first one on. Of a model with states, those
+        up to the last end of a chunk that has `states`: without them nothing could be hit."""
         attached = self.attach(now)
-        return self._store(self._hashed(tokens, attached), pairs, attached)
+        request = self._hashed(tokens, attached)
+        if not now.form.states:
+            return self._store(request, pairs, attached)
+        parts: list[Moved] = []
+        for end, behind in sorted((states or {}).items()):
+            if 0 < end <= request.hashed_tokens and not end % attached.registration.desc.chunk_tokens:
+                start = parts[-1].tokens if parts else 0
+                parts.append(self._store(request, pairs, attached, start, end, behind))
+                if parts[-1].tokens != end:
+                    break
+        whole = [part.tokens for part in parts if part.tokens]
+        return Moved(max(whole, default=0), sum(part.nbytes for part in parts), sum(part.seconds for part in parts))
 
     def load_named(self, now: ModelNow, digests: bytes) -> Moved:
         """Return new tensors with the chunks that `digests` name, in that order. Nothing if one of them is not in L1:
@@ -161,29 +189,49 @@ class CacheSession:
         """Return the first `end` tokens, which are pinned; nothing if that fails."""
         if not end:
             return Moved()
-        desc = attached.registration.desc
-        pairs = tuple((_with_tokens(keys, end), _with_tokens(values, end)) for keys, values in attached.templates)
+        desc, form = attached.registration.desc, attached.form
+        pairs, states = _new_pairs(form, end), _new_states(form)
+        tensors = _named(form, pairs, states)
         started = time.perf_counter()
         try:
-            future = attached.worker.submit_retrieve(request, 0, end, self._blocks(end, attached), _named(pairs))
-            if not self._settle(future, pairs).ok:
+            future = attached.worker.submit_retrieve(request, 0, end, self._blocks(0, end, attached), tensors)
+            if not self._settle(future, tensors).ok:
                 return Moved()
         finally:
             attached.worker.get_finished()
-        return Moved(end, end // desc.chunk_tokens * desc.nbytes, time.perf_counter() - started, pairs)
+        shaped = tuple(state.view(place.shape) for place, state in zip(form.states, states, strict=True))
+        # Of a state there is one, however long the prompt.
+        nbytes = sum(group.nbytes * (1 if group.window else end // desc.chunk_tokens) for group in desc.groups)
+        return Moved(end, nbytes, time.perf_counter() - started, pairs, shaped)
 
-    def _store(self, request: RequestHashes, pairs: Sequence[LayerPair], attached: Attached) -> Moved:
-        end = request.hashed_tokens
-        if not end:
+    def _store(
+        self,
+        request: RequestHashes,
+        pairs: Sequence[LayerPair],
+        attached: Attached,
+        start: int = 0,
+        end: int | None = None,
+        states: States = (),
+    ) -> Moved:
+        """Store the chunks from `start` to `end`, with the states behind the last one."""
+        end = request.hashed_tokens if end is None else end
+        if end <= start:
             return Moved()
         desc = attached.registration.desc
+        tensors = _named(attached.form, pairs, states)
         started = time.perf_counter()
-        future = attached.worker.submit_store(request, 0, end, self._blocks(end, attached), _named(pairs))
-        outcome = self._settle(future, pairs)
+        future = attached.worker.submit_store(
+            request, start, end, self._blocks(start, end, attached, states_at_the_end=True), tensors
+        )
+        outcome = self._settle(future, tensors)
         seconds = time.perf_counter() - started
         attached.worker.get_finished()
-        # Objects of all layer groups of a chunk are written together.
-        return Moved(end if outcome.ok else 0, outcome.stored // len(desc.groups) * desc.nbytes, seconds)
+        # Objects of all layer groups of a chunk are written together; of states there is one each.
+        behind = [group.nbytes for group in desc.groups if group.window]
+        of_states = min(outcome.stored, len(behind))
+        chunks = (outcome.stored - of_states) // max(len(desc.groups) - len(behind), 1)
+        nbytes = sum(behind) * bool(of_states) + chunks * (desc.nbytes - sum(behind))
+        return Moved(end if outcome.ok else start, nbytes, seconds)
 
     def _hashed(self, tokens: Sequence[int], attached: Attached) -> RequestHashes:
         request = self._request(attached)
@@ -201,13 +249,19 @@ class CacheSession:
         )
 
     @staticmethod
-    def _blocks(tokens: int, attached: Attached) -> list[range]:
-        return [range(tokens // group.block_size) for group in attached.registration.layout.groups]
+    def _blocks(start: int, end: int, attached: Attached, *, states_at_the_end: bool = False) -> list[Sequence[int]]:
+        """The blocks of tokens `[start, end)`. A state's only block is that behind the last token."""
+        found: list[Sequence[int]] = []
+        for group in attached.registration.layout.groups:
+            first, last = start // group.block_size, end // group.block_size
+            absent = NO_BLOCK if states_at_the_end else 0
+            found.append([*[absent] * (last - first - 1), 0] if group.state else range(first, last))
+        return found
 
-    def _settle(self, future: Future[O], pairs: Sequence[LayerPair]) -> O:
+    def _settle(self, future: Future[O], tensors: Mapping[str, LayerTensors]) -> O:
         """Return the outcome within the deadline. The tensors live until the server no longer touches them."""
 
-        def let_go(_done: Future[O], _kept: Sequence[LayerPair] = pairs) -> None:
+        def let_go(_done: Future[O], _kept: Mapping[str, LayerTensors] = tensors) -> None:
             """Keep the tensors for as long as the future holds this function."""
 
         future.add_done_callback(let_go)
@@ -218,9 +272,20 @@ class CacheSession:
             raise
 
 
-def _with_tokens(template: torch.Tensor, tokens: int) -> torch.Tensor:
-    return template.new_empty(1, template.shape[1], tokens, template.shape[3])
+def _new_pairs(form: CacheForm, tokens: int) -> tuple[LayerPair, ...]:
+    def with_tokens(template: torch.Tensor) -> torch.Tensor:
+        return template.new_empty(1, template.shape[1], tokens, template.shape[3])
+
+    return tuple((with_tokens(keys), with_tokens(values)) for keys, values in form.pairs)
 
 
-def _named(pairs: Sequence[LayerPair]) -> dict[str, LayerPair]:
-    return {f"layers.{index}": pair for index, pair in enumerate(pairs)}
+def _new_states(form: CacheForm) -> States:
+    return tuple(
+        torch.empty(1, math.prod(place.shape), dtype=place.dtype, device=place.device) for place in form.states
+    )
+
+
+def _named(form: CacheForm, pairs: Sequence[LayerPair], states: Sequence[torch.Tensor]) -> dict[str, LayerTensors]:
+    named: dict[str, LayerTensors] = {f"layers.{index}": pair for index, pair in zip(form.layers, pairs, strict=True)}
+    named |= {place.name: state.reshape(1, -1) for place, state in zip(form.states, states, strict=True)}
+    return named

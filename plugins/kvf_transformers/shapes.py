@@ -1,7 +1,4 @@
-"""The inspection of a model before its first prompt: the shape of each layer's KV, or the reason why it cannot be kept.
-
-Runs in the engine process, once a model; blocks for a forward pass of one token.
-"""
+"""The keys and values that transformers' caches hold, layer by layer. Pure, engine side."""
 
 from __future__ import annotations
 
@@ -9,72 +6,92 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils
 
 from kvframework.errors import BadLayout
 
 # Keys and values of one layer, [1, heads, tokens, dim].
 LayerPair = tuple[torch.Tensor, torch.Tensor]
 
-_HINT = "only attention layers that keep keys and values of every token can be stored"
+
+def _classes(*names: str) -> frozenset[type]:
+    """The classes of those names that this release of transformers has."""
+    return frozenset(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
 
 
-def learn_layers(model: Any) -> list[LayerPair]:
-    """Return a template per layer: keys and values of no tokens, with the model's heads, head sizes, dtypes and
-    devices.
+# Only these very classes, since subclasses may keep more. Layers of the first two kinds have keys and values.
+_ATTENTION = _classes("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+_BOTH = _classes(
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
+_STATES = _classes("LinearAttentionLayer")
+_NOTHING = _classes("DummyLayer")
+_KNOWN = _ATTENTION | _BOTH | _STATES | _NOTHING
 
-    Raises `BadLayout` for models that keep anything but keys and values per token.
-    """
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise BadLayout(f"{type(model).__name__} is an encoder-decoder", available="decoder models", hint=_HINT)
-    _check_classes(type(model).__name__, DynamicCache(config=config).layers, sliding=True)
-    cache = DynamicCache()
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-    except Exception as error:
-        raise BadLayout(
-            f"{type(model).__name__} cannot run with a plain DynamicCache: {type(error).__name__}: {error}", hint=_HINT
-        ) from error
-    pairs = layers_of(cache, tokens=1)
-    if any(plane.shape[2] != 1 for pair in pairs for plane in pair):
-        raise BadLayout(f"{type(model).__name__} keeps KV of more tokens than it is given", hint=_HINT)
-    return [(keys[:, :, :0], values[:, :, :0]) for keys, values in pairs]
+
+def has_pair(layer: object) -> bool:
+    return type(layer) in _ATTENTION or type(layer) in _BOTH
+
+
+def has_states(layer: object) -> bool:
+    return type(layer) in _STATES or type(layer) in _BOTH
 
 
 def layers_of(cache: Any, *, tokens: int) -> list[LayerPair]:
-    """Return keys and values of each layer, borrowed from `cache`.
+    """Return keys and values of the layers that have them, borrowed from `cache`; of a static layer the part that is
+    written.
 
-    Raises `BadLayout` unless every layer holds all of the first `tokens` tokens of one request.
+    Raises `BadLayout` for another kind of cache, and unless every such layer holds all of the first `tokens` tokens of
+    one request.
     """
-    _check_classes("the cache", cache.layers, sliding=False)
+    check_layers("the cache", checked_cache(cache).layers)
     pairs = []
     for index, layer in enumerate(cache.layers):
+        if not has_pair(layer):
+            continue
         shapes = [tuple(tensor.shape) for tensor in (layer.keys, layer.values) if isinstance(tensor, torch.Tensor)]
-        if len(shapes) != 2 or any(len(shape) != 4 or shape[0] != 1 or shape[2] < tokens for shape in shapes):
+        if len(shapes) != 2 or any(len(shape) != 4 or shape[0] != 1 for shape in shapes):
             raise BadLayout(
                 f"keys and values are {' and '.join(map(str, shapes)) or 'not there'}",
                 where=f"layer {index}",
-                available=f"[1, heads, at least {tokens} tokens, dim]",
+                available="[1, heads, tokens, dim]",
                 hint="a batch of one request",
             )
-        pairs.append((layer.keys, layer.values))
-    if not pairs:
+        seen, kept = int(layer.get_seq_length()), min(shape[2] for shape in shapes)
+        if seen < tokens or kept < seen:
+            raise BadLayout(
+                f"{type(layer).__name__} holds {min(kept, seen)} of {max(seen, tokens)} tokens",
+                where=f"layer {index}",
+                available=f"all of at least {tokens} tokens",
+                hint="a cache that forgets what leaves the window cannot be stored: use the one that restore() makes",
+            )
+        pairs.append((layer.keys[:, :, :seen], layer.values[:, :, :seen]))
+    if not len(cache):
         raise BadLayout("the cache has no layers", hint="the model does not use the past_key_values that it is given")
     return pairs
 
 
-def _check_classes(where: str, layers: Sequence[object], *, sliding: bool) -> None:
-    """Accept only the very classes, since subclasses may keep more than keys and values."""
-    allowed = {DynamicLayer, DynamicSlidingWindowLayer} if sliding else {DynamicLayer}
-    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in allowed})
+def checked_cache(cache: Any) -> Any:
+    """Return the cache. Raises `BadLayout` for an object of another kind."""
+    if not isinstance(cache, cache_utils.Cache):
+        raise BadLayout(
+            f"the cache is a {type(cache).__name__}",
+            available="DynamicCache, StaticCache",
+            hint="continuous batching makes its PagedAttentionCache itself and asks nobody before it computes a prompt",
+        )
+    return cache
+
+
+def check_layers(where: str, layers: Sequence[object]) -> None:
+    """Raise `BadLayout` for a layer that may keep more than keys, values and states."""
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in _KNOWN})
     if others:
-        hint = "make the cache without a config: DynamicCache()" if not sliding else _HINT
         raise BadLayout(
             f"layers of {', '.join(others)}",
             where=where,
-            hint=hint,
-            available=", ".join(sorted(cls.__name__ for cls in allowed)),
+            available=", ".join(sorted(cls.__name__ for cls in _KNOWN)),
+            hint="only keys and values of every token, and recurrent states, can be stored",
         )

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.transformers
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_layers, local_llama, placed
+    global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_form, local_llama, placed
     global prefill, prefill_module, rotary_of, torch, transformers
     import torch
     import transformers
@@ -27,7 +27,8 @@ def imports() -> None:
     from kvf_blend.engine.placing import Loaded, placed
     from kvf_blend.engine.prefill import prefill
     from kvf_blend.engine.recompute import Held, by_deviation
-    from kvf_transformers.shapes import layers_of, learn_layers
+    from kvf_transformers.cache_form import learn_form
+    from kvf_transformers.shapes import layers_of
 
 
 SMALL = {
@@ -118,7 +119,7 @@ class Documents:
             self.tokens += documents[index]
         self.tokens += question
         self.held = Held(len(self.tokens), len(prefix), tuple(spans))
-        self.templates = learn_layers(model)
+        self.templates = learn_form(model).pairs
         self.expected, self.exact = computed(model, self.tokens)
 
     def pairs(self, rotated=True):

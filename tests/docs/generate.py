@@ -9,6 +9,7 @@ from tests.docs import (
     alert_rules,
     command_table,
     configuration_tables,
+    engine_table,
     error_reference,
     hook_reference,
     kubernetes_rules,
@@ -37,6 +38,8 @@ def generated() -> dict[Path, str]:
     files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.file()
     files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = kubernetes_rules.file()
     files[DOCS / "metrics.md"] = NOTE + metric_table.page()
+    engines = DOCS / "engines" / "README.md"
+    files[engines] = engine_table.renewed(files[engines])
     registry = DOCS / "plugins" / "registry.md"
     files[registry] = registry_table.renewed(files[registry])
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}

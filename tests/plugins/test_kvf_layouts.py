@@ -204,6 +204,43 @@ def test_layers_with_different_block_counts_are_refused():
         PagedLayout(SINGLE[0]).describe(kv_caches, block_size=BLOCK)
 
 
+def test_states_of_a_dynamic_cache_are_groups_behind_its_pairs():
+    """By size and dtype; a block is one state, that behind its last token."""
+    caches = {
+        "layers.1": (torch.randn(1, 2, 3 * BLOCK, 6), torch.randn(1, 2, 3 * BLOCK, 6)),
+        "states.0.conv": torch.randn(3, 10),
+        "states.0.recurrent": torch.randn(3, 24),
+        "states.2.conv": torch.randn(3, 10),
+    }
+    plugin = DynamicCacheLayout(["states.*"])
+    layout = plugin.describe(caches, block_size=BLOCK)
+    assert [(group.state, group.layer_names, group.slots, group.hidden) for group in layout.groups] == [
+        (False, ("layers.1",), BLOCK, 12),
+        (True, ("states.0.conv", "states.2.conv"), 1, 10),
+        (True, ("states.0.recurrent",), 1, 24),
+    ]
+    views = plugin.block_views(layout, caches)
+    assert views[1][0][1].shape == (3, 1, 1, 10)
+    assert views[1][0][1].data_ptr() == caches["states.2.conv"].data_ptr()
+    # The chunk's object holds the last of its states.
+    assert [group.shape for group in plugin.object_desc(layout, 3 * BLOCK).groups] == [
+        (2, 1, 3 * BLOCK, 12),
+        (1, 2, 1, 10),
+        (1, 1, 1, 24),
+    ]
+
+
+def test_a_dynamic_cache_of_states_alone_and_wrong_names():
+    state = {"states.0": torch.zeros(1, 8)}
+    assert DynamicCacheLayout(["states.*"]).describe(state, block_size=BLOCK).groups[0].state
+    with pytest.raises(BadLayout, match="no layer is named mamba"):
+        DynamicCacheLayout(["mamba.*"]).describe(state, block_size=BLOCK)
+    with pytest.raises(BadLayout, match=r"\[blocks, elements\]"):
+        DynamicCacheLayout(["*"]).describe({"a": torch.zeros(1, 2, 3)}, block_size=BLOCK)
+    with pytest.raises(BadLayout, match="pair"):
+        DynamicCacheLayout().describe(state, block_size=BLOCK)
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "fact"),
     [

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, learn_layers, torch, transformers
+    global ModelIdentity, TransformersKV, learn_form, torch, transformers
     import torch
     import transformers
 
     from kvf_transformers import TransformersKV
+    from kvf_transformers.cache_form import learn_form
     from kvf_transformers.identity import ModelIdentity
-    from kvf_transformers.shapes import learn_layers
 
 
 CHUNK = 32
@@ -110,6 +110,7 @@ def control(model, ids, new_tokens):
     return logits, tokens
 
 
+@pytest.mark.engine_feature("transformers", "sliding windows")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, family):
     ids = prompt()
@@ -159,6 +160,7 @@ def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
             assert torch.equal(mine.values, theirs.values[:, :, : 3 * CHUNK])
 
 
+@pytest.mark.engine_feature("transformers", "other prompts")
 def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
     with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "prefixes") as kv:
         ids = prompt(2 * CHUNK, seed=3)[0].tolist()
@@ -185,6 +187,7 @@ def test_generation_ends_at_a_stop_id(server):
         assert kv.generate(prompt(), 8, stop_ids=[tokens[2]]).tokens == tokens[: tokens.index(tokens[2]) + 1]
 
 
+@pytest.mark.engine_feature("transformers", "tenants")
 def test_models_with_other_weights_or_salt_share_nothing(server):
     ids = prompt(seed=6)
     with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
@@ -229,6 +232,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
     assert not caplog.records
 
 
+@pytest.mark.engine_feature("transformers", "no server")
 def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
     model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=8)
     with ServerProcess(f"server.chunk_size={CHUNK}") as own, attach(model, own, "killed") as kv:
@@ -243,6 +247,7 @@ def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
         assert before.tokens == during.tokens == after.tokens
 
 
+@pytest.mark.engine_feature("transformers", "no server")
 def test_without_a_server_prompts_are_computed(tmp_path, caplog):
     model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt()
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.1) as kv:
@@ -269,39 +274,11 @@ def test_batches_and_empty_prompts_are_refused(tmp_path):
             kv.save(prompt(), window)
 
 
-REFUSED = {
-    "mamba": lambda t: (
-        t.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2),
-        "LinearAttentionLayer",
-    ),
-    "hybrid": lambda t: (
-        t.Qwen3NextConfig(
-            **SMALL,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
-        "LinearAttentionLayer",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_keep_a_state_are_refused(kind):
-    config, name = REFUSED[kind](transformers)
-    with pytest.raises(BadLayout, match=name):
-        learn_layers(make_model(config))
-
-
 def test_encoder_decoders_and_models_without_this_cache_are_refused():
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
     torch.manual_seed(0)
     with pytest.raises(BadLayout, match="encoder-decoder"):
-        learn_layers(transformers.T5ForConditionalGeneration(config))
+        learn_form(transformers.T5ForConditionalGeneration(config))
 
     class NoCache(torch.nn.Module):
         config = transformers.LlamaConfig(**SMALL)
@@ -311,11 +288,11 @@ def test_encoder_decoders_and_models_without_this_cache_are_refused():
             return input_ids
 
     with pytest.raises(BadLayout, match="DynamicCache"):
-        learn_layers(NoCache())
+        learn_form(NoCache())
 
 
 def test_shapes_are_learnt_per_layer():
-    templates = learn_layers(make_model(FAMILIES["deepseek with unequal keys and values"](transformers)))
+    templates = learn_form(make_model(FAMILIES["deepseek with unequal keys and values"](transformers))).pairs
     assert len(templates) == 3
     for keys, values in templates:
         assert keys.shape[2] == values.shape[2] == 0

@@ -64,6 +64,7 @@ def check_exact(kv, model, hits):
     return cache
 
 
+@pytest.mark.engine_feature("transformers", "LoRA")
 @pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
 def test_what_one_adapter_stored_is_not_served_to_another(server, names):
     model = make_model()

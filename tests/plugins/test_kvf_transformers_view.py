@@ -33,3 +33,15 @@ def test_every_group_layer_and_plane_is_what_the_declaration_means() -> None:
                 values = torch.randn_like(expected[0])
                 view.write(group, layer, plane, 0, values)
                 assert torch.equal(expected[0], values)
+
+
+def test_a_state_is_one_block_of_one_slot() -> None:
+    tensors = {"layers.0": (torch.randn(1, 2, 16, 4),) * 2, "states.1": torch.randn(1, 12)}
+    plugin = DynamicCacheLayout(["states.*"])
+    layout = plugin.describe(tensors, block_size=16)
+    view = CacheView(tensors)
+    view.declared(layout)
+    expected = plugin.block_views(layout, tensors)[1][0][0][0]
+    assert torch.equal(view.read(1, 0, 0, 0), expected)
+    view.write(1, 0, 0, 0, torch.ones_like(expected))
+    assert tensors["states.1"].eq(1).all()

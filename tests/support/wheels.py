@@ -33,7 +33,9 @@ def environment_with(site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTEST_ADDOPTS": ""}
 
 
-def run_own_tests(project: Path, site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_own_tests(
+    project: Path, site: Path, *arguments: str, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
     """Run a project's tests, with its own settings, on the installed packages. The folder itself is not on the path of
     modules, as it were with `python -m pytest`."""
     pytest = Path(sys.executable).with_name("pytest")
@@ -43,7 +45,7 @@ def run_own_tests(project: Path, site: Path, *arguments: str) -> subprocess.Comp
         env=environment_with(site),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
     )
 

@@ -346,6 +346,7 @@ def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
 
 def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:
     pytest.importorskip("transformers")
+    from kvf_transformers.cache_form import CacheForm
     from kvf_transformers.named_model import ModelNow
     from kvf_transformers.session import CacheSession
 
@@ -361,7 +362,7 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
     assert side_by_side.match(again) == 2 * CHUNK
     assert side_by_side.load(again, [[4, 5, 6, 7]], 2 * CHUNK) == ({"b"}, set())
     template = torch.empty(1, HEADS, 0, DIM)
-    now = ModelNow(KvIdentity("m", "r"), "cpu", ((template, template),) * 2)
+    now = ModelNow(KvIdentity("m", "r"), "cpu", CacheForm(((template, template),) * 2, (0, 1)))
     session = CacheSession(
         endpoint=server.endpoint,
         cache_salt="",
