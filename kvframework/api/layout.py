@@ -113,11 +113,16 @@ class LayerGroup(Message, frozen=True):
 
 
 class KVLayout(Message, frozen=True):
-    """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown)."""
+    """One instance's KV: the name of the layout plugin, its layer groups, the number of blocks (0: unknown).
+
+    `chunk_tokens` is the chunk of an engine whose own digests name chunks of that many tokens; 0: the server's
+    `chunk_size`, in whole blocks.
+    """
 
     format: str
     groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)]
     num_blocks: int = 0
+    chunk_tokens: int = 0
 
     def blocks_of(self, group: int) -> int:
         """The number of blocks of a layer group, 0 if unknown."""
@@ -176,6 +181,12 @@ def validate_layout(layout: KVLayout) -> None:
         raise BadLayout(f"{len(layout.groups)} layer groups", available=f"1 to {MAX_GROUPS}", where="layout.groups")
     if layout.num_blocks < 0:
         raise BadLayout(f"num_blocks is {layout.num_blocks}", where="layout.num_blocks", available="0 (unknown) up")
+    if not 0 <= layout.chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise BadLayout(
+            f"chunk_tokens is {layout.chunk_tokens}",
+            where="layout.chunk_tokens",
+            available=f"0 (the server's chunk_size) to {MAX_CHUNK_TOKENS}",
+        )
     for index, group in enumerate(layout.groups):
         where = f"layout.groups[{index}]"
         dtype_bytes(group.dtype)
@@ -191,6 +202,10 @@ def validate_layout(layout: KVLayout) -> None:
                 raise BadLayout(f"{name} is {value}", where=where, available="1 to 16777216")
         if group.planes not in (1, 2):
             raise BadLayout(f"planes is {group.planes}", where=where, available="2 (K and V) or 1 (one latent plane)")
+        if layout.chunk_tokens % group.block_size:
+            raise BadLayout(
+                f"chunk_tokens {layout.chunk_tokens} is no multiple of block_size {group.block_size}", where=where
+            )
         if group.window < 0:
             raise BadLayout(f"window is {group.window}", where=where, available="0 (full attention) or more tokens")
         if group.block_size % group.compress_ratio:
@@ -225,7 +240,7 @@ def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
     Raises `BadLayout` / `BadDtype` as `validate_layout` does, and for objects above 1 GiB.
     """
     validate_layout(layout)
-    tokens = chunk_tokens_for([group.block_size for group in layout.groups], chunk_size)
+    tokens = chunk_tokens_for([group.block_size for group in layout.groups], layout.chunk_tokens or chunk_size)
     groups = tuple(
         GroupDesc(
             (g.planes, g.num_layers, g.object_blocks(tokens) * g.slots, g.hidden),

@@ -9,7 +9,7 @@ from msgspec import Meta
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import OpaqueRule, PagedRule
+from kvf_layouts.rules import MOST, OpaqueRule, PagedRule
 from kvframework.api.layout import LayoutProvider, hookimpl
 from kvframework.api.options import NoOptions, Options
 
@@ -25,6 +25,15 @@ class PagedOptions(Options, frozen=True):
         tuple[PagedRule, ...],
         Meta(description="layer groups, see below; without them layers of equal shape and dtype form one"),
     ] = ()
+    chunk_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MOST,
+            description="tokens of a chunk, in whole blocks, where the engine's own digests name chunks of that size; "
+            "0: the server's `chunk_size`",
+        ),
+    ] = 0
 
 
 class OpaqueOptions(Options, frozen=True):
@@ -50,7 +59,7 @@ class OpaqueOptions(Options, frozen=True):
 
 
 def _paged(options: PagedOptions) -> PagedLayout:
-    return PagedLayout(options.axes, options.groups)
+    return PagedLayout(options.axes, options.groups, options.chunk_tokens)
 
 
 def _opaque(options: OpaqueOptions) -> OpaqueLayout:

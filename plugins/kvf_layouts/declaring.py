@@ -21,16 +21,17 @@ def declare(
     *,
     packing: str = "",
     stable: bool = True,
+    chunk_tokens: int = 0,
 ) -> KVLayout:
     """The declaration. `stable` False: tensors are passed with each submit, so neither strides nor the number of blocks
-    is declared. Raises `BadLayout` or `BadDtype`."""
+    is declared. `chunk_tokens` as in `KVLayout`. Raises `BadLayout` or `BadDtype`."""
     blocks = [group.blocks() for group in groups] if stable else [0] * len(groups)
     most = max(blocks)
     declared = tuple(
         _declare(group, rules[group.signature.rule], block_size, axes, packing, stable, count if count != most else 0)
         for group, count in zip(groups, blocks, strict=True)
     )
-    layout = KVLayout(name, declared, most)
+    layout = KVLayout(name, declared, most, chunk_tokens)
     validate_layout(layout)
     return layout
 

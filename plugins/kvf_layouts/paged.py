@@ -23,14 +23,15 @@ class PagedLayout(Layout):
 
     `axes` declares the axes of each tensor, outermost first; nothing is guessed from sizes. Without `block` the token
     axis holds all blocks one after the other; without `head` there is one head (MLA); with one tensor and no `plane`
-    there is one plane. `rules` declare layer groups; without them layers of equal shape and dtype form one. Stateless,
-    thread-safe.
+    there is one plane. `rules` declare layer groups; without them layers of equal shape and dtype form one.
+    `chunk_tokens` as in `KVLayout`. Stateless, thread-safe.
     """
 
     name = "paged"
 
-    def __init__(self, axes: Sequence[str] = (), rules: Sequence[PagedRule] = ()) -> None:
+    def __init__(self, axes: Sequence[str] = (), rules: Sequence[PagedRule] = (), chunk_tokens: int = 0) -> None:
         """Raises `BadLayout` for contradictory axes; an instance that describes nothing needs no axes."""
+        self._chunk_tokens = chunk_tokens
         self._axes = tuple(axes)
         self._rules = tuple(rules)
         for rule in self._rules or (PagedRule(),):
@@ -56,7 +57,14 @@ class PagedLayout(Layout):
             for name, tensors in mine.items():
                 seen += _see(name, tensors, axes, _slots(rule, block_size, name), index)
             check_apart({f"{name}[{at}]": tensor for name, pair in mine.items() for at, tensor in enumerate(pair)})
-        return declare(self.name, group_layers(seen), rules, block_size, lambda rule: rule.axes or self._axes)
+        return declare(
+            self.name,
+            group_layers(seen),
+            rules,
+            block_size,
+            lambda rule: rule.axes or self._axes,
+            chunk_tokens=self._chunk_tokens,
+        )
 
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
         """See `Layout.block_views`. Axes, sizes and strides are those of the declaration."""
