@@ -103,9 +103,7 @@ KERNELS = (causal_conv1d_fn, causal_conv1d_update, chunk_gated_delta_rule)
 OPERATORS = (fused_gdn_gating, fused_sigmoid_gating_delta_rule_update, fused_rmsnorm_gated)
 
 
-def _scan(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, indices: Any, cu_seqlens: Any, normal: bool
-) -> Any:
+def _scan(q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, indices: Any, cu_seqlens: Any, normal: bool) -> Any:
     repeat = v.shape[2] // q.shape[2]
     q, k, v = (each[0].float() for each in (q, k, v))
     if normal:

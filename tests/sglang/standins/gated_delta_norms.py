@@ -1,5 +1,5 @@
-"""The norms around Gated DeltaNet, which ask for a processor's AMX before they ask for the CPU's kernel, and the gate of
-a shared expert, which exists for accelerators only. Imports SGLang."""
+"""The norms around Gated DeltaNet, which ask for a processor's AMX before they ask for the CPU's kernel, and the gate
+of a shared expert, which exists for accelerators only. Imports SGLang."""
 
 from __future__ import annotations
 

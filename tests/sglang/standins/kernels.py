@@ -1,5 +1,5 @@
-"""The modules `sgl_kernel` and `sgl_kernel.mamba`, which SGLang imports on a CPU without asking. Each kernel that has no
-stand-in raises when it is called."""
+"""The modules `sgl_kernel` and `sgl_kernel.mamba`, which SGLang imports on a CPU without asking. Each kernel that has
+no stand-in raises when it is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +18,7 @@ _NAMES = {"sgl_kernel", "sgl_kernel.mamba"}
 
 
 class _Kernels(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if not name.endswith("_cpu"):

@@ -1,5 +1,5 @@
-"""Operators of torchvision, whose wheel is built for CUDA: once they are declared its Python part can be imported, which
-transformers and SGLang do."""
+"""Operators of torchvision, whose wheel is built for CUDA: once they are declared its Python part can be imported,
+which transformers and SGLang do."""
 
 from __future__ import annotations
 
