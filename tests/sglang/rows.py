@@ -15,7 +15,6 @@ from typing import Any
 from tests.sglang.engine_order import Ask, Order, encode, storage_of
 from tests.support.server_process import ServerProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 _END_S = 120.0
 
 
@@ -61,7 +60,6 @@ class Bench:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                cwd=REPOSITORY,
                 env={**os.environ, **environment},
                 text=True,
             )
