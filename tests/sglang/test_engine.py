@@ -127,7 +127,7 @@ def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
         make(MODELS / HYBRID, HYBRID),
         tmp_path,
         prompt(length, seed=3),
-        {"page_size": 1, "hicache_mem_layout": "page_first_direct", "mamba_scheduler_strategy": "no_buffer"},
+        {"page_size": 1, "hicache_mem_layout": "page_first_direct", "mamba_radix_cache_strategy": "no_buffer"},
         {"prefetch_threshold": 64},
     )
     (cold,) = bench.answers(None)
