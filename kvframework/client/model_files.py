@@ -32,7 +32,7 @@ _BESIDE_WEIGHTS = frozenset(
 )
 
 
-def files_of(
+def model_files(
     model: str, revision: str | None = None, download_dir: str | None = None, *, code: bool = False
 ) -> tuple[Path, ...]:
     """The files of a model, given by its directory, a weight file, or its name in the local cache of a hub; with `code`

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvf_sglang.identity import ModelFacts
-from kvframework.client.model_files import files_of, process_started
+from kvframework.client import model_files, process_started
 
 
 def model_facts(engine: str) -> ModelFacts:
@@ -51,7 +51,7 @@ def _facts(
         config=config.hf_config.to_dict(),
         dtype=str(config.dtype),
         settings={} if draft_path else _settings(resolved),
-        files=files_of(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code)),
+        files=model_files(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code)),
         draft=draft,
         adapters=None if draft_path else _adapters(resolved),
         engine=engine,
@@ -75,4 +75,6 @@ def _content_of(path: str | None) -> str:
 
 def _adapters(resolved: Any) -> dict[str, tuple[Path, ...]]:
     """The files of the adapters that the engine was started with; those loaded later have ids that never come again."""
-    return {str(each.lora_name): files_of(str(each.lora_path)) for each in getattr(resolved, "lora_paths", None) or ()}
+    return {
+        str(each.lora_name): model_files(str(each.lora_path)) for each in getattr(resolved, "lora_paths", None) or ()
+    }

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvframework.client import KvIdentity, named_identity
-from kvframework.client.model_files import changed_since, fingerprint
+from kvframework.client import KvIdentity, changed_since, fingerprint, named_identity
 from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)

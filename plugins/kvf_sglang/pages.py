@@ -17,11 +17,8 @@ from kvframework.api.futures import Future
 from kvframework.api.hasher import DIGEST_BYTES
 from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, LookupResult, RequestHashes
-from kvframework.client.scheduler import MISS
-from kvframework.logs.limit import LogLimit
 
 log = logging.getLogger(__name__)
-log.addFilter(LogLimit())
 
 # Pages of one question: the server answers at most 32768 objects, those of all ranks and layer groups.
 ASKED_OBJECTS = 1 << 14
@@ -186,8 +183,7 @@ class PoolPages:
 
     def _free(self, results: Sequence[LookupResult]) -> None:
         for each in results:
-            if each is not MISS:
-                self._pool.lookups.free(each)
+            self._pool.lookups.free(each)
 
     def _request(self, digests: Sequence[bytes]) -> RequestHashes | None:
         """The pages as the content of a request; None while no server answers. A digest names all tokens before it, so
@@ -213,7 +209,7 @@ class PoolPages:
                 return None
             return None if future.exception() is not None else future.result(0)
         except Exception as error:  # noqa: BLE001 - in doubt it has failed
-            log.warning("a transfer failed: %r", error)
+            log.debug("a transfer failed: %r", error)  # the client has logged it
             return None
 
 

@@ -14,7 +14,7 @@ from kvf_sglang.cache import Worker
 from kvf_sglang.identity import ModelFacts, identify
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
-from kvframework.client.model_files import changed_since, files_of, fingerprint, process_started
+from kvframework.client import changed_since, fingerprint, model_files, process_started
 from kvframework.errors import ConfigFieldError, VersionMismatch
 
 
@@ -39,30 +39,30 @@ def facts(model: Path) -> ModelFacts:
         config={"hidden_size": 8, "transformers_version": "5"},
         dtype="torch.float32",
         settings={},
-        files=files_of(str(model)),
+        files=model_files(str(model)),
         engine="e1",
     )
 
 
 def test_the_files_of_a_model(model: Path, tmp_path: Path) -> None:
-    assert [path.name for path in files_of(str(model))] == ["model.safetensors", "preprocessor_config.json"]
-    assert {*files_of(str(model), code=True)} - {*files_of(str(model))} == {model / "modeling.py"}
-    assert files_of(str(tmp_path / "nowhere")) == ()
+    assert [path.name for path in model_files(str(model))] == ["model.safetensors", "preprocessor_config.json"]
+    assert {*model_files(str(model), code=True)} - {*model_files(str(model))} == {model / "modeling.py"}
+    assert model_files(str(tmp_path / "nowhere")) == ()
     (tmp_path / "empty").mkdir()
-    assert files_of(str(tmp_path / "empty")) == ()
+    assert model_files(str(tmp_path / "empty")) == ()
     shards = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for shard in (*shards, tmp_path / "other.gguf"):
         shard.write_text(shard.name)
-    assert files_of(str(shards[0])) == tuple(shards)
-    assert files_of(str(tmp_path / "other.gguf")) == (tmp_path / "other.gguf",)
+    assert model_files(str(shards[0])) == tuple(shards)
+    assert model_files(str(tmp_path / "other.gguf")) == (tmp_path / "other.gguf",)
 
 
 def test_content_is_named_wherever_it_lies(model: Path, tmp_path: Path) -> None:
-    before = fingerprint(files_of(str(model)))
+    before = fingerprint(model_files(str(model)))
     moved = model.rename(tmp_path / "elsewhere")
-    assert fingerprint(files_of(str(moved))) == before
+    assert fingerprint(model_files(str(moved))) == before
     (moved / "model.safetensors").write_text("other weights")
-    assert fingerprint(files_of(str(moved))) != before
+    assert fingerprint(model_files(str(moved))) != before
 
 
 def test_files_that_changed_are_told(model: Path) -> None:
@@ -84,8 +84,8 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
         {"config": {"hidden_size": 16}},
         {"settings": {"kv_cache_dtype": "fp8_e4m3"}},
         {"draft": facts},
-        {"adapters": {"a": files_of(str(model))}},
-        {"adapters": {"b": files_of(str(model))}},
+        {"adapters": {"a": model_files(str(model))}},
+        {"adapters": {"b": model_files(str(model))}},
         {"name": "other"},
         {"started": 0.0},
         {"started": 0.0, "engine": "e2"},
@@ -107,7 +107,7 @@ def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tm
     (adapter / "adapter_model.safetensors").write_text("first")
 
     def name(weights: str = "") -> object:
-        return identify(replace(facts, adapters={"a": files_of(str(adapter))}), model="m", weights=weights)
+        return identify(replace(facts, adapters={"a": model_files(str(adapter))}), model="m", weights=weights)
 
     first, named = name(), name("mine")
     (adapter / "adapter_model.safetensors").write_text("second")

@@ -38,11 +38,6 @@ def engine(sglang: Bench, tmp_path_factory: pytest.TempPathFactory) -> vllm.Benc
     return vllm.Bench(sglang.model, tmp_path_factory.mktemp("vllm"), sglang.prompt, 12, options)
 
 
-@pytest.fixture(autouse=True)
-def without_vision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("without_vision")))
-
-
 @pytest.fixture(scope="module")
 def cold(sglang: Bench) -> Answer:
     """SGLang alone."""
@@ -54,7 +49,9 @@ def pages(server: ServerProcess, count: int) -> None:
 
 
 def vllm_answer(engine: vllm.Bench, server: ServerProcess, **options: Any) -> vllm.Answer:
-    return replace(engine, options={**engine.options, **options}).run(server, engine.ask())[0]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(Path(__file__).with_name("without_vision")))
+        return replace(engine, options={**engine.options, **options}).run(server, engine.ask())[0]
 
 
 def test_vllm_continues_what_sglang_has_computed(sglang: Bench, engine: vllm.Bench, cold: Answer) -> None:
