@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvf_sglang.attach import Attachments, Place
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pages import PoolPages, Salt, digests_of
-from kvf_sglang.pools import form_of
+from kvf_sglang.pools import PoolForm, form_of
 from kvf_sglang.tally import Tally
 from kvframework.client import KVClient, KvIdentity
 from kvframework.errors import KVFrameworkError
@@ -88,9 +88,9 @@ class PageCache:
         self._retired = ""
         self._told: set[str] = set()
 
-    def add_pool(self, name: str, pool: Any) -> None:
-        """Declares a host pool, the one of keys and values first: its pages are those of the page hashes. A pool that
-        cannot be kept is logged, and hits that need it are misses. Never blocks."""
+    def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
+        """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
+        page hashes. A pool that cannot be kept is logged, and hits that need it are misses. Never blocks."""
         if name == KV:
             self._page_tokens = int(pool.page_size)
         try:
@@ -104,6 +104,10 @@ class PageCache:
             return
         self._attachments.add(name, form, self._page_tokens, self._worker.place(per_head=form.per_head))
 
+    def attached(self, name: str) -> bool:
+        """True if a pool is registered and the server is there, so that a call is worth its while. Never blocks."""
+        return self._client.usable and self._of(name) is not None
+
     def retire(self, why: str) -> None:
         """From now on everything is a miss: the names of this engine's KV no longer hold."""
         if not self._retired:
@@ -114,12 +118,13 @@ class PageCache:
         """From now on only what is stored later is found. The server keeps its objects: other engines use them."""
         self._salt.renew()
 
-    def find(self, keys: Sequence[str], transfers: Sequence[Any] = ()) -> Found:
-        """How many pages can be loaded, in all pools that `transfers` names: with their policies."""
+    def find(self, keys: Sequence[str], transfers: Sequence[Any] = (), deadline_s: float | None = None) -> Found:
+        """How many pages can be loaded, in all pools that `transfers` names: with their policies. Takes `deadline_s` at
+        most; None: the option's."""
         pages = self._of(KV)
         if pages is None or not keys:
             return NOTHING
-        until = self._clock() + self._options.lookup_deadline_s
+        until = self._clock() + (self._options.lookup_deadline_s if deadline_s is None else deadline_s)
         digests = digests_of(keys)
         count = pages.prefix(digests, self._left(until))
         by_pool = {KV: count} if count else {}

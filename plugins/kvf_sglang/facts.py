@@ -48,7 +48,7 @@ def _facts(
         quantization=str(config.quantization or ""),
         load_format=str(getattr(load_format, "value", load_format)),
         seed=int(resolved.random_seed or 0),
-        config=config.hf_config.to_dict(),
+        config=_config(path, revision, resolved) or config.hf_config.to_dict(),
         dtype=str(config.dtype),
         settings={} if draft_path else _settings(resolved),
         files=model_files(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code)),
@@ -59,12 +59,31 @@ def _facts(
     )
 
 
+def _config(path: str, revision: str, resolved: Any) -> dict[str, Any]:
+    """The model's configuration as it is for every engine: SGLang adds to its own. {} if transformers has no class for
+    it, as for some that only SGLang knows."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(
+            path,
+            revision=revision or None,
+            cache_dir=resolved.download_dir,
+            trust_remote_code=bool(resolved.trust_remote_code),
+            local_files_only=True,
+        )
+        return dict(found.to_dict())
+    except Exception:  # noqa: BLE001 - whatever it is, SGLang's own is there
+        return {}
+
+
 def _settings(resolved: Any) -> dict[str, object]:
     """What changes the content of KV beside the model. What is at its default is falsy, as for other engines."""
     kv_dtype = str(resolved.kv_cache_dtype)
     return {
         "kv_cache_dtype": "" if kv_dtype == "auto" else kv_dtype,
         "kv_scales": _content_of(getattr(resolved, "quantization_param_path", None)),
+        "overrides": "" if resolved.json_model_override_args == "{}" else str(resolved.json_model_override_args),
         "speculative": str(getattr(resolved, "speculative_algorithm", None) or ""),
     }
 

@@ -7,7 +7,7 @@ of other kinds, share them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,21 @@ def form_of(pool: Any, page_tokens: int) -> PoolForm:
 
 
 def _states(pool: Any, page_tokens: int) -> PoolForm:
-    """The form of recurrent states: one slot a state, of each layer, and of different dtypes."""
     if pool.layout not in _STATE_LAYOUTS or pool.page_size != 1:
         raise _refused(pool, f"its layout is {pool.layout!r}, its slots hold {pool.page_size} states")
+    more = getattr(pool, "slot_state_buffers", ())
+    return state_form(pool.temporal_buffer, pool.conv_buffer, ("block", "layer", "dim"), page_tokens, more)
+
+
+def state_form(
+    temporal: torch.Tensor,
+    convolutions: Sequence[torch.Tensor],
+    axes: tuple[str, ...],
+    page_tokens: int,
+    more: Sequence[torch.Tensor] = (),
+) -> PoolForm:
+    """The form of recurrent states, one slot a state. Their parts differ in dtype, and each is a layer group: `axes`
+    are those of the first two kinds, whose further axes are the state itself, `more` have slots first."""
     tensors: dict[str, LayerTensors] = {}
     groups = []
 
@@ -87,10 +99,10 @@ def _states(pool: Any, page_tokens: int) -> PoolForm:
             tensors[name] = buffer.flatten(len(axes) - 1)
             groups.append({"layers": [name], "state": True, "axes": list(axes)})
 
-    add("temporal", pool.temporal_buffer, ("block", "layer", "dim"))
-    for index, buffer in enumerate(pool.conv_buffer):
-        add(f"conv_{index}", buffer, ("block", "layer", "dim"))
-    for index, buffer in enumerate(getattr(pool, "slot_state_buffers", ())):
+    add("temporal", temporal, axes)
+    for index, buffer in enumerate(convolutions):
+        add(f"conv_{index}", buffer, axes)
+    for index, buffer in enumerate(more):
         add(f"slot_{index}", buffer, ("block", "dim"))
     return PoolForm(tensors, {"groups": groups, "chunk_tokens": page_tokens}, slots=1, state=True)
 

@@ -44,6 +44,17 @@ def interface_of(storage: type) -> str:
     return hashlib.blake2b("\n".join([*found, *more]).encode(), digest_size=8).hexdigest()
 
 
+def check_linker_version(version: str) -> None:
+    """Raises `VersionMismatch` for another release: the linker's interface has changed with each."""
+    if version not in KNOWN:
+        raise VersionMismatch(
+            f"this is SGLang {version}, and the interface of linkers changes with each release",
+            where="kvf_sglang",
+            available=f"SGLang {', '.join(KNOWN)}",
+            hint="use the storage backend of the hierarchical cache, or install such an SGLang",
+        )
+
+
 def check_version(version: str, interface: str) -> None:
     """Logs a warning for another release with the same interface; raises `VersionMismatch` for one with another."""
     if version in KNOWN:

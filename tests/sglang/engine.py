@@ -39,10 +39,7 @@ def main() -> None:
         for ask in order.asks:
             if ask.wait_file:
                 tell(event="waiting")
-                deadline = time.monotonic() + 300
-                while not Path(ask.wait_file).exists():
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+                _wait(ask.wait_file)
             if ask.flush:
                 assert engine.flush_cache().success
             if ask.clear:
@@ -59,9 +56,18 @@ def main() -> None:
                 details=info.get("cached_tokens_details") or {},
                 wall=time.perf_counter() - begun,
             )
+        if order.hold_file:
+            _wait(order.hold_file)
     finally:
         with contextlib.suppress(Exception):
             engine.shutdown()
+
+
+def _wait(file: str) -> None:
+    deadline = time.monotonic() + 300
+    while not Path(file).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _request(ask: Ask) -> Any:

@@ -23,11 +23,16 @@ class Ask:
 
 @dataclass
 class Order:
+    """`hold_file`: after its answers the engine lives until it is there, so that what it stores gets to the server."""
+
     model: str
     asks: list[Ask]
     engine: dict[str, Any] = field(default_factory=dict)
     # SGLang's extra config of the storage backend; empty: no hierarchical cache.
     storage: dict[str, Any] = field(default_factory=dict)
+    hold_file: str = ""
+    # The same options for the external linker instead.
+    linker: dict[str, Any] = field(default_factory=dict)
 
 
 def settings_of(order: Order) -> dict[str, Any]:
@@ -60,6 +65,12 @@ def settings_of(order: Order) -> dict[str, Any]:
             "hicache_storage_prefetch_policy": "wait_complete",
             "hicache_storage_backend_extra_config": json.dumps(order.storage),
         }
+    if order.linker:
+        given |= {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": order.linker,
+        }
     return given | order.engine
 
 
@@ -70,6 +81,14 @@ def storage_of(endpoint: str, **options: Any) -> dict[str, Any]:
         "class_name": "KvFrameworkStorage",
         "kvframework.endpoint": endpoint,
         **options,
+    }
+
+
+def linker_of(endpoint: str, module: str = "kvf_sglang.linker", name: str = "KvFrameworkLinker") -> dict[str, Any]:
+    return {
+        "linker": name,
+        "linker_module_path": module,
+        "linker_extra_config": {"kvframework.endpoint": endpoint, "kvframework.deadline_scale": 20.0},
     }
 
 

@@ -50,7 +50,6 @@ def _qwen3_next() -> Any:
         linear_conv_kernel_dim=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         full_attention_interval=4,  # the same in SGLang's words
-        mlp_only_layers=[0, 1, 2, 3],
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=128,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.engine_order import Ask, Order, encode, storage_of
+from tests.sglang.engine_order import Ask, Order, encode, linker_of, storage_of
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 _END_S = 120.0
 
@@ -37,18 +38,33 @@ class Bench:
     engine: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def answers(self, server: ServerProcess | None, *asks: Ask, **options: Any) -> list[Answer]:
-        """The answers of a new engine process; without a server it has no hierarchical cache."""
+    def answers(self, server: ServerProcess | None, *asks: Ask, objects: int = 0, **options: Any) -> list[Answer]:
+        """The answers of a new engine process; without a server it has no hierarchical cache. It lives until the server
+        has as many `objects`."""
         with self.running(server, *(asks or [Ask(self.prompt)]), **options) as engine:
-            return [engine.answer() for _ in asks or [None]]
+            found = [engine.answer() for _ in asks or [None]]
+            if server is not None:
+                wait_until(lambda: stored(server) >= objects, what="the stores")
+            return found
 
+    # `linker`: with the external linker in the place of the hierarchical cache.
     @contextlib.contextmanager
     def running(
-        self, server: ServerProcess | None, *asks: Ask, engine: dict[str, Any] | None = None, **options: Any
+        self,
+        server: ServerProcess | None,
+        *asks: Ask,
+        engine: dict[str, Any] | None = None,
+        linker: dict[str, str] | None = None,
+        **options: Any,
     ) -> Iterator[Running]:
-        storage = storage_of(server.endpoint, **{**self.options, **options}) if server is not None else {}
-        order = Order(str(self.model), list(asks), {**self.engine, **(engine or {})}, storage)
-        log = self.directory / f"engine-{len(list(self.directory.glob('engine-*')))}.log"
+        storage, linked = {}, {}
+        if server is not None and linker is not None:
+            linked = linker_of(server.endpoint, **linker)
+        elif server is not None:
+            storage = storage_of(server.endpoint, **{**self.options, **options})
+        log = self.directory / f"engine-{len(list(self.directory.glob('engine-*.log')))}.log"
+        hold = log.with_suffix(".end")
+        order = Order(str(self.model), list(asks), {**self.engine, **(engine or {})}, storage, str(hold), linked)
         environment = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -70,12 +86,18 @@ class Bench:
                 process.stdin.close()
                 running.expect("ready")
                 yield running
+                hold.touch()
                 process.wait(_END_S)
             finally:
                 process.kill()
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
+
+
+def stored(server: ServerProcess) -> int:
+    """The objects in the server."""
+    return int(server.status()["l1"]["objects"])
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 
 from tests.sglang.engine_order import Ask
 from tests.sglang.model import HYBRID, make
-from tests.sglang.rows import Answer, Bench
+from tests.sglang.rows import Answer, Bench, stored
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.model import prompt
@@ -41,13 +41,8 @@ def cold(bench: Bench) -> Answer:
 def server(bench: Bench, cold: Answer) -> Iterator[ServerProcess]:
     """A server with the pages of the prompt."""
     with ServerProcess(capacity="128MiB") as server:
-        assert bench.answers(server) == [cold]
-        wait_until(lambda: objects(server) == PAGES, what="the stores")
+        assert bench.answers(server, objects=PAGES) == [cold]
         yield server
-
-
-def objects(server: ServerProcess) -> int:
-    return int(server.status()["l1"]["objects"])
 
 
 def test_a_new_process_loads_what_another_has_stored(bench: Bench, server: ServerProcess, cold: Answer) -> None:
@@ -94,7 +89,7 @@ def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Pat
             server.start()
             wait_until(lambda: len(server.status()["instances"]) == 2, what="the registration")
             assert go_on(0) == cold
-            wait_until(lambda: objects(server) == PAGES, what="the stores")
+            wait_until(lambda: stored(server) == PAGES, what="the stores")
             assert go_on(1) == Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)
             server.kill9()
             assert go_on(2) == cold
@@ -102,9 +97,9 @@ def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Pat
             wait_until(lambda: len(server.status()["instances"]) == 2, what="the registration")
             # What SGLang stored while no server was there is stored again when it is computed again.
             assert go_on(3) == cold
-            wait_until(lambda: objects(server) == PAGES, what="the stores")
+            wait_until(lambda: stored(server) == PAGES, what="the stores")
             assert go_on(4) == cold
-            wait_until(lambda: objects(server) == 2 * PAGES, what="the stores after a clear")
+            wait_until(lambda: stored(server) == 2 * PAGES, what="the stores after a clear")
             assert go_on(5) == cold
         assert "SGLang updates its weights" in engine.log.read_text()
     finally:
@@ -115,8 +110,7 @@ def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Pat
 def test_each_rank_loads_its_own_part(bench: Bench, cold: Answer, ranks: dict[str, int]) -> None:
     split = replace(bench, engine=ranks)
     with ServerProcess(capacity="128MiB") as server:
-        assert split.answers(server) == [cold]
-        wait_until(lambda: objects(server) == 2 * PAGES, what="the stores")
+        assert split.answers(server, objects=2 * PAGES) == [cold]
         assert split.answers(server) == [Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)]
 
 
@@ -132,7 +126,8 @@ def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
     )
     (cold,) = bench.answers(None)
     with ServerProcess(capacity="256MiB") as server:
-        assert bench.answers(server) == [cold]
+        # A page a token, and the states: each of two parts.
+        assert bench.answers(server, objects=length - 1 + 2) == [cold]
         (loaded,) = bench.answers(server)
         assert loaded == Answer(cold.tokens, length - 1, length - 1)
         (spoiled,) = bench.answers(server, **FAULTS, class_name="SpoiledStates")

@@ -12,7 +12,6 @@ from tests.sglang.model import make
 from tests.sglang.rows import Answer, Bench
 from tests.sglang.test_engine import MODELS
 from tests.support.server_process import ServerProcess
-from tests.support.waiting import wait_until
 from tests.vllm import rows as vllm
 from tests.vllm.model import prompt
 
@@ -44,10 +43,6 @@ def cold(sglang: Bench) -> Answer:
     return sglang.answers(None)[0]
 
 
-def pages(server: ServerProcess, count: int) -> None:
-    wait_until(lambda: server.status()["l1"]["objects"] == count, what="the stores")
-
-
 def vllm_answer(engine: vllm.Bench, server: ServerProcess, **options: Any) -> vllm.Answer:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).with_name("without_vision")))
@@ -56,8 +51,7 @@ def vllm_answer(engine: vllm.Bench, server: ServerProcess, **options: Any) -> vl
 
 def test_vllm_continues_what_sglang_has_computed(sglang: Bench, engine: vllm.Bench, cold: Answer) -> None:
     with ServerProcess(*HASHES, capacity="256MiB") as server:
-        assert sglang.answers(server) == [cold]
-        pages(server, PAGES)
+        assert sglang.answers(server, objects=PAGES) == [cold]
         found = vllm_answer(engine, server)
         assert (found.tokens, found.cached, found.computed) == (cold.tokens, PAGES * PAGE, 1)
         # Other names, other objects.
