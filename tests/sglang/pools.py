@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 from typing import Any
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 8, 12, 3, 2, 4
@@ -69,17 +70,74 @@ class MLATokenToKVPoolHost(HostPool):
 class MambaPoolHost(HostPool):
     page_size = 1
 
-    def __init__(self, layout: str = "page_first", *, width: int = 5) -> None:
+    def __init__(self, layout: str = "page_first", *, width: int = 5, beside: bool = True) -> None:
         import torch
 
         self.layout = layout
         self.temporal_buffer = torch.zeros(PAGES, LAYERS, 1, 2, width)
         self.conv_buffer = [torch.zeros(PAGES, LAYERS, 1, 6, dtype=torch.bfloat16)]
-        self.slot_state_buffers = [torch.zeros(PAGES, 7, dtype=torch.int8)]
+        self.slot_state_buffers = [torch.zeros(PAGES, 7, dtype=torch.int8)] if beside else []
 
     def parts(self, slot: int) -> list[Any]:
         """Views of one state."""
-        return [self.temporal_buffer[slot], self.conv_buffer[0][slot], self.slot_state_buffers[0][slot]]
+        return [
+            self.temporal_buffer[slot],
+            self.conv_buffer[0][slot],
+            *(each[slot] for each in self.slot_state_buffers),
+        ]
+
+
+class MHATokenToKVPool(HostPool):
+    """A device pool: a tensor each for keys and values of a layer. The first page is never handed out."""
+
+    kv_cache_layout = "nhd"
+
+    def __init__(self) -> None:
+        import torch
+
+        self.k_buffer, self.v_buffer = (
+            [torch.zeros((PAGES + 1) * PAGE, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"
+        )
+
+    def page(self, page: int) -> Any:
+        """A copy of one page as `[planes, layers, tokens, heads, dim]`."""
+        import torch
+
+        tokens = slice(page * PAGE, (page + 1) * PAGE)
+        return torch.stack(
+            [torch.stack([layer[tokens] for layer in plane]) for plane in (self.k_buffer, self.v_buffer)]
+        )
+
+    def fill(self, page: int, key: str) -> None:
+        """Writes what a page of this key holds."""
+        planes = content(self.page(page), key)
+        for plane, buffers in zip(planes, (self.k_buffer, self.v_buffer), strict=True):
+            for layer, buffer in zip(plane, buffers, strict=True):
+                buffer[page * PAGE : (page + 1) * PAGE] = layer
+
+
+class MLATokenToKVPool(HostPool):
+    def __init__(self) -> None:
+        import torch
+
+        self.kv_buffer = [torch.zeros((PAGES + 1) * PAGE, 1, DIM) for _ in range(LAYERS)]
+
+
+class MambaPool:
+    """A device pool of states: layers first."""
+
+    def __init__(self, *, width: int = 5) -> None:
+        import torch
+
+        self.mamba_cache = SimpleNamespace(
+            temporal=torch.zeros(LAYERS, PAGES, 2, width),
+            conv=[torch.zeros(LAYERS, PAGES, 6, dtype=torch.bfloat16)],
+            replayssm_d=None,
+        )
+
+    def parts(self, slot: int) -> list[Any]:
+        """Views of one state, shaped as those of the host pool."""
+        return [self.mamba_cache.temporal[:, slot][:, None], self.mamba_cache.conv[0][:, slot][:, None]]
 
 
 class Policy:

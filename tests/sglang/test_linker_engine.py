@@ -84,7 +84,7 @@ def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
     bench = Bench(make(MODELS / HYBRID, HYBRID), tmp_path, prompt(length, seed=3), settings)
     (cold,) = bench.answers(None)
     with ServerProcess(capacity="256MiB") as server:
-        assert bench.answers(server, objects=length - 1 + 2, linker={}) == [cold]
+        bench.answers(server, Ask(bench.prompt[:-1]), objects=length - 1 + 2, linker={})
         assert cached(bench.answers(server, linker={})[0]) == (cold.tokens, length - 1)
         (spoiled,) = bench.answers(server, linker={**SPOILED, "name": "SpoiledStates"})
         assert spoiled.cached == length - 1
