@@ -22,7 +22,7 @@ from kvf_sglang.device_pools import device_form_of
 from kvf_sglang.facts import model_facts
 from kvf_sglang.harmless import harmless
 from kvf_sglang.identity import identify
-from kvf_sglang.lookups import RecentLookups
+from kvf_sglang.lookups import LOOKUP_S, RecentLookups
 from kvf_sglang.offloads import Offloads
 from kvf_sglang.options import parse_options
 from kvf_sglang.supported import check_linker_version
@@ -31,8 +31,6 @@ from kvf_sglang.weight_updates import watch
 log = logging.getLogger(__name__)
 
 MAMBA = "mamba"
-# SGLang's scheduler itself waits for a lookup.
-LOOKUP_S = 0.1
 
 
 def _always(answer: Any) -> Callable[..., Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+# How long the scheduler waits for an answer.
+LOOKUP_S = 0.1
 MISS_HOLDS_S = 0.5
 # Well before the pins of a hit end.
 HIT_HOLDS_S = 10.0

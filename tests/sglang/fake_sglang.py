@@ -1,4 +1,4 @@
-"""SGLang's modules as far as `kvf_sglang.storage` imports them, for tests without SGLang."""
+"""SGLang's modules as far as `kvf_sglang.storage` and `kvf_sglang.linker` import them, for tests without SGLang."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ class StorageMetrics:
     backup_pgs: list[int] = field(default_factory=list)
     prefetch_bandwidth: list[float] = field(default_factory=list)
     backup_bandwidth: list[float] = field(default_factory=list)
+
+
+class UnifiedCacheLinker:
+    def record_offload_ready(self) -> list[Any]:
+        return []
+
+
+class LayerWiseLoadCounter:
+    def __init__(self, num_layers: int) -> None:
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
 
 
 class WeightUpdater:
@@ -71,6 +84,14 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
         "sglang.srt.mem_cache.hicache_storage": {
             "HiCacheStorage": HiCacheStorage,
             "PoolTransferResult": PoolTransferResult,
+            "PoolName": types.SimpleNamespace(KV="kv", MAMBA="mamba"),
+        },
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker": {
+            "UnifiedCacheLinker": UnifiedCacheLinker,
+            "LayerWiseLoadCounter": LayerWiseLoadCounter,
+        },
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: types.SimpleNamespace(attn_tp_rank=0, attn_tp_size=1),
         },
         "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
         "sglang.srt.model_executor.model_runner_components.weight_updater": {
@@ -86,4 +107,5 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
                 monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
         for member, value in members.items():
             setattr(sys.modules[name], member, value)
-    monkeypatch.delitem(sys.modules, "kvf_sglang.storage", raising=False)
+    for module in ("kvf_sglang.storage", "kvf_sglang.linker"):
+        monkeypatch.delitem(sys.modules, module, raising=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvf_sglang.lookups import LOOKUP_S
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.pools import _KEYS_AND_VALUES, _LATENT, _STATE_LAYOUTS
 from kvf_sglang.supported import KNOWN
@@ -42,6 +43,14 @@ def test_the_engines_command_is_a_configuration_of_the_backend() -> None:
     config = json.loads(text)
     parse_options(config)
     assert (config["module_path"], config["class_name"]) == ("kvf_sglang.storage", "KvFrameworkStorage")
+
+
+def test_the_linkers_command_is_a_configuration_of_it() -> None:
+    (text,) = re.findall(r"--unified-cache-external-linker-config '(.*?)'", DOC, re.DOTALL)
+    config = json.loads(text)
+    parse_options(config["linker_extra_config"])
+    assert (config["linker_module_path"], config["linker"]) == ("kvf_sglang.linker", "KvFrameworkLinker")
+    assert f"{LOOKUP_S} s a question" in DOC
 
 
 def test_pools_and_releases_are_those_that_are_supported() -> None:
