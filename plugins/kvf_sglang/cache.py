@@ -86,21 +86,22 @@ class PageCache:
         self._pages: dict[str, PoolPages] = {}
         self._page_tokens = 0
         self._retired = ""
+        self._left_out = False
         self._told: set[str] = set()
 
     def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
         """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
-        page hashes. A pool that cannot be kept is logged, and hits that need it are misses. Never blocks."""
+        page hashes. If a pool cannot be kept nothing is: a hit needs all of them. Never blocks."""
         if name == KV:
             self._page_tokens = int(pool.page_size)
         try:
             form = form_of(pool, self._page_tokens)
             # The first rank alone stores what all hold alike, except states.
             if name != KV and self._worker.replicated and form.per_head and not form.state and self._worker.tp_size > 1:
-                self._tell(f"pool {name} is not cached: its heads are split, and only the first rank stores")
+                self._leave_out(f"the heads of pool {name} are split, and only the first rank stores")
                 return
         except KVFrameworkError as error:
-            self._tell(f"pool {name} is not cached: {error}")
+            self._leave_out(f"pool {name}: {error}")
             return
         self._attachments.add(name, form, self._page_tokens, self._worker.place(per_head=form.per_head))
 
@@ -182,7 +183,7 @@ class PageCache:
         return [True] * done + failed[done:]
 
     def _of(self, name: str) -> PoolPages | None:
-        if self._retired:
+        if self._retired or self._left_out:
             return None
         pages = self._pages.get(name)
         if pages is None:
@@ -191,6 +192,10 @@ class PageCache:
                 return None
             pages = self._pages.setdefault(name, PoolPages(self._client, attached, self._salt, clock=self._clock))
         return pages
+
+    def _leave_out(self, why: str) -> None:
+        self._left_out = True
+        self._tell(f"nothing is cached: {why}")
 
     def _left(self, until: float) -> float:
         return max(until - self._clock(), 0.0)

@@ -65,8 +65,10 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: kv}
         check_linker_version(sglang.__version__)
         options = parse_options(extra)
-        if params.pp_size > 1:
-            log.warning("nothing is cached: the linker does not serve pipeline parallelism")
+        names = {str(getattr(each, "name", each)) for each in components}
+        if params.pp_size > 1 or not names <= {"FULL", "MAMBA"}:
+            what = "pipeline parallelism" if params.pp_size > 1 else f"a cache of {', '.join(sorted(names))}"
+            log.warning("nothing is cached: the linker does not serve %s", what)
             return
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
         from sglang.srt.runtime_context import get_parallel
@@ -85,7 +87,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         cache = PageCache(options, worker, lambda: identify(facts, model=options.model, weights=options.weights))
         watch(cache, WeightUpdater)
         cache.add_pool(KV, full, device_form_of)
-        if any(getattr(each, "name", "") == "MAMBA" for each in components):
+        if "MAMBA" in names:
             mamba = params.req_to_token_pool.mamba_pool
             self.pools[PoolName.MAMBA] = mamba
             cache.add_pool(MAMBA, mamba, device_form_of)

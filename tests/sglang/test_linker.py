@@ -61,14 +61,15 @@ def linker(
     *,
     version: str = "0.5.23",
     facts: Callable[[str], ModelFacts] = lambda _engine: FACTS,
+    components: tuple[str, ...] = ("FULL", "MAMBA"),
     **more: Any,
 ) -> Any:
     fake_sglang.install(monkeypatch, version)
     module = importlib.import_module("kvf_sglang.linker")
     monkeypatch.setattr(module, "model_facts", facts)
     given = parameters(MHATokenToKVPool(), MambaPool(), **more)
-    components = [SimpleNamespace(name="FULL"), SimpleNamespace(name="MAMBA")]
-    return module.KvFrameworkLinker(None, given, components=components, extra_config=extra, forward_stream=None)
+    named = [SimpleNamespace(name=each) for each in components]
+    return module.KvFrameworkLinker(None, given, components=named, extra_config=extra, forward_stream=None)
 
 
 def every_call(made: Any) -> list[object]:
@@ -106,8 +107,9 @@ def unreadable(_engine: str) -> ModelFacts:
         ({"extra": {"kvframework.endpiont": "x"}}, "there is no option kvframework.endpiont"),
         ({"extra": {}, "version": "0.5.24"}, "the interface of linkers changes"),
         ({"extra": {}, "pp_size": 2}, "pipeline parallelism"),
+        ({"extra": {}, "components": ("FULL", "SWA")}, "a cache of FULL, SWA"),
     ],
-    ids=["facts", "option", "release", "pp"],
+    ids=["facts", "option", "release", "pp", "window"],
 )
 def test_a_linker_that_cannot_serve_says_why_and_misses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: dict[str, Any], why: str

@@ -247,6 +247,21 @@ def test_a_page_that_is_no_whole_number_of_blocks_is_left_out(caplog: pytest.Log
         assert "its pages have 16 tokens, those of the page hashes 8" in caplog.text
 
 
+def test_a_model_with_a_pool_that_cannot_be_kept_stores_nothing(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+        assert engine.store(keys(1)) == [True]
+        engine.cache.add_pool("indexer", type("DSAIndexerPoolHost", (), {})())
+        assert "nothing is cached: pool indexer" in caplog.text
+        assert engine.store(keys(1, seed="more")) == [False]
+        assert engine.cache.find(keys(1)).pages == 0
+    first = Worker(tp_rank=0, tp_size=2, replicated=True)
+    with Engine(server.endpoint, MLATokenToKVPoolHost(), worker=first) as engine:
+        engine.cache.add_pool("draft", MHATokenToKVPoolHost())
+        assert "the heads of pool draft are split" in caplog.text
+
+
 def test_an_engine_starts_without_a_server_and_finds_one_later() -> None:
     server = ServerProcess()
     names = keys(3)
