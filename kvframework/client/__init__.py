@@ -4,6 +4,7 @@ parts."""
 from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
+from kvframework.client.model_files import changed_since, fingerprint, model_files, process_started
 from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
 from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
@@ -23,8 +24,12 @@ __all__ = [
     "RequestHashes",
     "SchedulerAdapter",
     "WorkerAdapter",
+    "changed_since",
     "current_trace",
     "digest_files",
+    "fingerprint",
+    "model_files",
     "named_identity",
+    "process_started",
     "register_canonical",
 ]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from kvf_hashers.sglang_pages import SglangPages
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.hasher import HasherProvider, hookimpl
 from kvframework.api.options import NoOptions
 
-__all__ = ["Sha256", "kvf_key_hashers"]
+__all__ = ["SglangPages", "Sha256", "kvf_key_hashers"]
 
 
-def _create(_: NoOptions) -> Sha256:
+def _sha256(_: NoOptions) -> Sha256:
     return Sha256()
+
+
+def _sglang(_: NoOptions) -> SglangPages:
+    return SglangPages()
 
 
 @hookimpl
 def kvf_key_hashers() -> list[HasherProvider[NoOptions]]:
-    return [HasherProvider(name="sha256", summary="chained SHA-256", create=_create)]
+    return [
+        HasherProvider(name="sha256", summary="chained SHA-256", create=_sha256),
+        HasherProvider(name="sglang", summary="SGLang's page hashes, for engines that share with it", create=_sglang),
+    ]

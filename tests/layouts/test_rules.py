@@ -149,6 +149,19 @@ def test_a_server_refuses_declarations_that_cannot_be(group: LayerGroup) -> None
         validate_layout(KVLayout("paged", (group,)))
 
 
+@pytest.mark.parametrize("tokens", [-16, 8, 24, 1 << 25])
+def test_a_chunk_of_the_engines_own_is_whole_blocks(tokens: int) -> None:
+    with pytest.raises(BadLayout, match="chunk_tokens"):
+        validate_layout(KVLayout("paged", (LayerGroup(1, 16, 2, 8, "float32"),), chunk_tokens=tokens))
+
+
+def test_an_engines_own_chunk_goes_before_the_servers() -> None:
+    layout = KVLayout("paged", (LayerGroup(1, 16, 2, 8, "float32"),), chunk_tokens=32)
+    assert canonical_desc(layout, 256).chunk_tokens == 32
+    assert canonical_desc(layout, 256).groups[0].shape == (2, 1, 32, 16)
+    assert canonical_desc(msgspec.structs.replace(layout, chunk_tokens=0), 256).chunk_tokens == 256
+
+
 def test_touched_blocks_by_example() -> None:
     ids = list(range(10, 22))  # three chunks of 16 tokens, blocks of 4
     full = LayerGroup(1, 4, 1, 1, "uint8")

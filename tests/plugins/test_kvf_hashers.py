@@ -1,4 +1,4 @@
-"""The key hasher `sha256`: what every hasher must do, its bytes, and what it refuses."""
+"""The key hashers: what every hasher must do, their bytes, and what they refuse."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import hashlib
 
 import pytest
 
-from kvf_hashers import Sha256
+from kvf_hashers import SglangPages, Sha256
+from kvframework.api.hasher import KeyHasher
 from kvframework.errors import RequestError
 from kvframework.testing import HasherConformance
 
 HASHER = Sha256()
 
 
+PAGES = SglangPages()
+
+
 class TestSha256(HasherConformance):
     use = "sha256"
+
+
+class TestSglangPages(HasherConformance):
+    use = "sglang"
 
 
 def test_the_bytes_that_are_hashed_are_fixed() -> None:
@@ -28,8 +36,20 @@ def test_the_bytes_that_are_hashed_are_fixed() -> None:
     assert HASHER.fingerprint == "sha256/1"
 
 
-def test_an_empty_extra_is_none() -> None:
-    assert HASHER.chunk_digests(bytes(32), 4, extras={1: b""}) == HASHER.chunk_digests(bytes(32), 4)
+def test_the_bytes_of_sglangs_pages_are_fixed() -> None:
+    ids = array.array("I", range(8)).tobytes()
+    first = hashlib.sha256(ids[:16]).digest()
+    second = hashlib.sha256(first + ids[16:]).digest()
+    assert PAGES.chunk_digests(ids, 4) == first + second
+    assert PAGES.chunk_digests(ids[16:], 4, parent=first) == second
+    folded = hashlib.sha256(b"kvframework/sglang-pages/extra/1\0\x20" + first + b"img").digest()
+    assert PAGES.chunk_digests(ids, 4, extras={1: b"img"}) == first + hashlib.sha256(folded + ids[16:]).digest()
+    assert PAGES.fingerprint == "sglang/1"
+
+
+@pytest.mark.parametrize("hasher", [HASHER, PAGES], ids=["sha256", "sglang"])
+def test_an_empty_extra_is_none(hasher: KeyHasher) -> None:
+    assert hasher.chunk_digests(bytes(32), 4, extras={1: b""}) == hasher.chunk_digests(bytes(32), 4)
 
 
 def test_an_extra_is_not_taken_for_tokens() -> None:
@@ -40,6 +60,7 @@ def test_an_extra_is_not_taken_for_tokens() -> None:
     "arguments",
     [{"parent": b"short"}, {"parent": bytes(33)}, {"chunk_tokens": 0}, {"chunk_tokens": -1}, {"extras": {-1: b"x"}}],
 )
-def test_nonsense_is_refused(arguments: dict[str, object]) -> None:
+@pytest.mark.parametrize("hasher", [HASHER, PAGES], ids=["sha256", "sglang"])
+def test_nonsense_is_refused(hasher: KeyHasher, arguments: dict[str, object]) -> None:
     with pytest.raises(RequestError):
-        HASHER.chunk_digests(**({"tokens": bytes(64), "chunk_tokens": 4} | arguments))
+        hasher.chunk_digests(**({"tokens": bytes(64), "chunk_tokens": 4} | arguments))

@@ -1,0 +1,222 @@
+"""The cache as SGLang's storage calls need it, without SGLang's classes: pools by name, hits over several pools, loads
+and stores with a deadline each. Engine side; every method but `close` may be called from any of its threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvf_sglang.attach import Attachments, Place
+from kvf_sglang.options import SglangOptions
+from kvf_sglang.pages import PoolPages, Salt, digests_of
+from kvf_sglang.pools import PoolForm, form_of
+from kvf_sglang.tally import Tally
+from kvframework.client import KVClient, KvIdentity
+from kvframework.errors import KVFrameworkError
+
+log = logging.getLogger(__name__)
+
+KV = "kv"
+ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
+# States that are named to SGLang, which chooses the last one that every rank has.
+_MOST_ENDS = 8
+
+
+class Worker(NamedTuple):
+    """The place of this process in the engine. `replicated`: all tensor-parallel ranks hold the same keys and values
+    (MLA)."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    replicated: bool = False
+
+    def place(self, *, per_head: bool) -> Place:
+        stages = [
+            f"pp{self.pp_rank}of{self.pp_size}" if self.pp_size > 1 else "",
+            f"cp{self.cp_rank}of{self.cp_size}" if self.cp_size > 1 else "",
+        ]
+        stage = "+".join(filter(None, stages))
+        return Place(self.tp_rank, self.tp_size, stage) if per_head else Place(stage=stage)
+
+
+class Found(NamedTuple):
+    """The pages that can be loaded; by pool, and after how many of them the engine can go on."""
+
+    pages: int
+    by_pool: dict[str, int]
+    restorable: list[int]
+
+
+NOTHING = Found(0, {}, [])
+
+
+class PageCache:
+    """The pools of one worker. Connecting, naming the weights and registering happen in the background: until then, and
+    whenever there is no server, everything is a miss."""
+
+    def __init__(
+        self,
+        options: SglangOptions,
+        worker: Worker,
+        identity: Callable[[], KvIdentity],
+        *,
+        client: KVClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises `EndpointError` and `ConfigFieldError`. Never blocks."""
+        self.tally = Tally()
+        self._options = options
+        self._worker = worker
+        self._clock = clock
+        self._client = client or KVClient(
+            options.endpoint or None, name="sglang", deadline_scale=options.deadline_scale
+        )
+        self._attachments = Attachments(self._client, options, identity)
+        self._salt = Salt(engine_name())
+        self._pages: dict[str, PoolPages] = {}
+        self._page_tokens = 0
+        self._retired = ""
+        self._left_out = False
+        self._told: set[str] = set()
+
+    def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
+        """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
+        page hashes. If a pool cannot be kept nothing is: a hit needs all of them. Never blocks."""
+        if name == KV:
+            self._page_tokens = int(pool.page_size)
+        try:
+            form = form_of(pool, self._page_tokens)
+            # The first rank alone stores what all hold alike, except states.
+            if name != KV and self._worker.replicated and form.per_head and not form.state and self._worker.tp_size > 1:
+                self._leave_out(f"the heads of pool {name} are split, and only the first rank stores")
+                return
+        except KVFrameworkError as error:
+            self._leave_out(f"pool {name}: {error}")
+            return
+        self._attachments.add(name, form, self._page_tokens, self._worker.place(per_head=form.per_head))
+
+    def attached(self, name: str) -> bool:
+        """True if a pool is registered and the server is there, so that a call is worth its while. Never blocks."""
+        return self._client.usable and self._of(name) is not None
+
+    def retire(self, why: str) -> None:
+        """From now on everything is a miss: the names of this engine's KV no longer hold."""
+        if not self._retired:
+            self._retired = why
+            log.warning("nothing is loaded or stored any more until this engine starts again: %s", why)
+
+    def forget(self) -> None:
+        """From now on only what is stored later is found. The server keeps its objects: other engines use them."""
+        self._salt.renew()
+
+    def find(self, keys: Sequence[str], transfers: Sequence[Any] = (), deadline_s: float | None = None) -> Found:
+        """How many pages can be loaded, in all pools that `transfers` names: with their policies. Takes `deadline_s` at
+        most; None: the option's."""
+        pages = self._of(KV)
+        if pages is None or not keys:
+            return NOTHING
+        until = self._clock() + (self._options.lookup_deadline_s if deadline_s is None else deadline_s)
+        digests = digests_of(keys)
+        count = pages.prefix(digests, self._left(until))
+        by_pool = {KV: count} if count else {}
+        restorable = list(range(1, count + 1))
+        for transfer in transfers:
+            if not restorable:
+                break
+            own, policy = self._of(name_of(transfer)), str(getattr(transfer.hit_policy, "value", transfer.hit_policy))
+            if own is None:
+                return NOTHING
+            if policy == ALL_PAGES:
+                there = own.prefix(digests[:count], self._left(until))
+                restorable = [page for page in restorable if page <= there]
+            elif policy == TRAILING_PAGES and own.holds_states and len(transfer.keys or "1") == 1:
+                ends = own.ends(digests[:count], _MOST_ENDS, self._left(until))
+                there = max(ends, default=0)
+                restorable = sorted({*restorable}.intersection(ends))
+            else:
+                self._tell(f"pool {name_of(transfer)} is not cached: its policy is {policy}")
+                return NOTHING
+            if there:
+                by_pool[name_of(transfer)] = there
+        found = max(restorable, default=0)
+        self.tally.found(found, len(keys))
+        return Found(found, by_pool, restorable)
+
+    def load(self, name: str, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
+        """Loads pages into their slots; those that are true are there, from the first on."""
+        return self._moved(name, keys, indices, storing=False)
+
+    def store(self, name: str, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
+        """Stores pages; all are true, or none."""
+        return self._moved(name, keys, indices, storing=True)
+
+    def close(self) -> None:
+        """Unregisters and disconnects. Idempotent."""
+        self._attachments.close()
+        self._client.close()
+
+    def _moved(self, name: str, keys: Sequence[str], indices: Sequence[int], *, storing: bool) -> list[bool]:
+        pages = self._of(name)
+        failed = [False] * len(keys)
+        if pages is None or not keys:
+            return failed
+        if len(indices) != len(keys) * pages.slots:
+            self._tell(f"pool {name}: {len(indices)} slots for {len(keys)} pages of {pages.slots}")
+            return failed
+        firsts, digests = list(indices[:: pages.slots]), digests_of(keys)
+        started = self._clock()
+        if storing:
+            done = len(keys) if pages.store(digests, firsts, self._options.store_deadline_s) else 0
+        else:
+            done = pages.load(digests, firsts, self._options.load_deadline_s)
+        self.tally.moved("backup" if storing else "prefetch", done, done * pages.page_bytes, self._clock() - started)
+        return [True] * done + failed[done:]
+
+    def _of(self, name: str) -> PoolPages | None:
+        if self._retired or self._left_out:
+            return None
+        pages = self._pages.get(name)
+        if pages is None:
+            attached = self._attachments.get(name)
+            if attached is None:
+                return None
+            pages = self._pages.setdefault(name, PoolPages(self._client, attached, self._salt, clock=self._clock))
+        return pages
+
+    def _leave_out(self, why: str) -> None:
+        self._left_out = True
+        self._tell(f"nothing is cached: {why}")
+
+    def _left(self, until: float) -> float:
+        return max(until - self._clock(), 0.0)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("%s", text)
+
+
+def name_of(transfer: Any) -> str:
+    """The name of a transfer's pool, as text."""
+    return str(getattr(transfer.name, "value", transfer.name))
+
+
+def engine_name() -> str:
+    """A name that the worker processes of one engine share, and no other engine: their parent, and its start."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, IndexError):
+        started, boot = str(time.time_ns()), ""
+    return hashlib.blake2b(f"{boot}/{parent}/{started}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,99 @@
+"""Facts from SGLang's configuration: the model, its weights, its settings that change KV. Imports SGLang when it is
+called; reads configuration files, not weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvf_sglang.identity import ModelFacts
+from kvframework.client import model_files, process_started
+
+
+def model_facts(engine: str) -> ModelFacts:
+    """The model of this process's engine. `engine` names the engine."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.runtime_context import get_server_args
+
+    args = get_server_args()
+    resolved = resolving_view(args)
+    draft = getattr(resolved, "speculative_draft_model_path", None)
+    return _facts(
+        args,
+        resolved,
+        engine,
+        draft=_facts(args, resolved, engine, draft_path=str(draft)) if draft else None,
+    )
+
+
+def _facts(
+    args: Any, resolved: Any, engine: str, *, draft: ModelFacts | None = None, draft_path: str = ""
+) -> ModelFacts:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if draft_path:
+        revision = str(getattr(resolved, "speculative_draft_model_revision", None) or "")
+        config = ModelConfig.from_server_args(
+            args, model_path=draft_path, model_revision=revision or None, is_draft_model=True
+        )
+    else:
+        revision = str(resolved.revision or "")
+        config = ModelConfig.from_server_args(args)
+    path = draft_path or str(resolved.model_path)
+    load_format = getattr(resolved, "speculative_draft_load_format", None) if draft_path else None
+    load_format = load_format or resolved.load_format
+    return ModelFacts(
+        name=path,
+        revision=revision,
+        quantization=str(config.quantization or ""),
+        load_format=str(getattr(load_format, "value", load_format)),
+        seed=int(resolved.random_seed or 0),
+        config=_config(path, revision, resolved) or config.hf_config.to_dict(),
+        dtype=str(config.dtype),
+        settings={} if draft_path else _settings(resolved),
+        files=model_files(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code)),
+        draft=draft,
+        adapters=None if draft_path else _adapters(resolved),
+        engine=engine,
+        started=process_started(),
+    )
+
+
+def _config(path: str, revision: str, resolved: Any) -> dict[str, Any]:
+    """The model's configuration as it is for every engine: SGLang adds to its own. {} if transformers has no class for
+    it, as for some that only SGLang knows."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(
+            path,
+            revision=revision or None,
+            cache_dir=resolved.download_dir,
+            trust_remote_code=bool(resolved.trust_remote_code),
+            local_files_only=True,
+        )
+        return dict(found.to_dict())
+    except Exception:  # noqa: BLE001 - whatever it is, SGLang's own is there
+        return {}
+
+
+def _settings(resolved: Any) -> dict[str, object]:
+    """What changes the content of KV beside the model. What is at its default is falsy, as for other engines."""
+    kv_dtype = str(resolved.kv_cache_dtype)
+    return {
+        "kv_cache_dtype": "" if kv_dtype == "auto" else kv_dtype,
+        "kv_scales": _content_of(getattr(resolved, "quantization_param_path", None)),
+        "overrides": "" if resolved.json_model_override_args == "{}" else str(resolved.json_model_override_args),
+        "speculative": str(getattr(resolved, "speculative_algorithm", None) or ""),
+    }
+
+
+def _content_of(path: str | None) -> str:
+    return Path(path).read_text() if path else ""
+
+
+def _adapters(resolved: Any) -> dict[str, tuple[Path, ...]]:
+    """The files of the adapters that the engine was started with; those loaded later have ids that never come again."""
+    return {
+        str(each.lora_name): model_files(str(each.lora_path)) for each in getattr(resolved, "lora_paths", None) or ()
+    }

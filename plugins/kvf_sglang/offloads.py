@@ -1,0 +1,65 @@
+"""The stores of a linker, one after the other in a thread: SGLang asks each step which have ended, in their order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+# SGLang holds a node's device memory until its offload has ended.
+MOST_WAITING = 64
+
+
+class Offloads:
+    """A queue of calls, whose results are taken in the order of their submission. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], bool] | None] = queue.Queue()
+        self._ended: deque[bool] = deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, store: Callable[[], bool]) -> bool:
+        """False if too many wait already, or no thread can be started. Never blocks."""
+        if self._queue.qsize() >= MOST_WAITING:
+            return False
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvf-sglang-offload", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._queue.put(store)
+        return True
+
+    @property
+    def ended(self) -> int:
+        return len(self._ended)
+
+    def pop(self) -> bool:
+        """The result of the oldest one that has ended; False if there is none."""
+        return self._ended.popleft() if self._ended else False
+
+    def quiesce(self) -> None:
+        """Waits for all, each of which has a deadline of its own, and drops their results."""
+        self._queue.join()
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Waits for all, and ends the thread. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (store := self._queue.get()) is not None:
+            try:
+                stored = store()
+            except Exception as error:
+                log.error("an offload failed: %r", error, exc_info=error)
+                stored = False
+            self._ended.append(stored)
+            self._queue.task_done()
+        self._queue.task_done()

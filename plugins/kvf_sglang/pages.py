@@ -1,0 +1,221 @@
+"""The pages of one host pool: which the server has, and their way between pool and arena. Engine side; SGLang's storage
+threads call it.
+
+Each call ends by its own deadline, also beside a server that hangs; whatever fails is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvf_sglang.attach import AttachedPool
+from kvframework.api.futures import Future
+from kvframework.api.hasher import DIGEST_BYTES
+from kvframework.api.transport import LoadOutcome, StoreOutcome
+from kvframework.client import KVClient, LookupResult, RequestHashes
+
+log = logging.getLogger(__name__)
+
+# Pages of one question: the server answers at most 32768 objects, those of all ranks and layer groups.
+ASKED_OBJECTS = 1 << 14
+# Well before the server's default of 60 s ends a ticket.
+TICKET_HOLDS_S = 20.0
+MOST_TICKETS = 256
+# A copy that was begun ends by itself; only a broken transport takes longer.
+_LAST_RESORT_S = 60.0
+
+O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
+
+
+class Salt:
+    """The salt of all requests of this engine: "" until the cache is cleared, then another one each time."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._times = 0
+
+    def renew(self) -> None:
+        self._times += 1
+
+    @property
+    def text(self) -> str:
+        return f"cleared-{self._times}-{self._engine}" if self._times else ""
+
+
+class _Held(NamedTuple):
+    last: bytes
+    until: float
+    result: LookupResult
+
+
+class Tickets:
+    """The tickets of hits that are not loaded yet, by the digest of their last page. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: list[_Held] = []
+        self._lock = threading.Lock()
+
+    def hold(self, result: LookupResult, last: bytes) -> list[LookupResult]:
+        """Returns those that are to be freed."""
+        with self._lock:
+            self._held.append(_Held(last, self._clock() + TICKET_HOLDS_S, result))
+            return self._ended(b"")
+
+    def take(self, last: bytes) -> list[LookupResult]:
+        """The tickets that end with the page `last`, or by their time: to be freed."""
+        with self._lock:
+            return self._ended(last)
+
+    def _ended(self, last: bytes) -> list[LookupResult]:
+        now, oldest = self._clock(), len(self._held) - MOST_TICKETS
+        ended = [each.last == last or each.until < now or index < oldest for index, each in enumerate(self._held)]
+        freed = [each.result for each, over in zip(self._held, ended, strict=True) if over]
+        self._held = [each for each, over in zip(self._held, ended, strict=True) if not over]
+        return freed
+
+
+class PoolPages:
+    """One attached pool. Questions, loads and stores may come from three threads at once. `slots` are the pool's
+    indices of one page, `page_bytes` the bytes of a page of this rank."""
+
+    def __init__(self, client: KVClient, pool: AttachedPool, salt: Salt, *, clock: Callable[[], float]) -> None:
+        self._client = client
+        self._pool = pool
+        self._salt = salt
+        self._clock = clock
+        self._tickets = Tickets(clock)
+        self.slots = pool.form.slots
+        self.holds_states = pool.form.state
+        self.page_bytes = pool.page_bytes
+
+    def prefix(self, digests: Sequence[bytes], deadline_s: float) -> int:
+        """The number of pages from the first on that all ranks can load; pinned until they are loaded."""
+        until, found = self._clock() + deadline_s, 0
+        step = max(ASKED_OBJECTS // (self._pool.groups * self._pool.world_size), 1)
+        for at in range(0, len(digests), step):
+            part = digests[at : at + step]
+            hit = self._asked(part, until)
+            found += hit
+            if hit < len(part):
+                break
+        return found
+
+    def ends(self, digests: Sequence[bytes], most: int, deadline_s: float) -> list[int]:
+        """The last `most` numbers of pages after which all ranks have a state, ascending; pinned until they are
+        loaded."""
+        until, end = self._clock() + deadline_s, len(digests)
+        found: list[int] = []
+        step = max(ASKED_OBJECTS // (self._pool.groups * self._pool.world_size), 1)
+        while end and len(found) < most:
+            start = max(end - step, 0)
+            hit = self._asked(digests[start:end], until)
+            if hit:
+                found.append(start + hit)
+                end = start + hit - 1
+            else:
+                end = start
+        return found[::-1]
+
+    def load(self, digests: Sequence[bytes], indices: Sequence[int], deadline_s: float) -> int:
+        """Loads pages into the pool; `indices` are the places of their first slots. Returns how many from the first on
+        are there. After it returns nothing writes into the pool."""
+        until = self._clock() + deadline_s
+        try:
+            loaded = self._load(digests, indices, until)
+            if not loaded and len(digests) > 1:
+                # A page was evicted meanwhile: what is before it can still be loaded.
+                left = max(until - self._clock(), 0.0)
+                there = self.prefix(digests, left) if left else 0
+                loaded = self._load(digests[:there], indices[:there], until) if 0 < there < len(digests) else 0
+            return loaded
+        finally:
+            self._free(self._tickets.take(digests[-1]) if digests else [])
+
+    def store(self, digests: Sequence[bytes], indices: Sequence[int], deadline_s: float) -> bool:
+        """Stores pages; those that are stored already are skipped. True if the server has all of them. After it returns
+        nothing reads the pool."""
+        pool, until = self._pool, self._clock() + deadline_s
+        request = self._request(digests)
+        if request is None or not digests:
+            return not digests
+        blocks = [[index // pool.form.slots for index in indices]] * pool.groups
+        with pool.storing:
+            future = pool.stores.submit_store(request, 0, len(digests) * pool.page_tokens, blocks)
+            outcome = self._ended(future, until)
+            pool.stores.get_finished()
+        return outcome is not None and not (outcome.dropped or outcome.unknown or outcome.error)
+
+    def _load(self, digests: Sequence[bytes], indices: Sequence[int], until: float) -> int:
+        """All pages or none, each in one request if it is a state."""
+        pool = self._pool
+        if pool.form.state and len(digests) > 1:
+            done = 0
+            while done < len(digests) and self._load(digests[done : done + 1], indices[done : done + 1], until):
+                done += 1
+            return done
+        request = self._request(digests)
+        if request is None or not digests:
+            return 0
+        blocks = [[index // pool.form.slots for index in indices]] * pool.groups
+        with pool.loading:
+            future = pool.loads.submit_retrieve(request, 0, len(digests) * pool.page_tokens, blocks)
+            outcome = self._ended(future, until)
+            pool.loads.get_finished()
+            pool.loads.take_failed_blocks()
+        return len(digests) if outcome is not None and outcome.ok else 0
+
+    def _asked(self, digests: Sequence[bytes], until: float) -> int:
+        """The hit in pages; its ticket is held."""
+        request, left = self._request(digests), until - self._clock()
+        if request is None or left <= 0:
+            return 0
+        lookups = self._pool.lookups
+        result = lookups.wait(lookups.lookup(request), left)
+        pages = result.hit_tokens // self._pool.page_tokens
+        if result.ticket:
+            self._free(self._tickets.hold(result, digests[pages - 1] if pages else b""))
+        return pages
+
+    def _free(self, results: Sequence[LookupResult]) -> None:
+        for each in results:
+            self._pool.lookups.free(each)
+
+    def _request(self, digests: Sequence[bytes]) -> RequestHashes | None:
+        """The pages as the content of a request; None while no server answers. A digest names all tokens before it, so
+        the first page of a call may stand anywhere in a prompt."""
+        if not digests or not self._client.usable:
+            return None
+        return RequestHashes(
+            self._client.hasher,
+            self._pool.page_tokens,
+            request_id=digests[-1].hex()[:32],
+            cache_salt=self._salt.text,
+            digests=b"".join(digests),
+        )
+
+    def _ended(self, future: Future[O], until: float) -> O | None:
+        """The outcome; None after the deadline or a failure, once the transfer no longer touches the pool."""
+        try:
+            future.wait(max(until - self._clock(), 0.0))
+            if not future.query():
+                future.cancel()
+                if not future.wait(_LAST_RESORT_S):
+                    log.error("a transfer did not end within %s s after it was cancelled", _LAST_RESORT_S)
+                return None
+            return None if future.exception() is not None else future.result(0)
+        except Exception as error:  # noqa: BLE001 - in doubt it has failed
+            log.debug("a transfer failed: %r", error)  # the client has logged it
+            return None
+
+
+def digests_of(keys: Sequence[str]) -> list[bytes]:
+    """The digests that SGLang's page hashes are. Raises `ValueError` for a key that is none."""
+    digests = [bytes.fromhex(key) for key in keys]
+    if any(len(each) != DIGEST_BYTES for each in digests):
+        raise ValueError(f"a page hash is not of {DIGEST_BYTES} bytes")
+    return digests

@@ -1,0 +1,117 @@
+"""The declaration of SGLang's host pools to the framework: the axes of each pool's memory, by the names that SGLang
+gives to pool classes and layouts. Nothing is guessed from shapes. Pure: pools are duck-typed, nothing imports SGLang.
+
+Keys and values become canonical objects, `[planes, layers, tokens, hidden]`, so pools of different layouts, and engines
+of other kinds, share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvframework.api.layout import LayerTensors
+from kvframework.errors import BadLayout
+
+if TYPE_CHECKING:
+    import torch
+
+# By the pool's `layout`.
+_KEYS_AND_VALUES = {
+    "layer_first": ("plane", "layer", "token", "head", "dim"),
+    "page_first": ("plane", "token", "layer", "head", "dim"),
+    "page_first_direct": ("plane", "block", "layer", "token", "head", "dim"),
+    "page_head": ("plane", "block", "head", "token", "layer", "dim"),
+}
+_LATENT = {
+    "layer_first": ("layer", "token", "head", "dim"),
+    "page_first": ("token", "layer", "head", "dim"),
+    "page_first_direct": ("block", "layer", "token", "head", "dim"),
+}
+_STATE_LAYOUTS = ("page_first", "page_first_direct")
+# Exact classes: their subclasses hold other things in the same attributes.
+_MHA, _MLA, _MAMBA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost"
+
+
+@dataclass(frozen=True)
+class PoolForm:
+    """One pool as a layout plugin takes it: views of its memory, and the options of `layout.paged`.
+
+    `slots` is the number of the pool's indices in one page. `per_head` is True if ranks of one tensor-parallel group
+    hold different heads of it, or different parts of a state. `state`: an entry is the state after a page's last token.
+    """
+
+    tensors: Mapping[str, LayerTensors]
+    options: Mapping[str, object]
+    slots: int
+    per_head: bool = True
+    state: bool = False
+
+
+def form_of(pool: Any, page_tokens: int) -> PoolForm:
+    """The form of a host pool whose engine hashes pages of `page_tokens` tokens. Raises `BadLayout` for a pool that is
+    not known to convert exactly."""
+    kind = type(pool).__name__
+    if getattr(pool, "dcp_size", 1) != 1:
+        raise _refused(pool, "decode context parallelism splits its pages")
+    if kind == _MAMBA:
+        return _states(pool, page_tokens)
+    if kind not in (_MHA, _MLA):
+        raise _refused(pool, "its kind is not known to convert exactly")
+    if pool.page_size != page_tokens:
+        raise _refused(pool, f"its pages have {pool.page_size} tokens, those of the page hashes {page_tokens}")
+    axes = (_KEYS_AND_VALUES if kind == _MHA else _LATENT).get(pool.layout)
+    buffer = pool.kv_buffer
+    if axes is None or buffer is None:
+        raise _refused(pool, f"its layout is {pool.layout!r}")
+    if kind == _MHA and pool.v_head_dim != pool.head_dim:
+        raise _refused(pool, f"keys have {pool.head_dim} elements a head, values {pool.v_head_dim}")
+    return PoolForm(
+        {"kv": buffer},
+        {"axes": list(axes), "chunk_tokens": page_tokens},
+        slots=page_tokens,
+        per_head=kind == _MHA,
+    )
+
+
+def _states(pool: Any, page_tokens: int) -> PoolForm:
+    if pool.layout not in _STATE_LAYOUTS or pool.page_size != 1:
+        raise _refused(pool, f"its layout is {pool.layout!r}, its slots hold {pool.page_size} states")
+    more = getattr(pool, "slot_state_buffers", ())
+    return state_form(pool.temporal_buffer, pool.conv_buffer, ("block", "layer", "dim"), page_tokens, more)
+
+
+def state_form(
+    temporal: torch.Tensor,
+    convolutions: Sequence[torch.Tensor],
+    axes: tuple[str, ...],
+    page_tokens: int,
+    more: Sequence[torch.Tensor] = (),
+) -> PoolForm:
+    """The form of recurrent states, one slot a state. Their parts differ in dtype, and each is a layer group: `axes`
+    are those of the first two kinds, whose further axes are the state itself, `more` have slots first."""
+    tensors: dict[str, LayerTensors] = {}
+    groups = []
+
+    def add(name: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> None:
+        if buffer.numel():
+            tensors[name] = buffer.flatten(len(axes) - 1)
+            groups.append({"layers": [name], "state": True, "axes": list(axes)})
+
+    add("temporal", temporal, axes)
+    for index, buffer in enumerate(convolutions):
+        add(f"conv_{index}", buffer, axes)
+    for index, buffer in enumerate(more):
+        add(f"slot_{index}", buffer, ("block", "dim"))
+    return PoolForm(tensors, {"groups": groups, "chunk_tokens": page_tokens}, slots=1, state=True)
+
+
+def _refused(pool: Any, why: str) -> BadLayout:
+    return BadLayout(
+        f"a host pool of kind {type(pool).__name__} cannot be kept: {why}",
+        where="kvf_sglang",
+        available=f"{_MHA}: {', '.join(_KEYS_AND_VALUES)}; {_MLA}: {', '.join(_LATENT)}; "
+        f"{_MAMBA}: {', '.join(_STATE_LAYOUTS)}",
+        hint="choose one of these with --hicache-mem-layout, or run this model without the backend",
+    )

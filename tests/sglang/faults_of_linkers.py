@@ -1,0 +1,22 @@
+"""The linker with a fault: what it loads is changed before SGLang uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvf_sglang.linker import KvFrameworkLinker
+
+
+class SpoiledPages(KvFrameworkLinker):
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        loaded = super().load(rid, transfers)
+        for buffer in self.pools["kv"].k_buffer:
+            buffer.neg_()
+        return loaded
+
+
+class SpoiledStates(KvFrameworkLinker):
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        loaded = super().load(rid, transfers)
+        self.pools["mamba"].mamba_cache.temporal.neg_()
+        return loaded

@@ -1,0 +1,138 @@
+"""A whole SGLang engine on the CPU: what one process stores another loads, and the tokens are the same. Each control,
+whose loaded bytes are changed, gives other tokens: so it is the loaded bytes that decide."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.engine_order import Ask
+from tests.sglang.model import HYBRID, make
+from tests.sglang.rows import Answer, Bench, stored
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.vllm.model import prompt
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
+
+PAGE = 64
+LENGTH, PAGES = 1300, 20
+MODELS = Path(os.environ.get("KVF_SGLANG_MODELS", Path(tempfile.gettempdir()) / "kvf-sglang-models"))
+FAULTS = {"module_path": "tests.sglang.faults"}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(make(MODELS / "tiny", "tiny"), tmp_path_factory.mktemp("llama"), prompt(LENGTH, seed=7))
+
+
+@pytest.fixture(scope="module")
+def cold(bench: Bench) -> Answer:
+    """SGLang alone."""
+    return bench.answers(None)[0]
+
+
+@pytest.fixture(scope="module")
+def server(bench: Bench, cold: Answer) -> Iterator[ServerProcess]:
+    """A server with the pages of the prompt."""
+    with ServerProcess(capacity="128MiB") as server:
+        assert bench.answers(server, objects=PAGES) == [cold]
+        yield server
+
+
+def test_a_new_process_loads_what_another_has_stored(bench: Bench, server: ServerProcess, cold: Answer) -> None:
+    """Its host pool has another layout; a salt is another name."""
+    asks = [Ask(bench.prompt), Ask(bench.prompt, salt="tenant")]
+    loaded, salted = bench.answers(server, *asks, engine={"hicache_mem_layout": "page_first_direct"})
+    assert loaded == Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)
+    assert (salted.tokens, salted.stored) == (cold.tokens, 0)
+
+
+def test_other_bytes_give_other_tokens(bench: Bench, server: ServerProcess, cold: Answer) -> None:
+    (spoiled,) = bench.answers(server, **FAULTS, class_name="SpoiledPages")
+    assert spoiled.stored == PAGES * PAGE
+    assert spoiled.tokens != cold.tokens
+
+
+def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Path) -> None:
+    """It starts without one, finds one, computes while it is dead, and uses the next one; after `clear` and after an
+    update of its weights it finds nothing."""
+    files = [tmp_path / str(number) for number in range(6)]
+
+    def ask(number: int, **fields: object) -> Ask:
+        return Ask(bench.prompt, wait_file=str(files[number]), **fields)  # type: ignore[arg-type]
+
+    server = ServerProcess(capacity="128MiB")
+    asks = [
+        Ask(bench.prompt),
+        ask(0, flush=True),
+        ask(1, flush=True),
+        ask(2, flush=True),
+        ask(3, flush=True),
+        ask(4, flush=True, clear=True),
+        ask(5, flush=True, update=str(bench.model)),
+    ]
+    try:
+        with bench.running(server, *asks) as engine:
+            assert engine.answer() == cold
+
+            def go_on(number: int) -> Answer:
+                engine.expect("waiting")
+                files[number].touch()
+                return engine.answer()
+
+            server.start()
+            wait_until(lambda: len(server.status()["instances"]) == 2, what="the registration")
+            assert go_on(0) == cold
+            wait_until(lambda: stored(server) == PAGES, what="the stores")
+            assert go_on(1) == Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)
+            server.kill9()
+            assert go_on(2) == cold
+            server.start()
+            wait_until(lambda: len(server.status()["instances"]) == 2, what="the registration")
+            # What SGLang stored while no server was there is stored again when it is computed again.
+            assert go_on(3) == cold
+            wait_until(lambda: stored(server) == PAGES, what="the stores")
+            assert go_on(4) == cold
+            wait_until(lambda: stored(server) == 2 * PAGES, what="the stores after a clear")
+            assert go_on(5) == cold
+        assert "SGLang updates its weights" in engine.log.read_text()
+    finally:
+        server.__exit__()
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
+def test_each_rank_loads_its_own_part(bench: Bench, cold: Answer, ranks: dict[str, int]) -> None:
+    split = replace(bench, engine=ranks)
+    with ServerProcess(capacity="128MiB") as server:
+        assert split.answers(server, objects=2 * PAGES) == [cold]
+        assert split.answers(server) == [Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)]
+
+
+def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
+    """A hit ends where a state is: at the end of what was computed. The prompt ends one token later, or a wrong state
+    would be forgotten. The tokens are those after a hit of SGLang's own, which rounds states, too."""
+    length = 321
+    bench = Bench(
+        make(MODELS / HYBRID, HYBRID),
+        tmp_path,
+        prompt(length, seed=3),
+        {"page_size": 1, "hicache_mem_layout": "page_first_direct", "mamba_radix_cache_strategy": "no_buffer"},
+        {"prefetch_threshold": 64},
+    )
+    first = Ask(bench.prompt[:-1])
+    _, own = bench.answers(None, first, Ask(bench.prompt))
+    assert (own.cached, own.stored) == (length - 1, 0)
+    with ServerProcess(capacity="256MiB") as server:
+        # A page a token, and a state of two parts.
+        bench.answers(server, first, objects=length - 1 + 2)
+        (loaded,) = bench.answers(server)
+        assert loaded == Answer(own.tokens, length - 1, length - 1)
+        (spoiled,) = bench.answers(server, **FAULTS, class_name="SpoiledStates")
+        assert spoiled.stored == length - 1
+        assert spoiled.tokens != own.tokens

@@ -1,0 +1,172 @@
+"""What names an SGLang engine's KV: options, the model's facts, its files and adapters, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvf_sglang.attach import Place
+from kvf_sglang.cache import Worker
+from kvf_sglang.identity import ModelFacts, identify
+from kvf_sglang.options import SglangOptions, parse_options
+from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
+from kvframework.client import changed_since, fingerprint, model_files, process_started
+from kvframework.errors import ConfigFieldError, VersionMismatch
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with weights and what lies beside them."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "optimizer.pt", "preprocessor_config.json", "modeling.py"):
+        (folder / name).write_text(name)
+    return folder
+
+
+@pytest.fixture
+def facts(model: Path) -> ModelFacts:
+    return ModelFacts(
+        name=str(model),
+        revision="",
+        quantization="",
+        load_format="auto",
+        seed=0,
+        config={"hidden_size": 8, "transformers_version": "5"},
+        dtype="torch.float32",
+        settings={},
+        files=model_files(str(model)),
+        engine="e1",
+    )
+
+
+def test_the_files_of_a_model(model: Path, tmp_path: Path) -> None:
+    assert [path.name for path in model_files(str(model))] == ["model.safetensors", "preprocessor_config.json"]
+    assert {*model_files(str(model), code=True)} - {*model_files(str(model))} == {model / "modeling.py"}
+    assert model_files(str(tmp_path / "nowhere")) == ()
+    (tmp_path / "empty").mkdir()
+    assert model_files(str(tmp_path / "empty")) == ()
+    shards = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for shard in (*shards, tmp_path / "other.gguf"):
+        shard.write_text(shard.name)
+    assert model_files(str(shards[0])) == tuple(shards)
+    assert model_files(str(tmp_path / "other.gguf")) == (tmp_path / "other.gguf",)
+
+
+def test_content_is_named_wherever_it_lies(model: Path, tmp_path: Path) -> None:
+    before = fingerprint(model_files(str(model)))
+    moved = model.rename(tmp_path / "elsewhere")
+    assert fingerprint(model_files(str(moved))) == before
+    (moved / "model.safetensors").write_text("other weights")
+    assert fingerprint(model_files(str(moved))) != before
+
+
+def test_files_that_changed_are_told(model: Path) -> None:
+    weights = model / "model.safetensors"
+    assert changed_since([weights], weights.stat().st_mtime + 60) == []
+    assert changed_since([weights], weights.stat().st_mtime - 60) == [weights]
+    link = model / "link.safetensors"
+    link.symlink_to(weights)
+    assert changed_since([link], 0.0) == []
+    assert 0 < process_started() < weights.stat().st_mtime + 1
+
+
+def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> None:
+    names = {identify(facts)}
+    for changed in (
+        {"dtype": "torch.bfloat16"},
+        {"quantization": "fp8"},
+        {"revision": "main"},
+        {"config": {"hidden_size": 16}},
+        {"settings": {"kv_cache_dtype": "fp8_e4m3"}},
+        {"draft": facts},
+        {"adapters": {"a": model_files(str(model))}},
+        {"adapters": {"b": model_files(str(model))}},
+        {"name": "other"},
+        {"started": 0.0},
+        {"started": 0.0, "engine": "e2"},
+    ):
+        names.add(identify(replace(facts, **changed)))  # type: ignore[arg-type]
+    names.add(identify(facts, weights="mine"))
+    (model / "model.safetensors").write_text("retrained in place")
+    names.add(identify(facts))
+    assert len(names) == 14
+    # What may differ between two loads of the same model.
+    assert identify(replace(facts, config={"hidden_size": 8, "transformers_version": "6"})) == identify(facts)
+
+
+def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tmp_path: Path) -> None:
+    """SGLang's page hashes hold its name and path only."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (adapter / "adapter_model.safetensors").write_text("first")
+
+    def name(weights: str = "") -> object:
+        return identify(replace(facts, adapters={"a": model_files(str(adapter))}), model="m", weights=weights)
+
+    first, named = name(), name("mine")
+    (adapter / "adapter_model.safetensors").write_text("second")
+    assert name() != first
+    assert name("mine") != named
+    second = name()
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 16}))
+    assert name() != second
+
+
+def test_dummy_weights_are_named_by_their_seed(facts: ModelFacts) -> None:
+    dummies = [identify(replace(facts, load_format="dummy", seed=seed, files=())) for seed in (1, 2)]
+    assert dummies[0] != dummies[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"files": ()}, "no local files"),
+        ({"load_format": "remote"}, "loaded as 'remote'"),
+        ({"files": (Path("/nowhere/model.safetensors"),)}, "cannot be read"),
+        ({"adapters": {"a": ()}}, "adapter a"),
+    ],
+)
+def test_what_has_no_name_is_refused(facts: ModelFacts, changed: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigFieldError, match=why):
+        identify(replace(facts, **changed))
+    if "adapters" not in changed:
+        identify(replace(facts, **changed), weights="mine")
+
+
+def test_the_users_names_are_those_of_other_engines(facts: ModelFacts) -> None:
+    named = identify(facts, model="our-llama", weights="2026-11")
+    assert named.model_name == "our-llama"
+    assert named.revision.startswith("named+")
+    # Settings that are off do not count: other engines do not have them.
+    assert identify(replace(facts, settings={"kv_cache_dtype": ""}), model="our-llama", weights="2026-11") == named
+
+
+def test_options_are_checked() -> None:
+    assert parse_options({"backend_name": "kvframework", "prefetch_threshold": 1}) == SglangOptions()
+    assert parse_options({"kvframework.load_deadline_s": 3}).load_deadline_s == 3
+    with pytest.raises(ConfigFieldError, match=r"did you mean kvframework\.endpoint"):
+        parse_options({"kvframework.endpiont": "x"})
+    with pytest.raises(ConfigFieldError, match=r"extra-config, kvframework\.load_deadline_s"):
+        parse_options({"kvframework.load_deadline_s": "soon"})
+
+
+def test_releases_are_known_by_number_or_interface(caplog: pytest.LogCaptureFixture) -> None:
+    check_version(KNOWN[0], "any")
+    assert not caplog.records
+    check_version("0.5.99", FINGERPRINT)
+    assert "has not been tried" in caplog.text
+    with pytest.raises(VersionMismatch, match=r"SGLang 0\.6\.0"):
+        check_version("0.6.0", "another")
+
+
+def test_places_of_workers() -> None:
+    split = Worker(tp_rank=1, tp_size=4, pp_rank=1, pp_size=2, cp_rank=0, cp_size=2)
+    assert split.place(per_head=True) == Place(1, 4, "pp1of2+cp0of2")
+    assert split.place(per_head=False) == Place(0, 1, "pp1of2+cp0of2")
+    assert Worker().place(per_head=True) == Place(0, 1, "")

@@ -1,0 +1,206 @@
+"""SGLang's view of the backend: nothing that is called raises, whatever is wrong, and what is right gets through."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvf_sglang.identity import ModelFacts
+from tests.sglang import fake_sglang
+from tests.sglang.pools import PAGE, MambaPoolHost, MHATokenToKVPoolHost, Policy, content, keys
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang itself is here, see test_engine"),
+]
+
+FACTS = ModelFacts("model", "", "", "dummy", 0, {}, "torch.float32", {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as server:
+        yield server
+
+
+class Transfer:
+    def __init__(self, name: str, names: list[str] | None = None, indices: Any = None) -> None:
+        self.name, self.keys, self.host_indices = name, names, indices
+        self.hit_policy = Policy("trailing_pages")
+
+
+def storage(
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any] | None,
+    *,
+    facts: Callable[[str], ModelFacts] = lambda _engine: FACTS,
+    version: str = "0.5.23",
+    **config: Any,
+) -> Any:
+    fake_sglang.install(monkeypatch, version)
+    module = importlib.import_module("kvf_sglang.storage")
+    # Of the fake, which has no methods.
+    monkeypatch.setattr(module, "model_facts", facts)
+    return module.KvFrameworkStorage(fake_sglang.StorageConfig(extra, **config), {})
+
+
+def every_call(backend: Any) -> list[object]:
+    """The answers of all that SGLang may call."""
+    pool, names = MHATokenToKVPoolHost(), keys(2)
+    indices = torch.arange(2 * PAGE)
+    transfers = [Transfer("mamba", names[:1], torch.arange(1)), Transfer("kv", None)]
+    backend.register_mem_pool_host(pool)
+    backend.register_mem_host_pool_v2(pool, "kv")
+    backend.register_mem_host_pool_v2(MambaPoolHost(), "mamba")
+    exists = backend.batch_exists_v2(names, transfers)
+    answers = [
+        exists.kv_hit_pages,
+        exists.extra_pool_hit_pages,
+        backend.batch_exists(names),
+        backend.exists(names[0]),
+        backend.batch_get_v1(names, indices),
+        backend.batch_set_v1(names, indices),
+        backend.batch_get_v2(transfers),
+        backend.batch_set_v2(transfers),
+        backend.get(names[0]),
+        backend.batch_get(names),
+        backend.set(names[0]),
+        backend.batch_set(names),
+    ]
+    backend.clear()
+    backend.get_stats()
+    backend.close()
+    backend.close()
+    return answers
+
+
+MISSES = [
+    0,
+    {},
+    0,
+    False,
+    [False] * 2,
+    [False] * 2,
+    {"mamba": [False], "kv": []},
+    {"mamba": [False], "kv": []},
+    None,
+    [None] * 2,
+    False,
+    False,
+]
+
+
+def unreadable(_engine: str) -> ModelFacts:
+    raise RuntimeError("SGLang has other settings now")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"extra": None, "facts": unreadable}, "SGLang has other settings now"),
+        ({"extra": {"kvframework.endpiont": "x"}}, "there is no option kvframework.endpiont"),
+        ({"extra": {"kvframework.endpoint": "http://x"}}, "http://x"),
+        ({"extra": {}, "version": "0.4.0"}, "this is SGLang 0.4.0"),
+    ],
+    ids=["facts", "option", "endpoint", "release"],
+)
+def test_a_backend_that_cannot_serve_says_why_and_misses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: dict[str, Any], why: str
+) -> None:
+    backend = storage(monkeypatch, **given)
+    assert why in caplog.text
+    assert every_call(backend) == MISSES
+
+
+def test_without_a_server_everything_is_a_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend = storage(monkeypatch, {"kvframework.endpoint": f"ipc://{tmp_path}/s"})
+    assert every_call(backend) == MISSES
+    assert not backend.errors
+
+
+def test_an_error_inside_is_a_miss_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    backend = storage(monkeypatch, {"kvframework.endpoint": f"ipc://{tmp_path}/s"})
+    cache = backend.cache
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise OSError("no thread is left")
+
+    for name in ("find", "load", "store", "add_pool", "forget"):
+        monkeypatch.setattr(cache, name, broken)
+    monkeypatch.setattr(cache.tally, "take", broken)
+    try:
+        assert every_call(backend) == MISSES
+        assert backend.batch_exists(keys(1)) == 0
+        assert sum("batch_exists failed" in line for line in caplog.messages) == 1
+        assert backend.errors["batch_exists: OSError"] == 2
+    finally:
+        cache.close()
+
+
+def test_pages_that_are_no_hashes_are_a_miss(monkeypatch: pytest.MonkeyPatch, server: ServerProcess) -> None:
+    backend = storage(monkeypatch, {"kvframework.endpoint": server.endpoint})
+    backend.register_mem_pool_host(MHATokenToKVPoolHost())
+    wait_until(lambda: backend.cache._of("kv"), what="the registration")
+    assert backend.batch_exists(["__placeholder__"]) == 0
+    assert backend.batch_get_v1(["__placeholder__"], torch.arange(PAGE)) == [False]
+    assert backend.errors == {"batch_exists: ValueError": 1, "batch_get_v1: ValueError": 1}
+    backend.close()
+
+
+def test_what_is_stored_is_found_and_loaded(monkeypatch: pytest.MonkeyPatch, server: ServerProcess) -> None:
+    extra: dict[str, Any] = {"kvframework.endpoint": server.endpoint, "kvframework.deadline_scale": 20.0}
+    extra |= {f"kvframework.{name}_deadline_s": 10.0 for name in ("lookup", "load", "store")}
+    backend = storage(monkeypatch, extra)
+    assert extra["interface_v1"] == 1
+    pool, states, names = MHATokenToKVPoolHost(), MambaPoolHost(), keys(3)
+    backend.register_mem_pool_host(pool)
+    backend.register_mem_host_pool_v2(states, "mamba")
+    wait_until(lambda: backend.cache._of("kv") and backend.cache._of("mamba"), what="the registration")
+    for page, key in enumerate(names):
+        pool.page(page).copy_(content(pool.page(page), key))
+    for number, part in enumerate(states.parts(4)):
+        part.copy_(content(part, names[1], number))
+    state = Transfer("mamba", names[1:2], torch.tensor([4]))
+    assert backend.batch_set_v2([state]) == {"mamba": [True]}
+    assert backend.batch_set_v1(names, torch.arange(3 * PAGE)) == [True] * 3
+    found = backend.batch_exists_v2(names, [Transfer("mamba", ["__placeholder__"])])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (2, [2])
+    assert found.extra_pool_hit_pages == {"kv": 3, "mamba": 2}
+    pool.kv_buffer.zero_()
+    assert backend.batch_get_v1(names[:2], torch.arange(5 * PAGE, 7 * PAGE)) == [True] * 2
+    assert all(torch.equal(pool.page(5 + page), content(pool.page(5), names[page])) for page in (0, 1))
+    assert backend.batch_get_v2([Transfer("mamba", names[1:2], torch.tensor([0]))]) == {"mamba": [True]}
+    assert all(torch.equal(part, content(part, names[1], number)) for number, part in enumerate(states.parts(0)))
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([1, 3], [2, 1])
+    assert len(stats.backup_bandwidth) == 2
+    assert backend.get_stats().backup_pgs == []
+    backend.close()
+
+
+def test_an_update_of_the_weights_ends_it(monkeypatch: pytest.MonkeyPatch, server: ServerProcess) -> None:
+    backend = storage(monkeypatch, {"kvframework.endpoint": server.endpoint})
+    backend.register_mem_pool_host(MHATokenToKVPoolHost())
+    wait_until(lambda: backend.cache._of("kv"), what="the registration")
+    module = sys.modules["sglang.srt.model_executor.model_runner_components.weight_updater"]
+    updater = module.WeightUpdater()
+    assert updater.update_weights_from_disk("new") == "new"
+    assert updater.updated == ["new"]
+    assert backend.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
+    backend.close()
