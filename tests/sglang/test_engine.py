@@ -45,6 +45,8 @@ def server(bench: Bench, cold: Answer) -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.mark.engine_feature("SGLang", "new process")
+@pytest.mark.engine_feature("SGLang", "tenants")
 def test_a_new_process_loads_what_another_has_stored(bench: Bench, server: ServerProcess, cold: Answer) -> None:
     """Its host pool has another layout; a salt is another name."""
     asks = [Ask(bench.prompt), Ask(bench.prompt, salt="tenant")]
@@ -53,12 +55,14 @@ def test_a_new_process_loads_what_another_has_stored(bench: Bench, server: Serve
     assert (salted.tokens, salted.stored) == (cold.tokens, 0)
 
 
+@pytest.mark.engine_feature("SGLang", "new process")
 def test_other_bytes_give_other_tokens(bench: Bench, server: ServerProcess, cold: Answer) -> None:
     (spoiled,) = bench.answers(server, **FAULTS, class_name="SpoiledPages")
     assert spoiled.stored == PAGES * PAGE
     assert spoiled.tokens != cold.tokens
 
 
+@pytest.mark.engine_feature("SGLang", "no server")
 def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Path) -> None:
     """It starts without one, finds one, computes while it is dead, and uses the next one; after `clear` and after an
     update of its weights it finds nothing."""
@@ -106,7 +110,13 @@ def test_an_engine_outlives_its_server(bench: Bench, cold: Answer, tmp_path: Pat
         server.__exit__()
 
 
-@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param({"tp_size": 2}, id="tp", marks=pytest.mark.engine_feature("SGLang", "tensor parallel")),
+        pytest.param({"pp_size": 2}, id="pp", marks=pytest.mark.engine_feature("SGLang", "pipeline parallel")),
+    ],
+)
 def test_each_rank_loads_its_own_part(bench: Bench, cold: Answer, ranks: dict[str, int]) -> None:
     split = replace(bench, engine=ranks)
     with ServerProcess(capacity="128MiB") as server:
@@ -114,6 +124,7 @@ def test_each_rank_loads_its_own_part(bench: Bench, cold: Answer, ranks: dict[st
         assert split.answers(server) == [Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)]
 
 
+@pytest.mark.engine_feature("SGLang", "hybrid models")
 def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
     """A hit ends where a state is: at the end of what was computed. The prompt ends one token later, or a wrong state
     would be forgotten. The tokens are those after a hit of SGLang's own, which rounds states, too."""

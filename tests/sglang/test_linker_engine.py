@@ -47,6 +47,7 @@ def test_device_pools_are_loaded_by_a_new_process(bench: Bench, cold: Answer) ->
         assert bench.answers(server) == [Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)]
 
 
+@pytest.mark.engine_feature("SGLang", "no server")
 def test_a_dead_server_costs_no_answer(bench: Bench, cold: Answer, tmp_path: Path) -> None:
     files = [tmp_path / str(number) for number in range(3)]
     server = ServerProcess(capacity="128MiB")
@@ -71,6 +72,7 @@ def test_a_dead_server_costs_no_answer(bench: Bench, cold: Answer, tmp_path: Pat
         server.__exit__()
 
 
+@pytest.mark.engine_feature("SGLang", "tensor parallel")
 def test_tensor_parallel_ranks_agree(bench: Bench, cold: Answer) -> None:
     with ServerProcess(capacity="128MiB") as server:
         ranks = {"engine": {"tp_size": 2}, "linker": {}}
@@ -78,6 +80,7 @@ def test_tensor_parallel_ranks_agree(bench: Bench, cold: Answer) -> None:
         assert cached(bench.answers(server, **ranks)[0]) == (cold.tokens, PAGES * PAGE)
 
 
+@pytest.mark.engine_feature("SGLang", "hybrid models")
 def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
     length = 321
     settings = {"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}

@@ -49,6 +49,7 @@ def vllm_answer(engine: vllm.Bench, server: ServerProcess, **options: Any) -> vl
         return replace(engine, options={**engine.options, **options}).run(server, engine.ask())[0]
 
 
+@pytest.mark.engine_feature("SGLang", "other engines")
 def test_vllm_continues_what_sglang_has_computed(sglang: Bench, engine: vllm.Bench, cold: Answer) -> None:
     with ServerProcess(*HASHES, capacity="256MiB") as server:
         assert sglang.answers(server, objects=PAGES) == [cold]
@@ -59,6 +60,7 @@ def test_vllm_continues_what_sglang_has_computed(sglang: Bench, engine: vllm.Ben
         assert (other.tokens, other.computed) == (cold.tokens, LENGTH)
 
 
+@pytest.mark.engine_feature("SGLang", "other engines")
 def test_sglang_continues_what_vllm_has_computed(sglang: Bench, engine: vllm.Bench, cold: Answer) -> None:
     with ServerProcess(*HASHES, capacity="256MiB") as server:
         stored = vllm_answer(engine, server)

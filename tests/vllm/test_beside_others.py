@@ -100,6 +100,7 @@ def test_the_engines_failure_policy_counts_not_the_one_beside_the_connector(benc
     assert "kv_transfer_config of MultiConnector" in str(refused.value)
 
 
+@pytest.mark.engine_feature("vLLM", "several engines")
 def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         engine = {"kv_cache_memory_bytes": 1 << 27}
@@ -255,6 +256,7 @@ def cached(answer: dict[str, Any]) -> int:
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
+@pytest.mark.engine_feature("vLLM", "prefill and decode")
 def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Bench) -> None:
     tokens = [*bench.prompt, *prompt(CHUNK + 1, seed=6)]
     assert len(tokens) == 1281

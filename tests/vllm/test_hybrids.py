@@ -53,6 +53,7 @@ def _no_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.engine_feature("vLLM", "hybrid models")
 def test_kv_and_states_are_loaded_together(family: str, tmp_path: Path) -> None:
     bench = bench_of(family, tmp_path)
     hit = len(bench.prompt) - 1
@@ -79,6 +80,7 @@ def test_a_server_that_is_killed_costs_recompute(tmp_path: Path) -> None:
     assert (answer.tokens, answer.computed) == (rows.cold(bench).tokens, len(bench.prompt))
 
 
+@pytest.mark.engine_feature("vLLM", "hybrid models")
 def test_each_rank_has_states_of_its_own(tmp_path: Path) -> None:
     bench = bench_of("qwen3-next", tmp_path, tensor_parallel_size=2)
     bench.cores = "0|1"

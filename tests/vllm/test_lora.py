@@ -56,6 +56,7 @@ def misses(answer: Answer) -> dict[str, float]:
     return {name.removeprefix(prefix): count for name, count in answer.counters.items() if name.startswith(prefix)}
 
 
+@pytest.mark.engine_feature("vLLM", "LoRA")
 def test_an_adapter_is_loaded_by_what_it_holds(bench: Bench, folder: Path, tmp_path: Path) -> None:
     one = cold(bench, adapter(folder))
     with rows.server_for() as server:
@@ -68,6 +69,7 @@ def test_an_adapter_is_loaded_by_what_it_holds(bench: Bench, folder: Path, tmp_p
         assert answers(bench, server, adapter(copy), connector="WrongKv").tokens != one
 
 
+@pytest.mark.engine_feature("vLLM", "LoRA")
 def test_an_adapter_that_was_trained_again_in_place_has_no_hit(bench: Bench, folder: Path) -> None:
     with rows.server_for() as server:
         before = answers(bench, server, adapter(folder))
@@ -82,6 +84,7 @@ def test_an_adapter_that_was_trained_again_in_place_has_no_hit(bench: Bench, fol
         assert answers(bench, server, adapter(folder)).computed == TOKENS
 
 
+@pytest.mark.engine_feature("vLLM", "LoRA")
 def test_two_adapters_and_the_base_model_in_one_batch(bench: Bench, folder: Path, tmp_path: Path) -> None:
     other = make_adapter(tmp_path / "other", bench.model, seed=2)
     batch = [adapter(folder), [], adapter(other, "other", 2)]

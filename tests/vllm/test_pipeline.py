@@ -137,6 +137,7 @@ def make(process: ServerProcess) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("stages", [EVEN, WINDOWED])
+@pytest.mark.engine_feature("vLLM", "pipeline parallel", "stand-ins")
 def test_each_stage_loads_its_own_layers(make: Any, stages: Any) -> None:
     first, other = make(stages), make(stages)
     tokens = list(range(3 * CHUNK))

@@ -47,6 +47,7 @@ def lines(answer: Answer) -> list[str]:
     ]
 
 
+@pytest.mark.engine_feature("vLLM", "new process")
 def test_a_new_engine_loads_what_another_has_stored(bench: Bench, cold: Answer) -> None:
     stored, loaded = rows.store_and_load(bench)
     assert (stored.tokens, stored.cached, stored.computed) == (cold.tokens, 0, TOKENS)
@@ -71,6 +72,7 @@ def test_kv_outlives_the_server(bench: Bench, cold: Answer, row: object) -> None
     assert (answer.tokens, answer.computed) == (cold.tokens, 1)
 
 
+@pytest.mark.engine_feature("vLLM", "other prompts")
 def test_local_and_external_hits_are_mixed(bench: Bench, cold: Answer) -> None:
     # Five blocks: two chunks and a half.
     answer = rows.local_and_external(bench, 5 * 128)
@@ -85,6 +87,7 @@ def test_what_is_lost_or_wrong_in_l2_is_computed(bench: Bench, cold: Answer, row
 
 
 @pytest.mark.parametrize("connector", ["ServerDiesBeforeLoad", "ServerDiesDuringLoad"])
+@pytest.mark.engine_feature("vLLM", "no server")
 def test_a_server_that_is_killed_costs_recompute(bench: Bench, cold: Answer, connector: str) -> None:
     answer = rows.server_dies(bench, connector)
     assert (answer.tokens, answer.computed) == (cold.tokens, TOKENS)
@@ -113,12 +116,14 @@ def test_an_engine_outlives_a_connector_that_raises_everywhere(bench: Bench, col
         assert first.log.count(f"{call} failed, the engine continues") == 1
 
 
+@pytest.mark.engine_feature("vLLM", "new process")
 def test_kv_that_is_wrong_would_be_seen(bench: Bench, cold: Answer) -> None:
     answer = rows.wrong_kv(bench)
     assert answer.computed == 1
     assert answer.tokens != cold.tokens
 
 
+@pytest.mark.engine_feature("vLLM", "no server")
 def test_a_server_that_is_not_there_costs_one_line(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         server.stop()
@@ -128,6 +133,7 @@ def test_a_server_that_is_not_there_costs_one_line(bench: Bench, cold: Answer) -
     assert "kvframework serve" in answer.log
 
 
+@pytest.mark.engine_feature("vLLM", "tenants")
 def test_opting_out_salts_and_generated_tokens(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         long = Bench(**{**vars(bench), "new_tokens": CHUNK + 8})
@@ -148,6 +154,7 @@ def test_opting_out_salts_and_generated_tokens(bench: Bench, cold: Answer) -> No
         assert answer.tokens == turn.run(None, turn.ask())[0].tokens
 
 
+@pytest.mark.engine_feature("vLLM", "sliding windows")
 def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
     window = Bench(make(bench.model.parent / "window", "window"), tmp_path, prompt(TOKENS + 100, seed=3), 16)
     cold = rows.cold(window)
@@ -158,6 +165,7 @@ def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
     assert rows.server_dies(window, "ServerDiesBeforeLoad").tokens == cold.tokens
 
 
+@pytest.mark.engine_feature("vLLM", "tensor parallel")
 def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> None:
     split = Bench(**{**vars(bench), "engine": {"tensor_parallel_size": 2}, "cores": "0|1"})
     cold = rows.cold(split)

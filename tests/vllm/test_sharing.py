@@ -51,6 +51,7 @@ def vllm_answers(bench: Bench, server: Any, **options: str) -> Answer:
     return replace(bench, options={**bench.options, **given}).run(server, bench.ask())[0]
 
 
+@pytest.mark.engine_feature("vLLM", "other engines")
 def test_transformers_continues_what_vllm_has_computed(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         stored = vllm_answers(bench, server)
@@ -64,6 +65,7 @@ def test_transformers_continues_what_vllm_has_computed(bench: Bench, cold: Answe
         assert transformers_answers(bench, server.endpoint, dtype="bfloat16").hit == 0
 
 
+@pytest.mark.engine_feature("vLLM", "other engines")
 def test_vllm_continues_what_transformers_has_computed(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         stored = transformers_answers(bench, server.endpoint)

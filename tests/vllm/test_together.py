@@ -71,6 +71,7 @@ def answers(bench: Bench, transfer: dict[str, Any], *asks: Ask) -> list[Answer]:
 # roles
 
 
+@pytest.mark.engine_feature("vLLM", "prefill and decode")
 def test_a_consumer_loads_what_a_producer_has_computed(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as server:
         producer, again = answers(bench, kvframework(server, kv_role="kv_producer"), bench.ask(), bench.ask(reset=True))
@@ -88,6 +89,7 @@ def test_a_consumer_loads_what_a_producer_has_computed(bench: Bench, cold: Answe
 # several stores
 
 
+@pytest.mark.engine_feature("vLLM", "beside others")
 def test_of_two_stores_one_that_was_emptied_is_made_up_for_by_the_other(bench: Bench, cold: Answer) -> None:
     with rows.server_for() as one, rows.server_for() as other:
         both = several(kvframework(one), kvframework(other))
@@ -99,6 +101,7 @@ def test_of_two_stores_one_that_was_emptied_is_made_up_for_by_the_other(bench: B
             assert (found.tokens, found.cached) == (cold.tokens, TOKENS - 1)
 
 
+@pytest.mark.engine_feature("vLLM", "beside others")
 def test_beside_vllms_own_either_store_is_enough(bench: Bench, tmp_path: Path) -> None:
     # Of a prompt that ends one token after a block, vLLM's own does not find what it has stored.
     bench = replace(bench, prompt=[*bench.prompt, 500])
@@ -120,6 +123,8 @@ def test_beside_vllms_own_either_store_is_enough(bench: Bench, tmp_path: Path) -
 # speculation and chunked prefill
 
 
+@pytest.mark.engine_feature("vLLM", "speculative decoding")
+@pytest.mark.engine_feature("vLLM", "chunked prefill")
 def test_speculation_and_chunked_prefill_beside_loads(bench: Bench) -> None:
     """Drafts come from the prompt's own words: they are taken as often as rejected."""
     words = prompt(40, seed=19)
