@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,6 +174,7 @@ def packing_of(
                 str(getattr(layer, "kv_cache_dtype", "")),
                 num_blocks_on_first_axis[name] // kv_cache_config.num_blocks if name in num_blocks_on_first_axis else 1,
                 *(str(getattr(spec, each, "")) for each in _SPEC_FACTS),
+                *([_release_of(layer)] if type(spec).__name__ == _STATE else []),
             ]
             backends.add(backend)
             isas.add(str(getattr(layer, "isa", "")))
@@ -222,6 +224,12 @@ def _backend(layers: Mapping[str, Any], name: str) -> str:
     if backend is None:
         raise BadLayout(f"layer {name} names no attention backend", where="kvf_vllm")
     return str(backend.get_name())
+
+
+def _release_of(layer: Any) -> str:
+    """The release of the package that a layer's class is from. Only its code knows how the numbers of a state lie, whose
+    shape may stay the same when they are turned round."""
+    return str(getattr(sys.modules.get(type(layer).__module__.partition(".")[0]), "__version__", ""))
 
 
 def model_of(vllm_config: Any) -> ModelFacts:

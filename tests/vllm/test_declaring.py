@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,6 +408,25 @@ def test_the_packing_names_all_that_a_state_depends_on() -> None:
     variants.append(packing_of(engine(config, backend="GDN_OTHER"), config, {}))
     assert len(set(variants)) == len(variants)
     assert all(len(variant) <= 128 for variant in variants)
+
+
+def test_states_of_another_release_have_another_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turned state has the same shape."""
+    config, plain = caches(state()), caches(spec("FullAttentionSpec"))
+    names = []
+    for release in ("0.31.0", "0.32.0"):
+        package = ModuleType("an_engine")
+        package.__version__ = release  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "an_engine", package)
+        layer = type("Layer", (), {"__module__": "an_engine.layers", **vars(one_layer())})()
+        told = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": layer}))
+        names.append([packing_of(told, each, {}) for each in (config, plain)])
+    assert names[0][0] != names[1][0]
+    assert names[0][1] == names[1][1], "blocks of attention are shared between releases"
+
+
+def one_layer() -> SimpleNamespace:
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "B"), isa="", kv_cache_dtype="auto")
 
 
 def test_a_recurrent_layer_names_its_backend_by_a_method() -> None:
