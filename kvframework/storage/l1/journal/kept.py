@@ -172,13 +172,20 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
                     "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
                 )
             # It counts as failed until it serves, also if what follows ends the process.
-            journal.begin(tenants)
+            _begin(journal, tenants)
             found = read(journal.memory, os.fstat(arena).st_size)
         except (OSError, ValueError) as error:
             raise Cold("damaged", str(error)) from None
         journal.holds(found)
         undo.pop_all()
     return journal, found
+
+
+def _begin(journal: Journal, tenants: Sequence[str]) -> None:
+    try:
+        journal.begin(tenants)
+    except ValueError as error:
+        raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
 
 
 def _check_same(kept: Identity, here: Identity) -> None:
