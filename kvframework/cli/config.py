@@ -30,7 +30,8 @@ def check(
 
     That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
     ports. What a server of yours that runs at this endpoint holds does not count, so that a new file can be checked
-    before the restart; it is named. Nor does what `kvframework hold` keeps for the next one. Run it as the server's user. The exit status is 2 if there is an error.
+    before the restart; it is named. Nor does what `kvframework hold` keeps for the next one. Run it as the server's
+    user. The exit status is 2 if there is an error.
     """
     from rich.text import Text
 
