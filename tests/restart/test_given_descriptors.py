@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -99,3 +100,31 @@ def test_a_kept_arena_has_one_server(server: HeldServer) -> None:
     assert server.recovered()["why_cold"] == ""
     with server.client() as client:
         assert hits(client, 1, KNOWN) == len(KNOWN)
+
+
+LIES = {
+    "a negative number": (b"-1", b"kvf-arena", b"nothing_kept"),
+    "a billion": (b"1000000000", b"kvf-arena", b"nothing_kept"),
+    "more than there are": (b"9999", b"kvf-arena:kvf-journal", b"nothing_kept"),
+    "fewer names": (b"2", b"kvf-arena", b"nothing_kept"),
+    "bytes that are no text": (b"2", b"kvf-\xff\xfe:\x01", b"nothing_kept"),
+    "one name twice": (b"2", b"kvf-arena:kvf-arena", b"nothing_kept"),
+    "strangers": (b"2", b"kvf-arena:kvf-journal", b"damaged"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_variables_that_lie(lie: str) -> None:
+    number, names, why = LIES[lie]
+    with tempfile.TemporaryDirectory(prefix="kvf-") as made:
+        given = [os.open(made, os.O_RDONLY), os.memfd_create("stranger")]
+        variables = {b"LISTEN_FDS": number, b"LISTEN_FDNAMES": names}
+        with contextlib.closing(Given(Path(made), given, variables)) as server:
+            server.serving()
+            with WireClient(server.endpoint) as client:
+                assert client.status()["l1"]["recovered"]["why_cold"].startswith(why.decode())
+                store(client, 1, KNOWN)
+                assert hits(client, 2, KNOWN) == len(KNOWN)
+            assert "Traceback" not in server.log.read_text()
+        for fd in given:
+            os.close(fd)
