@@ -112,14 +112,20 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def ask(path: str, request: dict[str, object], timeout: float) -> Any:
-    """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most. Raises
-    `OSError`: `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
+    """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most for each of the
+    connection, the request and the reply. Raises `ValueError` for a reply that is no JSON, and `OSError`: `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
     `ConnectionResetError` when it ended meanwhile."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(timeout)
-        connection.connect(path)
-        connection.send(json.dumps(request).encode())
-        packet = connection.recv(MAX_PACKET_BYTES)
+        # By the kernel: a socket with a timeout of Python's does not wait where many callers do.
+        for waits in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            seconds, rest = divmod(timeout, 1)
+            connection.setsockopt(socket.SOL_SOCKET, waits, struct.pack("@ll", int(seconds), int(rest * 1e6)))
+        try:
+            connection.connect(path)
+            connection.send(json.dumps(request).encode())
+            packet = connection.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            raise TimeoutError from None
     if not packet:
         raise ConnectionResetError("it has ended")
     return json.loads(packet)
