@@ -305,7 +305,7 @@ class SchedulerSide:
             self._service.serve(served)
 
     def _awaits_names(self, tracked: _Tracked) -> bool:
-        """True for a moment from the first question on, until the workers have told, in their first step, whether a
+        """True for a moment from the first question on, until the workers have reported, in their first step, whether a
         server runs, and this side has reached it, too. A request of one step would not be stored otherwise."""
         now = self._clock()
         if self._first_asked is None:
