@@ -17,7 +17,7 @@ import msgspec
 
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
-from kvframework.config import Config, PluginTable, bytes_of_tenants, default_endpoint, parse_endpoint
+from kvframework.config import Config, PluginTable, bytes_of_tenants, default_endpoint, keeper_path, parse_endpoint
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import EndpointFiles
@@ -95,6 +95,20 @@ def running_server(config: Config) -> RunningServer | None:
         return RunningServer(server["pid"], server["config"])
     except (KVFrameworkError, OSError, KeyError):
         return None
+
+
+def arena_is_kept(config: Config) -> bool:
+    """Ask the `kvframework hold` of the endpoint whether it keeps L1 for the next server; systemd's store cannot be
+    asked. Blocks for a second at most."""
+    from kvframework.keeper.control import ask
+    from kvframework.keeper.place import CONTROL_SUFFIX
+    from kvframework.storage.l1.journal.kept import ARENA
+
+    try:
+        reply = ask(keeper_path(config.server.endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ANSWER_S)
+        return any(row["name"] == ARENA for row in reply["held"])
+    except (KVFrameworkError, OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _check_stores(config: Config, registry: PluginRegistry) -> None:

@@ -30,18 +30,20 @@ def check(
 
     That is its syntax and values, its plugins and their options, key files, folders, the memory, the socket and the
     ports. What a server of yours that runs at this endpoint holds does not count, so that a new file can be checked
-    before the restart; it is named. Run it as the server's user. The exit status is 2 if there is an error.
+    before the restart; it is named. Nor does what `kvframework hold` keeps for the next one. Run it as the server's
+    user. The exit status is 2 if there is an error.
     """
     from rich.text import Text
 
     from kvframework.cli.console import print_error, print_text
     from kvframework.config import default_endpoint, load_config
-    from kvframework.preflight import refusals, running_server
+    from kvframework.preflight import arena_is_kept, refusals, running_server
     from kvframework.registry import PluginRegistry
 
     config = load_config(file, overrides or ())
     running = running_server(config)
-    errors = list(refusals(config, PluginRegistry(), replaces=None if running is None else running.pid))
+    replaces = None if running is None else running.pid
+    errors = list(refusals(config, PluginRegistry(), replaces=replaces, kept=arena_is_kept(config)))
     for error in errors[:-1]:
         print_error(error)
     for error in errors[-1:]:

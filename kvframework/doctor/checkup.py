@@ -16,7 +16,7 @@ from kvframework.config import Config, load_config
 from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
 from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError
-from kvframework.preflight import running_server
+from kvframework.preflight import arena_is_kept, running_server
 
 # The longest wait for a check.
 CHECK_S = 5.0
@@ -68,9 +68,9 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     running = running_server(config)
     yield "socket", partial(sockets.socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
-    replaces = None if running is None else running.pid
+    replaces, kept = None if running is None else running.pid, arena_is_kept(config)
     for table in plugins.configured(config):
-        yield "plugin", partial(plugins.table_findings, table, replaces=replaces, deadline_s=CHECK_S)
+        yield "plugin", partial(plugins.table_findings, table, replaces=replaces, kept=kept, deadline_s=CHECK_S)
 
 
 def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:

@@ -20,12 +20,14 @@ _TO_END_S = 1.0
 
 class Subject(msgspec.Struct, frozen=True):
     """A table, the kind of plugin that it names, and the time for the plugin's own diagnosis in seconds; 0: none.
-    `replaces` is the process of this user's server that runs at the endpoint."""
+    `replaces` is the process of this user's server that runs at the endpoint; `kept`: a keeper has L1 for
+    the next one."""
 
     kind: str
     table: PluginTable
     diagnose_s: float = 0.0
     replaces: int | None = None
+    kept: bool = False
 
 
 def refusal(error: KVFrameworkError) -> Finding:
@@ -59,12 +61,15 @@ def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list
     return found or [Finding("config.start", "ok", "keys, stores, socket and ports let a server start")]
 
 
-def table_findings(subject: Subject, *, replaces: int | None, deadline_s: float) -> Iterator[Finding]:
+def table_findings(
+    subject: Subject, *, replaces: int | None, deadline_s: float, kept: bool = False
+) -> Iterator[Finding]:
     """The findings for one table. `replaces`: the process of this user's server that runs at the endpoint and holds
-    memory, so the memory plugin is not asked for more."""
+    memory, as a keeper does if `kept`, so the memory plugin is not asked for more."""
     where = subject.table.where
-    held = subject.kind == "memory" and replaces is not None
-    timed = msgspec.structs.replace(subject, replaces=replaces, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
+    held = subject.kind == "memory" and (kept or replaces is not None)
+    diagnose_s = 0.0 if held else deadline_s - _TO_END_S
+    timed = msgspec.structs.replace(subject, replaces=replaces, kept=kept, diagnose_s=diagnose_s)
     request = msgspec.msgpack.encode(timed)
     ran = run_isolated("kvframework.doctor.plugin_process", request, deadline_s=deadline_s)
     for line in ran.lines:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from kvframework.keeper.memory import free_unused
+
 MAX_KEPT = 16
 
 
@@ -38,15 +40,30 @@ class KeptDescriptors:
         os.close(fd)
         return True
 
+    def free(self) -> int | None:
+        """Free the memory of all files, also for those that map them, and return its bytes; None, and none is free,
+        while another process uses it. Blocks as `put` does."""
+        before = self.nbytes
+        return before - self.nbytes if free_unused(self._by_name.values()) else None
+
     def clear(self) -> None:
         """Close all. Blocks as `put` does."""
         for name in list(self._by_name):
             self.remove(name)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all files."""
+        return sum(_nbytes(os.fstat(fd)) for fd in self._by_name.values())
 
     def report(self) -> list[dict[str, object]]:
         """Each name, the size of its file, and the bytes of memory that it has."""
         rows: list[dict[str, object]] = []
         for name, fd in self._by_name.items():
             status = os.fstat(fd)
-            rows.append({"name": name, "size": status.st_size, "bytes": status.st_blocks * 512})
+            rows.append({"name": name, "size": status.st_size, "bytes": _nbytes(status)})
         return rows
+
+
+def _nbytes(status: os.stat_result) -> int:
+    return status.st_blocks * 512

@@ -287,11 +287,15 @@ class Holder:
             self._end(self._main, time.monotonic())
 
     def _drop(self) -> None:
-        freed = sum(int(str(row["bytes"])) for row in self._kept.report())
         names = ", ".join(name for name, _ in self._kept.items()) or "nothing"
+        freed = self._kept.free()
         self._kept.clear()
-        self._log.info(f"--drop: freed {names}, {freed} bytes")
-        self._reply("drop", True, f"freed {names}", freed=freed)
+        if freed is None:
+            text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
+        else:
+            text = f"freed {names}, {freed} bytes"
+        self._log.info(f"--drop: {text}")
+        self._reply("drop", True, text, freed=freed or 0)
 
     def _begin_reload(self, caller: Caller) -> None:
         now = time.monotonic()

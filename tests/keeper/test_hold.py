@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import random
 import signal
@@ -13,7 +15,8 @@ import pytest
 
 from kvframework.doctor.memory import kept
 from tests.keeper.held import TIMEOUT, Held
-from tests.support.processes import has_ended
+from tests.keeper.stand_in import token_of
+from tests.support.processes import descriptors, has_ended
 from tests.support.waiting import wait_until
 
 KILLS = 50
@@ -168,6 +171,33 @@ def test_drop_with_a_restart_starts_the_server_cold(held: Held) -> None:
     assert held.ask("drop", restart=True)["freed"] == 2 << 20
     assert held.ready(2)["found"] == {}
     assert has_ended(server)
+
+
+@pytest.fixture
+def arena(held: Held) -> Iterator[int]:
+    """The kept arena, opened as nobody else has it."""
+    held.ready(1)
+    (number,) = [fd for fd, target in descriptors(held.process.pid).items() if "kvf-arena" in target]
+    opened = os.open(f"/proc/{held.process.pid}/fd/{number}", os.O_RDWR)
+    yield opened
+    os.close(opened)
+
+
+def test_drop_frees_also_what_an_engine_still_maps(held: Held, arena: int) -> None:
+    with mmap.mmap(arena, 0) as mapped:
+        assert held.ask("drop", restart=True)["freed"] == 2 << 20
+        assert os.fstat(arena).st_blocks == 0
+        assert mapped[0] == 0
+
+
+def test_drop_frees_nothing_that_another_server_uses(held: Held, arena: int) -> None:
+    """One that took over by hand."""
+    fcntl.flock(arena, fcntl.LOCK_EX)
+    reply = held.ask("drop", restart=True)
+    assert (reply["done"], reply["freed"]) == (True, 0)
+    assert "another process uses" in reply["text"]
+    assert token_of("kvf-arena", arena).isalnum()
+    assert held.ready(2)["found"] == {}
 
 
 def test_a_second_keeper_is_refused_and_the_first_goes_on(held: Held) -> None:

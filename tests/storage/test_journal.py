@@ -20,8 +20,10 @@ from kvframework.storage.l1.journal.form import (
     HEADS_AT,
     IDENTITY_AT,
     RECORDS_AT,
+    SCHEMA,
     SLOT_BYTES,
     SLOTS_AT,
+    START_BYTES,
     STARTS_AT,
     Identity,
 )
@@ -388,7 +390,7 @@ def test_any_bit_that_flips_is_a_cold_start_or_changes_nothing(used: Journal) ->
     places = [
         *range(IDENTITY_AT + 64),
         *range(STARTS_AT, STARTS_AT + 40),
-        *range(STARTS_AT + 1024, STARTS_AT + 1064),
+        *range(STARTS_AT + START_BYTES, STARTS_AT + START_BYTES + 40),
         *range(SLOTS_AT, SLOTS_AT + slots * SLOT_BYTES),
     ]
     outcomes = set()
@@ -415,9 +417,10 @@ def test_a_journal_cut_off(used: Journal, size: int) -> None:
 
 
 def test_a_newer_release(used: Journal) -> None:
-    used.memory[8:12] = (2).to_bytes(4, "little")
-    with pytest.raises(Cold, match="other_release: a journal of schema 2, this release reads 1"):
-        open_whole(used.memory)
+    used.memory[8:12] = (SCHEMA + 1).to_bytes(4, "little")
+    with pytest.raises(Cold, match=f"other_release: a journal of schema {SCHEMA + 1}, this release reads {SCHEMA}"):
+        # Its size is that of its own release.
+        open_whole(used.memory[: SLOTS_AT - 8])
 
 
 def test_ranges_that_overlap(journal: Journal) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import pytest
 
 from kvf_pinned.memory import MemfdArena
 from kvframework.api.memory import Memory
+from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.journal import kept as kept_module
@@ -56,8 +57,8 @@ def create(kept: int | None) -> Memory:
     return MemfdArena(CAPACITY, kept=kept)
 
 
-def start(keeper: DictKeeper, **changed: object) -> tuple[Memory, Kept]:
-    return open_kept(keeper, msgspec.structs.replace(IDENTITY, **changed), ["tenant"], create)
+def start(keeper: DictKeeper, *, tenants: Sequence[str] = ("tenant",), **changed: object) -> tuple[Memory, Kept]:
+    return open_kept(keeper, msgspec.structs.replace(IDENTITY, **changed), tenants, create)
 
 
 def end(memory: Memory, kept: Kept) -> None:
@@ -159,6 +160,31 @@ def test_the_journal_of_another_arena(filled: DictKeeper) -> None:
     filled.store(ARENA, other.fd)
     other.close()
     assert cold(filled) == "damaged: the journal is that of another arena"
+
+
+def longest_names(generation: int) -> list[str]:
+    return [f"{generation}-{number}".ljust(32, "x") for number in range(MAX_TENANTS)]
+
+
+def test_tenants_of_the_largest_configuration_and_of_another_after_it(keeper: DictKeeper) -> None:
+    for generation in range(2):
+        memory, kept = start(keeper, tenants=longest_names(generation))
+        assert kept.why_cold == ("" if generation else "nothing_kept")
+        if not generation:
+            fill(memory, kept)
+        end(memory, kept)
+
+
+def test_more_names_of_tenants_than_the_journal_has_room_for(keeper: DictKeeper) -> None:
+    whys = []
+    for generation in range(10):
+        memory, kept = start(keeper, tenants=longest_names(generation))
+        assert kept.journal is not None
+        whys.append(kept.why_cold)
+        kept.journal.served()
+        end(memory, kept)
+    assert {why.partition(":")[0] for why in whys[1:]} == {"", "other_configuration"}
+    assert "the names of all tenants since L1 began empty" in max(whys[1:])
 
 
 def test_three_starts_in_a_row_that_did_not_serve(filled: DictKeeper) -> None:

@@ -6,7 +6,7 @@ Little-endian, in a file of its own beside the arena:
 |---|---|
 | 0 to 12 | magic, schema u32: the same in every release |
 | 16 to 2048 | `Identity` |
-| 2048 to 3072, 3072 to 4096 | `Start`, twice: the later serial counts, so that an interrupted write loses nothing |
+| 2048 to 9216, 9216 to 16384 | `Start`, twice: the later serial counts, so that an interrupted write loses nothing |
 | from `HEADS_AT` | a head for each of `MAX_NAMESPACES` records: namespace 16, 1 if from L2 u64, XXH3-64 u64 of all |
 | from `RECORDS_AT` | these records of namespaces, of `RECORD_BYTES` each |
 | from `SLOTS_AT` | slots of 128 bytes |
@@ -30,13 +30,14 @@ import xxhash
 from kvframework.storage.namespaces import MAX_NAMESPACES, RECORD_BYTES
 
 MAGIC = b"KVFJRNL\0"
-SCHEMA = 1
+SCHEMA = 2
 PREFIX = struct.Struct("<8sI")
 IDENTITY_AT, IDENTITY_BYTES = 16, 2032
-STARTS_AT, START_BYTES = 2048, 1024
+# Room for the names of three times as many tenants as one configuration may have, of the greatest length.
+STARTS_AT, START_BYTES = 2048, 7168
 
 HEAD = struct.Struct("<16sQQ")
-HEADS_AT = 4096
+HEADS_AT = 16384
 RECORDS_AT = HEADS_AT + MAX_NAMESPACES * HEAD.size
 SLOTS_AT = RECORDS_AT + MAX_NAMESPACES * RECORD_BYTES
 

@@ -91,7 +91,8 @@ class Journal:
 
     @classmethod
     def create(cls, identity: Identity, tenants: Sequence[str] = ()) -> Journal:
-        """Make a new journal in a memfd of its own. Raises `OSError`, and `ValueError` for too many tenants."""
+        """Make a new journal in a memfd of its own. Raises `OSError`, and `ValueError` for more tenants than a
+        configuration has."""
         fd = os.memfd_create("kvframework-journal", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, RECORDS_AT)
@@ -120,7 +121,7 @@ class Journal:
 
     def begin(self, tenants: Sequence[str]) -> None:
         """Record the start of a server with these tenants, which counts as failed until `served`. Raises `ValueError`
-        if it had too many tenants since its creation."""
+        if there is no room for the names of all tenants since its creation."""
         names = (*self.start.tenants, *(name for name in tenants if name not in self.start.tenants))
         self._tenant_numbers = [0, *(names.index(name) + 1 for name in tenants)]
         self._write_start(Start(self.start.serial + 1, self.start.generation + 1, self.start.failed + 1, names))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
+from kvframework.keeper.memory import free_memory, free_unused
 from kvframework.storage.l1.journal.arena_locks import lock_for_server, own_description
 from kvframework.storage.l1.journal.form import Identity
 from kvframework.storage.l1.journal.journal import Journal
@@ -80,7 +80,7 @@ def open_kept(
         (log.warning if held else log.info)("L1 began empty: %s", cold)
         for name, fd in held.items():
             # Also of clients that still map it: there is never memory for two arenas.
-            _free(fd)
+            free_memory(fd)
             _drop(keeper, name, fd)
         if arena >= 0:
             os.close(arena)
@@ -98,12 +98,7 @@ def free_kept(keeper: Keeper) -> None:
     """Free what the keeper holds, for a server that keeps nothing. What another server still uses ends with that."""
     held = keeper.kept((ARENA, JOURNAL))
     if ARENA in held:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # no file of a server
-            own = own_description(held[ARENA])
-            stack.callback(os.close, own)
-            if lock_for_server(own):
-                for fd in held.values():
-                    _free(fd)
+        free_unused(held.values())
     for name, fd in held.items():
         _drop(keeper, name, fd)
 
@@ -172,13 +167,20 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
                     "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
                 )
             # It counts as failed until it serves, also if what follows ends the process.
-            journal.begin(tenants)
+            _begin(journal, tenants)
             found = read(journal.memory, os.fstat(arena).st_size)
         except (OSError, ValueError) as error:
             raise Cold("damaged", str(error)) from None
         journal.holds(found)
         undo.pop_all()
     return journal, found
+
+
+def _begin(journal: Journal, tenants: Sequence[str]) -> None:
+    try:
+        journal.begin(tenants)
+    except ValueError as error:
+        raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
 
 
 def _check_same(kept: Identity, here: Identity) -> None:
@@ -190,14 +192,6 @@ def _check_same(kept: Identity, here: Identity) -> None:
         was, now = getattr(kept, field), getattr(here, field)
         if was != now:
             raise Cold("other_configuration", f"{field} was {was}, is {now}")
-
-
-def _free(fd: int) -> None:
-    """Free the memory of a file, which also those that map it lose. A file with a name is a stranger's: it stays."""
-    if os.fstat(fd).st_nlink:
-        return
-    with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 0) as memory:
-        memory.madvise(mmap.MADV_REMOVE)
 
 
 def _drop(keeper: Keeper, name: str, fd: int) -> None:

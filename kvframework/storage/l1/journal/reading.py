@@ -114,13 +114,16 @@ class Found(NamedTuple):
 
 def read_identity(journal: memoryview) -> Identity:
     """Return the journal's identity. Raises `Cold`."""
-    if journal.nbytes < SLOTS_AT or (journal.nbytes - SLOTS_AT) % SLOT_BYTES:
-        raise Cold("damaged", f"a journal of {journal.nbytes} bytes")
+    size = Cold("damaged", f"a journal of {journal.nbytes} bytes")
+    if journal.nbytes < PREFIX.size:
+        raise size
     magic, schema = PREFIX.unpack_from(journal)
     if magic != MAGIC:
         raise Cold("no_journal", "it has ended, or is none")
     if schema != SCHEMA:
         raise Cold("other_release", f"a journal of schema {schema}, this release reads {SCHEMA}")
+    if journal.nbytes < SLOTS_AT or (journal.nbytes - SLOTS_AT) % SLOT_BYTES:
+        raise size
     identity = read_blob(journal[IDENTITY_AT : IDENTITY_AT + IDENTITY_BYTES], Identity)
     if identity is None:
         raise Cold("damaged", "the journal's identity")
