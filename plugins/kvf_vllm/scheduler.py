@@ -126,7 +126,7 @@ class SchedulerSide:
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
-        if not is_known and len(self._groups) > 1:
+        if not is_known and only_between_steps(self._groups):
             return self._no_hit(tracked, "lora_not_loaded")
         tracked.in_step = not (self._is_async and is_known)
         whole_prompt = self._whole_prompt and not tracked.in_step
