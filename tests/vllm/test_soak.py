@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("model", ["tiny", "lfm2"])
+@pytest.mark.engine_feature("vLLM", "soak")
 def test_conversations_with_two_engines(tmp_path: Path, model: str) -> None:
     cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "120"))
