@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -56,30 +57,31 @@ def proxy(
 
         def _prefill(self, body: bytes) -> None:
             try:
-                reply = self._asked(prefill, body)
-                reply.read()
+                with closing(http.client.HTTPConnection(prefill, timeout=timeout)) as connection:
+                    reply = self._asked(connection, body)
+                    reply.read()
                 if reply.status != 200:
                     self.log_error("prefill engine: status %s", reply.status)
             except (OSError, http.client.HTTPException) as error:
                 self.log_error("prefill engine: %r", error)
 
         def _relay(self, engine: str, body: bytes) -> None:
-            try:
-                reply = self._asked(engine, body)
-            except (OSError, http.client.HTTPException) as error:
-                self.send_error(502, f"decode engine: {error!r}")
-                return
-            self.send_response(reply.status)
-            self.send_header("Content-Type", reply.getheader("Content-Type", "application/json"))
-            # The connection's end is the answer's: streams have no length.
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.close_connection = True
-            while piece := reply.read1(PIECE_BYTES):
-                self.wfile.write(piece)
+            with closing(http.client.HTTPConnection(engine, timeout=timeout)) as connection:
+                try:
+                    reply = self._asked(connection, body)
+                except (OSError, http.client.HTTPException) as error:
+                    self.send_error(502, f"decode engine: {error!r}")
+                    return
+                self.send_response(reply.status)
+                self.send_header("Content-Type", reply.getheader("Content-Type", "application/json"))
+                # The connection's end is the answer's: streams have no length.
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.close_connection = True
+                while piece := reply.read1(PIECE_BYTES):
+                    self.wfile.write(piece)
 
-        def _asked(self, engine: str, body: bytes) -> http.client.HTTPResponse:
-            connection = http.client.HTTPConnection(engine, timeout=timeout)
+        def _asked(self, connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
             kept = ("Content-Type", "Authorization", "traceparent", "X-Request-Id")
             headers = {name: self.headers[name] for name in kept if name in self.headers}
             connection.request(self.command, self.path, body or None, headers)

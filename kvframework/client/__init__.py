@@ -2,6 +2,7 @@
 parts."""
 
 from kvframework.client.connection import KVClient
+from kvframework.client.digest_memory import FileState
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.model_files import changed_since, fingerprint, model_files, process_started
@@ -17,6 +18,7 @@ __all__ = [
     "CanonicalInstance",
     "CurveKeys",
     "FileDigest",
+    "FileState",
     "KVClient",
     "KvIdentity",
     "LookupResult",

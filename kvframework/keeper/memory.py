@@ -1,4 +1,4 @@
-"""The end of the memory of files without a name, whoever still maps them."""
+"""The end of the memory of files without a name, also where processes still map them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import sglang
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import model_facts
@@ -104,7 +104,9 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
         found = self.cache.find(keys, pool_transfers or ()) if self.cache is not None else NOTHING
-        return PoolTransferResult(found.pages, dict(found.by_pool), found.restorable)
+        # SGLang looks its names up as they are: an equal text has another hash.
+        by_pool = {PoolName(name): pages for name, pages in found.by_pool.items()}
+        return PoolTransferResult(found.pages, by_pool, found.restorable)
 
     @harmless(_all_failed)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:

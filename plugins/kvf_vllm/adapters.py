@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvf_vllm.identity import WEIGHT_SUFFIXES
-from kvframework.client.digest_memory import FileState
+from kvframework.client import FileState
 from kvframework.errors import ConfigFieldError
 
 CONFIG = "adapter_config.json"

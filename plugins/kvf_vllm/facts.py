@@ -227,8 +227,8 @@ def _backend(layers: Mapping[str, Any], name: str) -> str:
 
 
 def _release_of(layer: Any) -> str:
-    """The release of the package that a layer's class is from. Only its code knows how the numbers of a state lie, whose
-    shape may stay the same when they are turned round."""
+    """The release of the package that a layer's class is from. Only its code knows how the numbers of a state lie,
+    whose shape may stay the same when they are turned round."""
     return str(getattr(sys.modules.get(type(layer).__module__.partition(".")[0]), "__version__", ""))
 
 

@@ -138,7 +138,7 @@ def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, 
 
 
 def only_between_steps(groups: Sequence[GroupFacts]) -> bool:
-    """True if vLLM can be told of a failed load by its request only, which it takes for loads between steps: with
+    """True if only the request can be named to vLLM when a load fails, which vLLM takes for loads between steps: with
     several groups, and with states, whose tables name the null block."""
     return len(groups) > 1 or any(group.state for group in groups)
 

@@ -113,21 +113,20 @@ class SchedulerSide:
         tracked.miss, tracked.own_end = "", computed
         if request.lora_request is not None and self._awaits_adapter(tracked):
             return None, False
-        if not (self._loads and tracked.wish.load):
+        loads = self._loads and tracked.wish.load
+        if (loads or (self._stores and tracked.wish.store)) and self._awaits_names(tracked):
+            return None, False
+        if not loads:
             return self._no_hit(tracked, tracked.wish.reason or "opted_out")
         if tracked.failed:
             return self._no_hit(tracked, "load_failed")
-        if self._served is None:
-            awaits = self._is_early() and len(self._heard) < self._workers
-            return (None, False) if awaits else self._no_hit(tracked, "no_server")
-        hashes = self._hashed(tracked)
-        if hashes is None:
-            # The workers have a server: this side's connection may still be under way.
-            return (None, False) if self._is_early() else self._no_hit(tracked, "no_server")
+        hashes = self._hashed(tracked) if self._served is not None else None
+        if self._served is None or hashes is None:
+            return self._no_hit(tracked, "no_server")
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
-        if not is_known and len(self._groups) > 1:
+        if not is_known and only_between_steps(self._groups):
             return self._no_hit(tracked, "lora_not_loaded")
         tracked.in_step = not (self._is_async and is_known)
         whole_prompt = self._whole_prompt and not tracked.in_step
@@ -308,12 +307,15 @@ class SchedulerSide:
             self._served = served[0]
             self._service.serve(served)
 
-    def _is_early(self) -> bool:
-        """True for a moment from the first question on: workers tell in their first step whether a server runs."""
+    def _awaits_names(self, tracked: _Tracked) -> bool:
+        """True for a moment from the first question on, until the workers have reported, in their first step, whether a
+        server runs, and this side has reached it, too. A request of one step would not be stored otherwise."""
         now = self._clock()
         if self._first_asked is None:
             self._first_asked = now
-        return now - self._first_asked < self._options.lookup_deadline_s
+        if now - self._first_asked >= self._options.lookup_deadline_s:
+            return False
+        return len(self._heard) < self._workers if self._served is None else self._hashed(tracked) is None
 
     def _awaits_adapter(self, tracked: _Tracked) -> bool:
         """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or

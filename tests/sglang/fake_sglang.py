@@ -5,9 +5,15 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import pytest
+
+
+class PoolName(str, Enum):
+    KV = "kv"
+    MAMBA = "mamba"
 
 
 class HiCacheStorage:
@@ -84,7 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
         "sglang.srt.mem_cache.hicache_storage": {
             "HiCacheStorage": HiCacheStorage,
             "PoolTransferResult": PoolTransferResult,
-            "PoolName": types.SimpleNamespace(KV="kv", MAMBA="mamba"),
+            "PoolName": PoolName,
         },
         "sglang.srt.mem_cache.unified_cache.unified_cache_linker": {
             "UnifiedCacheLinker": UnifiedCacheLinker,

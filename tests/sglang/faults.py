@@ -18,9 +18,10 @@ class SpoiledPages(KvFrameworkStorage):
 class SpoiledStates(KvFrameworkStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self.pools = {**getattr(self, "pools", {}), str(host_pool_name): host_pool}
+        self.pools = {**getattr(self, "pools", {}), str(host_pool_name.value): host_pool}
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         loaded = super().batch_get_v2(transfers, extra_info)
-        self.pools["mamba"].temporal_buffer.neg_()
+        for buffer in (self.pools["mamba"].temporal_buffer, *self.pools["mamba"].conv_buffer):
+            buffer.neg_()
         return loaded

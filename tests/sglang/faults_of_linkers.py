@@ -10,7 +10,7 @@ from kvf_sglang.linker import KvFrameworkLinker
 class SpoiledPages(KvFrameworkLinker):
     def load(self, rid: str, transfers: list[Any]) -> bool:
         loaded = super().load(rid, transfers)
-        for buffer in self.pools["kv"].k_buffer:
+        for buffer in next(iter(self.pools.values())).k_buffer:
             buffer.neg_()
         return loaded
 
@@ -18,5 +18,7 @@ class SpoiledPages(KvFrameworkLinker):
 class SpoiledStates(KvFrameworkLinker):
     def load(self, rid: str, transfers: list[Any]) -> bool:
         loaded = super().load(rid, transfers)
-        self.pools["mamba"].mamba_cache.temporal.neg_()
+        states = next(pool for name, pool in self.pools.items() if name.value == "mamba").mamba_cache
+        for buffer in (states.temporal, *states.conv):
+            buffer.neg_()
         return loaded

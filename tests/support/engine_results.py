@@ -2,7 +2,7 @@
 `python -m tests.docs.generate` makes the table of docs/engines/README.md out of the files.
 
 A test is marked `@pytest.mark.engine_feature("MLX", "hybrid models")`; a third argument says how, if not by the engine
-itself: "refused" (with the reason that the test asserts) or "stand-ins" (the engine was not there).
+itself: "refused" (with the reason that the test asserts), "stand-ins" (the engine was not there), or both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "engine_results"
-HOW = ("tested", "refused", "stand-ins")
+HOW = ("tested", "refused", "stand-ins", "refused, stand-ins")
 _PROPERTY = "engine_feature"
 
 

@@ -22,7 +22,8 @@ def main() -> None:
     events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     tokens = asyncio.run(_answer(order))
-    found = {"tokens": tokens, "cached": 0, "computed": -1, "ttft": 0.0, "wall": 0.0, "counters": counters()}
+    counted = {name: count for name, count in counters().items() if count}
+    found = {"tokens": tokens, "cached": 0, "computed": -1, "ttft": 0.0, "wall": 0.0, "counters": counted}
     events.write(json.dumps({"event": "answer", **found}) + "\n")
     events.flush()
 

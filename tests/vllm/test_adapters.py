@@ -397,9 +397,12 @@ def test_an_adapter_that_is_not_loaded_yet_waits_for_its_step() -> None:
     side.allocated(request, table(16), 8)
     (load,) = computed(side, request, 8, table(16)).loads
     assert load.in_step
-    several = scheduling(server, groups=WINDOWED)
-    assert matched(several, requested("b")) == (0, False), "vLLM cannot load several groups within a step"
-    assert not several.tally.counts
+    state = replace(WINDOWED[0], state=True)
+    for groups in (WINDOWED, (state,)):
+        between = scheduling(server, groups=groups)
+        assert matched(between, requested("b")) == (0, False), "vLLM loads these between steps only"
+        between.allocated(requested("b"), [*table(16), *table(16)][: len(groups)], 0)
+        assert dict(between.tally.counts) == {"miss_requests|lora_not_loaded": 1}
 
 
 def test_a_role_that_only_stores_waits_for_the_name_too() -> None:

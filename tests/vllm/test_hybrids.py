@@ -101,8 +101,8 @@ def test_states_of_another_size_are_not_found(tmp_path: Path) -> None:
     assert answer.tokens == rows.cold(other).tokens
 
 
-def test_states_are_stored_where_an_answer_passes_a_chunk(tmp_path: Path) -> None:
-    """A conversation goes on in another engine, and as vLLM's own cache would have it go on."""
+def test_a_conversation_goes_on_in_another_engine_as_in_vllms_own_cache(tmp_path: Path) -> None:
+    """Its answer passes a chunk's end, where vLLM may keep a state or not."""
     bench = bench_of("lfm2", tmp_path)
     chunk = FAMILIES["lfm2"].chunk
     first = Bench(**{**vars(bench), "prompt": bench.prompt[: 2 * chunk - NEW_TOKENS // 2]})
@@ -111,5 +111,5 @@ def test_states_are_stored_where_an_answer_passes_a_chunk(tmp_path: Path) -> Non
         turn = Bench(**{**vars(bench), "prompt": [*first.prompt, *answer.tokens][: 2 * chunk + 1]})
         (loaded,) = turn.run(server, turn.ask())
     _, own = turn.run(None, first.ask(), turn.ask())
-    assert (loaded.cached, own.cached) == (2 * chunk, 2 * chunk)
+    assert loaded.cached == own.cached >= chunk
     assert loaded.tokens == own.tokens

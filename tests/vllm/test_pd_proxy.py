@@ -37,28 +37,35 @@ class Engine:
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
+            # Connections stay open, as vLLM's do, until the proxy closes them.
+            protocol_version = "HTTP/1.1"
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 text = json.loads(body) if body.startswith(b"{") else body.decode()
                 engine.asked.append((self.path, text, self.headers.get("Authorization", "")))
                 if not status:
+                    self.close_connection = True
                     return
                 self.send_response(status)
                 self.send_header("Content-Type", "text/event-stream")
+                self.send_header("Content-Length", str(len(name) + 1))
                 self.end_headers()
                 for piece in (name, "!"):
                     self.wfile.write(piece.encode())
                     self.wfile.flush()
 
             def do_GET(self) -> None:
+                text = f"{name} at {self.path}".encode()
                 self.send_response(200)
+                self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                self.wfile.write(f"{name} at {self.path}".encode())
+                self.wfile.write(text)
 
             def log_message(self, *_arguments: Any) -> None:
                 return
 
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
     @property
     def place(self) -> str:

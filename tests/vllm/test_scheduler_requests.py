@@ -168,6 +168,15 @@ def test_before_the_workers_have_spoken_requests_wait_a_moment() -> None:
     assert late.matched_tokens(request, 0) == (0, False)
 
 
+def test_a_producers_first_request_is_stored_even_if_it_takes_one_step() -> None:
+    side = SchedulerSide(FakeServer(), WINDOWED[:1], scheduler(FakeServer())._options, loads=False, clock=Clock())
+    request = FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == (None, False)
+    side.heard(StepReport(served={0: SERVED}))
+    assert side.matched_tokens(request, 0) == (0, False)
+    assert computed(side, request, 16).stores
+
+
 def test_without_a_server_requests_are_computed_and_found_once_it_is_there() -> None:
     server, clock = FakeServer(), Clock()
     filled(server, list(range(16)))

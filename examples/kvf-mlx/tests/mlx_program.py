@@ -1,6 +1,8 @@
-"""An engine process for the tests: `python mlx_program.py ENDPOINT CHUNK` writes, for each family of models, its
-answers as JSON: without the cache, with it, with what was restored changed before it is used, and what is restored of
-another prompt."""
+"""An engine process for the tests: `python mlx_program.py ENDPOINT CHUNK` writes its answers for each family as JSON.
+
+They are: without the cache, with it, with what was restored changed before it is used, and how much is restored of
+another prompt.
+"""
 
 from __future__ import annotations
 

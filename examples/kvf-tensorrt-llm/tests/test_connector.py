@@ -5,7 +5,7 @@ This proves nothing about TensorRT-LLM itself.
 
 from __future__ import annotations
 
-import pickle
+import copy
 import subprocess
 import sys
 import tempfile
@@ -81,7 +81,7 @@ class Engine:
                 num_scheduled_tokens=count,
             )
             output = SimpleNamespace(new_requests=[data] if first else [], cached_requests=[] if first else [data])
-            plan = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))  # noqa: S301 - as by MPI
+            plan = copy.deepcopy(self.scheduler.build_connector_meta(output))  # ranks get copies, by MPI
             self.worker.bind_connector_meta(plan)
             self.worker.start_load_kv(Stream())
             written += given
