@@ -113,7 +113,8 @@ def _has_ended(connection: socket.socket) -> bool:
 
 def ask(path: str, request: dict[str, object], timeout: float) -> Any:
     """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most for each of the
-    connection, the request and the reply. Raises `ValueError` for a reply that is no JSON, and `OSError`: `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
+    connection, the request and the reply. Raises `ValueError` for a reply that is no JSON, and `OSError`:
+    `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
     `ConnectionResetError` when it ended meanwhile."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         # By the kernel: a socket with a timeout of Python's does not wait where many callers do.
