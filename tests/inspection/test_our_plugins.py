@@ -11,7 +11,12 @@ from kvframework.config.toml import read_toml
 from kvframework.inspection import inspect_plugin
 from tests.registry.fake_distributions import install
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*/pyproject.toml"))
+# Some examples are clients alone, without a plugin.
+EXAMPLES = [
+    file
+    for file in sorted((Path(__file__).resolve().parents[2] / "examples").glob("*/pyproject.toml"))
+    if "entry-points" in file.read_text()
+]
 OURS = sorted(
     {entry.value for entry in metadata.distribution("kvframework").entry_points.select(group="kvframework.v1")}
 )
