@@ -5,7 +5,7 @@ from kvframework.client.connection import KVClient
 from kvframework.client.digest_memory import FileState
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.model_files import changed_since, fingerprint, model_files, process_started
+from kvframework.client.model_files import WEIGHT_SUFFIXES, changed_since, fingerprint, model_files, process_started
 from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
 from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
@@ -15,6 +15,7 @@ from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 
 __all__ = [
+    "WEIGHT_SUFFIXES",
     "CanonicalInstance",
     "CurveKeys",
     "FileDigest",

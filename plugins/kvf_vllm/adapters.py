@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvf_vllm.identity import WEIGHT_SUFFIXES
-from kvframework.client import FileState
+from kvframework.client import WEIGHT_SUFFIXES, FileState
 from kvframework.errors import ConfigFieldError
 
 CONFIG = "adapter_config.json"

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import re
 import sys
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvf_vllm.canonical import LayerForm
-from kvf_vllm.identity import ModelFacts, files_of
+from kvf_vllm.identity import ModelFacts
 from kvf_vllm.layouts import GroupFacts, packing_name
-from kvframework.client import KvIdentity
+from kvframework.client import KvIdentity, model_files, process_started
 from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
@@ -236,7 +232,7 @@ def model_of(vllm_config: Any) -> ModelFacts:
     """The facts that identify the model. Looks for its files in the local cache; downloads nothing."""
     # All workers of an engine have one parent.
     engine = f"{getattr(vllm_config, 'instance_id', '') or uuid.uuid4().hex}-{os.getppid()}"
-    started = _process_started()
+    started = process_started()
     facts = _facts(vllm_config.model_config, vllm_config.load_config, engine, started)
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
@@ -265,20 +261,12 @@ def _facts(model: Any, load: Any, engine: str, started: float) -> ModelFacts:
             "quantization_config": str(getattr(model, "quantization_config", None) or ""),
             "video_pruning_rate": getattr(multimodal, "video_pruning_rate", None) or 0,
         },
-        files=_files(str(model.model), model.revision, load.download_dir, bool(getattr(model, "trust_remote_code", 0))),
+        files=model_files(
+            str(model.model), model.revision, load.download_dir, code=bool(getattr(model, "trust_remote_code", 0))
+        ),
         engine=engine,
         started=started,
     )
-
-
-def _process_started() -> float:
-    """The start of this process in seconds since the epoch; infinite where the kernel does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return math.inf
-    return time.time() - age
 
 
 def _long_rope(model: Any) -> bool:
@@ -305,21 +293,3 @@ def _layer_specs(spec: Any) -> dict[str, Any]:
 def _specs_by_layer(group: Any) -> dict[str, Any]:
     specs = _layer_specs(group.kv_cache_spec)
     return {name: specs.get(name, specs.get("")) for name in group.layer_names}
-
-
-def _files(model: str, revision: str | None, download_dir: str | None, code: bool) -> tuple[Path, ...]:
-    """The files that determine the model's weights, () if they are not on this machine."""
-    path = Path(model)
-    if path.is_file():
-        # A GGUF file, or the first of its shards: `name-00001-of-00003.gguf`.
-        first = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\..*)", path.name)
-        every = re.compile(f"{re.escape(first[1])}\\d{{5}}{re.escape(first[2])}") if first else None
-        return tuple(sorted(each for each in path.parent.iterdir() if every and every.fullmatch(each.name))) or (path,)
-    try:
-        if not path.is_dir():
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
-        return files_of(path, code=code)
-    except Exception:  # noqa: BLE001 - whatever it is, the files are not here
-        return ()

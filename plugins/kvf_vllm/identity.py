@@ -14,27 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvframework.client import KvIdentity, digest_files, named_identity
+from kvframework.client import KvIdentity, changed_since, fingerprint, named_identity
 from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Training leaves these files beside the weights; vLLM does not read them either.
-_NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-# Further files of a model's directory that change KV and are not in its configuration: scales, and the preprocessing of
-# images.
-_BESIDE_WEIGHTS = frozenset(
-    {
-        "hf_quant_config.json",
-        "quant_config.json",
-        "quantize_config.json",
-        "params.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-    }
-)
 # Formats that load the files of the model's directory. Other formats load weights from elsewhere.
 _FORMATS_OF_FILES = frozenset(
     {
@@ -104,25 +88,6 @@ def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIden
     return KvIdentity(model or facts.name, revision, facts.quantization)
 
 
-def files_of(directory: Path, *, code: bool = False) -> tuple[Path, ...]:
-    """The files of a model's directory that determine its KV, beside its configuration; with `code` the modelling code
-    too. () if there are no weights. Raises `OSError`."""
-    found = sorted(path for path in directory.iterdir() if path.is_file())
-    weights = [path for path in found if path.suffix in WEIGHT_SUFFIXES and path.name not in _NOT_WEIGHTS]
-    if not weights:
-        return ()
-    beside = [path for path in found if path.name in _BESIDE_WEIGHTS or (code and path.suffix == ".py")]
-    return (*weights, *beside)
-
-
-def fingerprint(files: tuple[Path, ...]) -> str:
-    """32 hex digits over the names, sizes and bytes of the files, independent of their folder. Raises `OSError`."""
-    digest = hashlib.blake2b(digest_size=16, person=b"kvf-vllm-bytes")
-    for path, content in sorted(digest_files(files).items(), key=lambda item: item[0].name):
-        digest.update(f"{path.name}:{content.size}:{content.digest}\n".encode())
-    return digest.hexdigest()
-
-
 def _weights(facts: ModelFacts) -> str:
     if facts.load_format == "dummy":
         return f"dummy-{facts.seed}"
@@ -132,7 +97,7 @@ def _weights(facts: ModelFacts) -> str:
         raise _unnamed(facts, f"are loaded as {facts.load_format!r}, which need not be the model's files")
     try:
         content = fingerprint(facts.files)
-        changed = [path.name for path in facts.files if _changed_since(path, facts.started)]
+        changed = changed_since(facts.files, facts.started)
     except OSError as error:
         raise _unnamed(facts, f"cannot be read: {error}") from error
     if not changed:
@@ -140,17 +105,10 @@ def _weights(facts: ModelFacts) -> str:
     # vLLM may have loaded the former contents of the file.
     log.warning(
         "%s of %s changed after this engine started: its KV is shared with no other engine until it starts again",
-        ", ".join(changed[:3]),
+        ", ".join(path.name for path in changed[:3]),
         facts.name,
     )
     return f"{content}+{facts.engine}"
-
-
-def _changed_since(path: Path, started: float) -> bool:
-    """True if the file was written after `started`. Files that a hub's cache links to are written once, often by this
-    engine's own download, and count as unchanged."""
-    found = path.stat()
-    return not path.is_symlink() and max(found.st_mtime, found.st_ctime) > started
 
 
 def _unnamed(facts: ModelFacts, why: str) -> ConfigFieldError:

@@ -24,11 +24,11 @@ from kvf_vllm.facts import (
     place_of,
     stage_of_model,
 )
-from kvf_vllm.identity import ModelFacts, files_of, fingerprint, identify
+from kvf_vllm.identity import ModelFacts, identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import EQUAL, check_version
-from kvframework.client import KvIdentity, named_identity
+from kvframework.client import KvIdentity, fingerprint, model_files, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -165,6 +165,10 @@ def facts(**changes: Any) -> ModelFacts:
         "files": (),
     }
     return ModelFacts(**{**given, **changes})
+
+
+def files_of(folder: Path, *, code: bool = False) -> tuple[Path, ...]:
+    return model_files(str(folder), code=code)
 
 
 def test_whatever_changes_kv_changes_the_identity(tmp_path: Path) -> None:
