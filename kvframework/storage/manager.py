@@ -299,6 +299,14 @@ class StorageManager:
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         return self._table.which(keys)
 
+    @_locked
+    def use_present(self, keys: Sequence[PackedKey]) -> list[bool]:
+        """Return which of `keys` L1 has; counts as a use of each."""
+        here = self._table.use(keys)
+        if self._tiers.watches_uses:
+            self._tiers.used([key for key, present in zip(keys, here, strict=True) if present])
+        return here
+
     def account(self, client: int, namespace: bytes, tenant: int) -> Account:
         """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
         accounts = self._table.accounts

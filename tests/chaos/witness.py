@@ -71,7 +71,7 @@ class Witness:
             return
         self._ledger.violate(
             f"of {last - first} tokens that a STORE said are stored, a LOOKUP {answered - claim.began:.3f} s later "
-            f"from another process finds {reply.hit_tokens}; {evictions} evictions in between"
+            f"from another process finds {reply.hit_tokens}; {evictions} evictions in between; L1 is now {status['l1']}"
         )
 
     def _forget(self) -> None:

@@ -76,6 +76,22 @@ def test_the_question_says_what_is_missing_and_holds_nothing(client: WireClient)
     assert client.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease)).held is True
 
 
+def test_the_question_is_a_use_of_what_is_present() -> None:
+    """What a store counts as present must outlive the objects that make room for the rest of it."""
+    with remote_server(curve=False, capacity="1MiB") as small, WireClient(small.tcp) as client:
+        registered = client.register()
+
+        def prompt(number: int) -> CacheKey:
+            return key_for(registered, [number] * 1024)
+
+        for number in range(8):
+            assert store(client, prompt(number), range(4), *[fill(number)] * 4).outcome.stored == 4
+        assert missing(client, prompt(0)) == []
+        assert store(client, prompt(8), range(4), *[fill(8)] * 4).outcome.stored == 4
+        assert missing(client, prompt(0)) == []
+        assert missing(client, prompt(1)) == [0, 1, 2, 3]
+
+
 def test_its_transfers_are_among_the_finished_requests(server: RemoteServer, client: WireClient) -> None:
     key = key_for(client.register(), TOKENS, request_id="over the wire")
     store(client, key, [0, 1, 2, 3], fill(1), fill(1), fill(1), fill(1))

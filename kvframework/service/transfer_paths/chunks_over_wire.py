@@ -111,7 +111,8 @@ class ChunkTransfers:
         return future
 
     def _missing(self, grid: KeyGrid) -> m.ChunksStored:
-        here = self._storage.which_present(grid.flat)
+        # A use: the room for the missing ones is not made of the present ones, which would end the prefix.
+        here = self._storage.use_present(grid.flat)
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 

@@ -221,6 +221,12 @@ class ObjectTable:
         """Return which of `keys` are readable."""
         return self._objects.which(keys)
 
+    def use(self, keys: Sequence[PackedKey]) -> list[bool]:
+        """Return which of `keys` are readable, given in the order of a prompt; counts as a use of each."""
+        found = [self._objects.get(key) for key in keys]
+        self._used([stored for stored in found if stored is not None])
+        return [stored is not None for stored in found]
+
     def pin(
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
     ) -> PinLease | None:
