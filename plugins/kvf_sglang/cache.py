@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvf_sglang.attach import Attachments, Place
 from kvf_sglang.options import SglangOptions
-from kvf_sglang.pages import PoolPages, Salt, digests_of
+from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
 from kvf_sglang.tally import Tally
 from kvframework.client import KVClient, KvIdentity
@@ -170,15 +170,16 @@ class PageCache:
         failed = [False] * len(keys)
         if pages is None or not keys:
             return failed
-        if len(indices) != len(keys) * pages.slots:
-            self._tell(f"pool {name}: {len(indices)} slots for {len(keys)} pages of {pages.slots}")
+        places = places_of(indices, pages.slots)
+        if places is None or len(places) != len(keys):
+            self._tell(f"pool {name}: slots that are not one whole page of {pages.slots} for each key")
             return failed
-        firsts, digests = list(indices[:: pages.slots]), digests_of(keys)
+        digests = digests_of(keys)
         started = self._clock()
         if storing:
-            done = len(keys) if pages.store(digests, firsts, self._options.store_deadline_s) else 0
+            done = len(keys) if pages.store(digests, places, self._options.store_deadline_s) else 0
         else:
-            done = pages.load(digests, firsts, self._options.load_deadline_s)
+            done = pages.load(digests, places, self._options.load_deadline_s)
         self.tally.moved("backup" if storing else "prefetch", done, done * pages.page_bytes, self._clock() - started)
         return [True] * done + failed[done:]
 

@@ -145,10 +145,11 @@ def test_windows_and_groups_of_pages_are_left_out(server: ServerProcess) -> None
 
 def test_an_evicted_page_ends_a_load_before_it(server: ServerProcess) -> None:
     names = keys(4)
-    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine, server.client() as client:
         assert engine.store(names[:2]) == [True] * 2
         assert engine.store(names[3:]) == [True]
         assert engine.load(names) == [True, True, False, False]
+        wait_until(lambda: client.call("CLEAR", m.Clear()).in_use == 0, what="the pins' end")
 
 
 def test_a_found_page_stays_until_it_is_loaded(server: ServerProcess) -> None:
@@ -197,9 +198,21 @@ def test_slots_that_do_not_fit_the_pages_are_a_miss(server: ServerProcess) -> No
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
         slots = engine.pool.indices([0, 1])
-        assert engine.cache.store(KV, names, slots[:-1]) == [False] * 2
+        no_pages = [
+            slots[:-1],
+            slots + slots,
+            [slot + 3 for slot in slots],
+            [slots[0], *slots[9:16], *slots[8:]],
+            [*reversed(slots)],
+            # Of two pages in one place only the last would be there.
+            slots[: pools.PAGE] * 2,
+        ]
+        for given in no_pages:
+            assert engine.cache.store(KV, names, given) == [False] * 2
+            assert engine.cache.find(names).pages == 0
         assert engine.cache.store(KV, names, slots) == [True] * 2
-        assert engine.cache.load(KV, names, slots + slots) == [False] * 2
+        for given in no_pages:
+            assert engine.cache.load(KV, names, given) == [False] * 2
         with pytest.raises(ValueError, match="non-hexadecimal"):
             engine.cache.find(["no hash"])
         with pytest.raises(ValueError, match="32 bytes"):
