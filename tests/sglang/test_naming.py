@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
+from kvf_sglang.facts import CHANGING, model_facts
 from kvf_sglang.identity import ModelFacts, identify
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
@@ -97,6 +100,66 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
     assert len(names) == 14
     # What may differ between two loads of the same model.
     assert identify(replace(facts, config={"hidden_size": 8, "transformers_version": "6"})) == identify(facts)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mm_process_config": {"image": {"image_mean": [0, 0, 0]}}},
+        {"modelopt_quant": "fp8"},
+        {"quantize_and_serve": True},
+        {"forward_hooks": [{"name": "steer"}]},
+    ],
+    ids=str,
+)
+def test_options_that_change_what_the_files_compute_are_in_the_name(
+    monkeypatch: pytest.MonkeyPatch, model: Path, changed: dict[str, Any]
+) -> None:
+    assert facts_of(monkeypatch, model).settings != facts_of(monkeypatch, model, **changed).settings
+    # What is off is falsy, as in engines that have no such option.
+    assert not any(facts_of(monkeypatch, model, **dict.fromkeys(CHANGING)).settings.values())
+
+
+@pytest.mark.parametrize("option", ["kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile"])
+def test_weights_from_elsewhere_have_no_name_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, model: Path, option: str
+) -> None:
+    assert facts_of(monkeypatch, model).files
+    with pytest.raises(ConfigFieldError, match="cannot be distinguished"):
+        identify(facts_of(monkeypatch, model, **{option: "/elsewhere"}))
+
+
+@pytest.mark.sglang
+def test_the_options_are_those_of_sglang() -> None:
+    from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
+
+    assert {*CHANGING} <= {*POSITIONAL_FIELD_ORDER}
+
+
+def facts_of(monkeypatch: pytest.MonkeyPatch, model: Path, **options: object) -> ModelFacts:
+    """The facts of an engine that was started with these options, by stand-ins for SGLang's configuration."""
+    args = SimpleNamespace(
+        model_path=str(model),
+        revision=None,
+        load_format="auto",
+        random_seed=0,
+        download_dir=None,
+        trust_remote_code=False,
+        kv_cache_dtype="auto",
+        json_model_override_args="{}",
+        **options,
+    )
+    config = SimpleNamespace(quantization=None, dtype="float32", hf_config=SimpleNamespace(to_dict=dict))
+    for name, content in {
+        "sglang.srt.arg_groups.model_override_base": {"resolving_view": lambda given: given},
+        "sglang.srt.runtime_context": {"get_server_args": lambda: args},
+        "sglang.srt.configs.model_config": {"ModelConfig": SimpleNamespace(from_server_args=lambda _args: config)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("kvf_sglang.facts._config", lambda *_given: {"hidden_size": 8})
+    return model_facts("engine")
 
 
 def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tmp_path: Path) -> None:

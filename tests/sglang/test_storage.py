@@ -205,3 +205,11 @@ def test_an_update_of_the_weights_ends_it(monkeypatch: pytest.MonkeyPatch, serve
     assert updater.updated == ["new"]
     assert backend.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
     backend.close()
+    # Detached and attached again: the files are no longer what the engine computes with.
+    again = sys.modules["kvf_sglang.storage"].KvFrameworkStorage(
+        fake_sglang.StorageConfig({"kvframework.endpoint": server.endpoint}), {}
+    )
+    again.register_mem_pool_host(MHATokenToKVPoolHost())
+    wait_until(lambda: again.cache._attachments.get("kv"), what="the registration")
+    assert again.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
+    again.close()
