@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -68,13 +69,32 @@ def test_content_is_named_wherever_it_lies(model: Path, tmp_path: Path) -> None:
     assert fingerprint(model_files(str(moved))) != before
 
 
-def test_files_that_changed_are_told(model: Path) -> None:
+def test_files_that_changed_are_told(model: Path, tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     assert changed_since([weights], weights.stat().st_mtime + 60) == []
     assert changed_since([weights], weights.stat().st_mtime - 60) == [weights]
-    link = model / "link.safetensors"
+    blob = tmp_path / "models--a--b" / "blobs" / "1234"
+    blob.parent.mkdir(parents=True)
+    blob.write_text("weights")
+    hubs, link = model / "hubs.safetensors", model / "link.safetensors"
+    hubs.symlink_to(blob)
     link.symlink_to(weights)
-    assert changed_since([link], 0.0) == []
+    assert changed_since([hubs, link], 0.0) == [link]
+
+
+def test_a_link_to_other_files_is_a_change(model: Path, tmp_path: Path) -> None:
+    """As of deployments that name the current checkpoint by a link: the files themselves are old."""
+    weights = model / "model.safetensors"
+    later = weights.stat().st_ctime + 60
+    current = tmp_path / "current"
+    current.symlink_to(model)
+    assert changed_since([current / weights.name], later) == []
+    os.utime(current, (later + 60, later + 60), follow_symlinks=False)
+    assert changed_since([current / weights.name], later) == [current / weights.name]
+
+
+def test_the_start_of_this_process(model: Path) -> None:
+    weights = model / "model.safetensors"
     assert 0 < process_started() < weights.stat().st_mtime + 1
 
 
