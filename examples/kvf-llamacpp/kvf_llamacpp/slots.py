@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from kvf_llamacpp.slot_file import TYPES, Planes, SlotForm, built, parsed
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, digest_files
+from kvframework.client import (
+    KVClient,
+    RequestHashes,
+    SchedulerAdapter,
+    WorkerAdapter,
+    fingerprint,
+    model_files,
+)
 from kvframework.errors import KVFrameworkError, RequestError
 
 log = logging.getLogger(__name__)
@@ -28,9 +35,10 @@ BLOCK = 16
 class Slots:
     """One slot of one server, for one request at a time. Not thread-safe.
 
-    `url` is the server's address, `folder` its `--slot-save-path`, `gguf` the model's file, whose content names the KV.
-    `settings` names whatever of the server's command changes KV besides: rope options, a control vector. Adapters that
-    are on are refused at each call, as a miss. Raises `OSError` for a server or file that is not there.
+    `url` is the server's address, `folder` its `--slot-save-path`, `gguf` the model's file, or the first of its shards,
+    whose content names the KV. `settings` names whatever of the server's command changes KV besides: rope options, a
+    control vector. Adapters that are on are refused at each call, as a miss. Raises `OSError` for a server or file that
+    is not there.
     """
 
     def __init__(
@@ -47,7 +55,7 @@ class Slots:
     ) -> None:
         self._url, self._folder, self._slot, self._timeout_s = url, folder, slot, timeout_s
         self._file = folder / f"kvframework-{secrets.token_hex(8)}.bin"
-        self._digest = digest_files([gguf])[gguf].digest
+        self._digest = fingerprint(model_files(str(gguf)) if gguf.is_file() else (gguf,))
         self._settings = settings
         self._cells = int(self._called("/slots")[slot]["n_ctx"])
         self._client = KVClient(endpoint, name="llama.cpp", **client)
@@ -59,10 +67,18 @@ class Slots:
         self._adapted = True  # as what the slot holds from before may be
 
     def complete(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
-        """Answer `/completion` with a restore before and a store after it. `options` are those of the request."""
-        restored = self.restore(prompt)
-        self._held = []
-        body = {**options, "prompt": list(prompt), "id_slot": self._slot, "cache_prompt": True, "return_tokens": True}
+        """Answer `/completion` with a restore before and a store after it. `options` are those of the request; with
+        adapters of its own (`lora`) it goes past the cache."""
+        restored = 0 if options.get("lora") else self.restore(prompt)
+        self._held, self._adapted = [], self._adapted or bool(options.get("lora"))
+        body = {
+            **options,
+            "prompt": list(prompt),
+            "id_slot": self._slot,
+            "cache_prompt": True,
+            "n_cache_reuse": 0,  # parts that are moved to other positions are not what a computation gives
+            "return_tokens": True,
+        }
         answer: dict[str, Any] = self._called("/completion", body)
         answer["kvframework"] = {"restored": restored, "stored": self.store()}
         return answer

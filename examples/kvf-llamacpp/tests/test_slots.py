@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,6 +147,44 @@ def test_while_an_adapter_is_on_nothing_is_named(model: Path, endpoint: str, mon
         assert slots.store() == 0
         assert slots.restore(tokens) == 2 * CHUNK
         assert answered(slots, [5, *tokens])[1:] == (0, {"restored": 0, "stored": 2 * CHUNK})
+
+
+@engine
+def test_a_request_with_adapters_of_its_own_goes_past_the_cache(model: Path, endpoint: str) -> None:
+    """The server lists those of all requests only; an adapter that it does not have is on for the request, too."""
+    tokens = prompt(2 * CHUNK + 1, seed=12)
+    with llama(model, endpoint) as slots:
+        adapted = slots.complete(tokens, n_predict=1, lora=[{"id": 0, "scale": 1.0}])
+        assert adapted["kvframework"] == {"restored": 0, "stored": 0}
+        # Nor is it stored, or gone on from, by the next one.
+        assert slots.store() == 0
+        _, cached, moved = answered(slots, tokens)
+        assert cached <= 1  # see above
+        assert moved == {"restored": 0, "stored": 2 * CHUNK}
+
+
+@engine
+def test_a_part_of_another_prompt_is_computed_where_it_stands(model: Path, endpoint: str) -> None:
+    """The server would move what its slot holds to other positions."""
+    tokens = prompt(3 * CHUNK, seed=13)
+    with llama(model, endpoint) as slots:
+        answered(slots, tokens)
+        assert answered(slots, tokens[CHUNK // 2 :])[1:] == (0, {"restored": 0, "stored": 2 * CHUNK})
+
+
+def test_every_shard_names_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may hold no weights at all."""
+    monkeypatch.setattr(Slots, "_called", lambda *_given: [{"n_ctx": 64}])
+    shards = [folder / f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    names = []
+    for weights in ("first", "second"):
+        for shard in shards:
+            shard.write_text(weights if shard is shards[1] else "the head")
+        with closing(Slots("http://x", folder, shards[0], endpoint=f"ipc://{folder}/nobody.sock")) as slots:
+            names.append(slots._digest)
+    assert names[0] != names[1]
+    with pytest.raises(OSError, match="nowhere"):
+        Slots("http://x", folder, folder / "nowhere.gguf", endpoint=f"ipc://{folder}/nobody.sock")
 
 
 @contextmanager
