@@ -261,9 +261,11 @@ def test_files_that_change_while_an_engine_starts_name_kv_of_its_own(
     assert len({plain, *found}) == 3
     assert "shared with no other" in caplog.text
     # What a hub's cache links to may be this engine's own download.
-    snapshot = tmp_path / "snapshot"
+    snapshot, blob = tmp_path / "snapshot", tmp_path / "blobs" / "1234"
     snapshot.mkdir()
-    (snapshot / "model.safetensors").symlink_to(folder / "model.safetensors")
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (snapshot / "model.safetensors").symlink_to(blob)
     assert identify(facts(files=files_of(snapshot), engine="one", started=before)) == plain
     assert before < model_of(vllm_config(folder)).started + 3600
     assert model_of(vllm_config(folder)).started < time.time()
