@@ -40,9 +40,10 @@ class Worker(NamedTuple):
     cp_size: int = 1
     replicated: bool = False
 
-    def place(self, *, per_head: bool) -> Place:
+    def place(self, *, per_head: bool, first_layer: int = 0) -> Place:
+        """`first_layer` is the first of a pipeline stage: users may split the layers as they like."""
         stages = [
-            f"pp{self.pp_rank}of{self.pp_size}" if self.pp_size > 1 else "",
+            f"pp{self.pp_rank}of{self.pp_size}@{first_layer}" if self.pp_size > 1 else "",
             f"cp{self.cp_rank}of{self.cp_size}" if self.cp_size > 1 else "",
         ]
         stage = "+".join(filter(None, stages))
@@ -85,6 +86,7 @@ class PageCache:
         self._salt = Salt(engine_name())
         self._pages: dict[str, PoolPages] = {}
         self._page_tokens = 0
+        self._first_layer = 0
         self._retired = ""
         self._left_out = False
         self._told: set[str] = set()
@@ -94,6 +96,7 @@ class PageCache:
         page hashes. If a pool cannot be kept nothing is: a hit needs all of them. Never blocks."""
         if name == KV:
             self._page_tokens = int(pool.page_size)
+            self._first_layer = int(getattr(pool, "start_layer", 0))
         try:
             form = form_of(pool, self._page_tokens)
             # The first rank alone stores what all hold alike, except states.
@@ -103,7 +106,8 @@ class PageCache:
         except KVFrameworkError as error:
             self._leave_out(f"pool {name}: {error}")
             return
-        self._attachments.add(name, form, self._page_tokens, self._worker.place(per_head=form.per_head))
+        place = self._worker.place(per_head=form.per_head, first_layer=self._first_layer)
+        self._attachments.add(name, form, self._page_tokens, place)
 
     def attached(self, name: str) -> bool:
         """True if a pool is registered and the server is there, so that a call is worth its while. Never blocks."""

@@ -101,6 +101,18 @@ def test_names_hold_all_that_makes_keys_and_values_differ(server: ServerProcess)
         assert engine.cache.find(names).pages == 2
 
 
+def test_stages_of_as_many_layers_that_begin_elsewhere_share_nothing(server: ServerProcess) -> None:
+    """As with SGLANG_PP_LAYER_PARTITION: the second of 3, 3, 3 layers, and of 2, 3, 4."""
+    names, worker = keys(2), Worker(pp_rank=1, pp_size=3)
+    even, odd = (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"start_layer": at}) for at in (3, 2))
+    with Engine(server.endpoint, even(), worker=worker) as engine:
+        assert engine.store(names) == [True] * 2
+    with Engine(server.endpoint, odd(), worker=worker) as other:
+        assert other.cache.find(names).pages == 0
+    with Engine(server.endpoint, even(), worker=worker) as engine:
+        assert engine.load(names) == [True] * 2
+
+
 def test_a_hit_of_a_hybrid_ends_where_a_state_is(server: ServerProcess) -> None:
     names = keys(6)
     with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
