@@ -336,6 +336,25 @@ def test_weights_without_a_name_keep_the_cache_off_and_say_why(
         assert engine.cache.find(keys(1)).pages == 0
 
 
+def test_a_backend_is_detached_while_its_weights_are_read(server: ServerProcess) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> KvIdentity:
+        reading.set()
+        go_on.wait()
+        return KvIdentity("model", "revision")
+
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), identity=slow, attached=False) as engine:
+        assert reading.wait(60)
+    thread = engine.cache._attachments._thread
+    assert thread is not None
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert engine.cache._attachments.get(KV) is None
+
+
 def test_threads_store_and_load_at_once(server: ServerProcess) -> None:
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
         stored = keys(6, seed="stored")
