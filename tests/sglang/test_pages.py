@@ -344,7 +344,8 @@ def test_a_backend_is_detached_while_its_weights_are_read(server: ServerProcess)
         go_on.wait()
         return KvIdentity("model", "revision")
 
-    with Engine(server.endpoint, MHATokenToKVPoolHost(), identity=slow, attached=False) as engine:
+    slowly: dict[str, Any] = {"identity": slow, "attached": False, "deadline_scale": 100.0}
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), **slowly) as engine:
         assert reading.wait(60)
     thread = engine.cache._attachments._thread
     assert thread is not None
