@@ -21,17 +21,17 @@ WINDOW = 512
 
 
 def make(directory: Path, size: str) -> Path:
-    """A Llama, or for "window" a small Gemma 3 with sliding-window layers. Made only if it is not there."""
+    """A Llama; for "window" a small Gemma 3 some of whose layers have sliding windows, for "windows" a Mistral all of
+    whose layers do. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1234)
-    return save(
-        directory,
-        AutoModelForCausalLM.from_config(_gemma() if size == "window" else _llama(*SIZES[size])).float(),
-    )
+    others = {"window": _gemma, "windows": _mistral}
+    config = others[size]() if size in others else _llama(*SIZES[size])
+    return save(directory, AutoModelForCausalLM.from_config(config).float())
 
 
 def save(directory: Path, model: Any) -> Path:
@@ -112,6 +112,12 @@ def _gemma() -> Any:
         pad_token_id=0,
         query_pre_attn_scalar=64,
     )
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**_llama(*SIZES["tiny"]).to_dict(), "model_type": "mistral", "sliding_window": WINDOW})
 
 
 def _tokenizer(directory: Path) -> None:

@@ -4,7 +4,9 @@ nothing else of a state's block table is."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,9 +105,10 @@ def test_a_hit_leaves_a_token_to_compute_and_loads_into_the_last_place_of_each_s
     assert not server.tickets
 
 
-def test_states_are_loaded_between_steps_even_in_a_single_group() -> None:
+@pytest.mark.parametrize("fields", [{"state": True}, {"window": CHUNK}], ids=["state", "window"])
+def test_states_and_windows_are_loaded_between_steps_even_in_a_single_group(fields: dict[str, Any]) -> None:
     """A load within a step that fails would be told by its blocks, among them the null block of all requests."""
-    alone = (GroupFacts(("ssm",), CHUNK, state=True),)
+    alone = (GroupFacts(("layer",), CHUNK, **fields),)
     assert only_between_steps(alone)
     server = FakeServer()
     filled(server, list(range(CHUNK)))
