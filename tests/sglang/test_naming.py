@@ -11,10 +11,10 @@ import pytest
 
 from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
-from kvf_sglang.identity import ModelFacts, identify
+from kvf_sglang.identity import identify
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
-from kvframework.client import changed_since, fingerprint, model_files, process_started
+from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started
 from kvframework.errors import ConfigFieldError, VersionMismatch
 
 
